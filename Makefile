@@ -2,7 +2,8 @@
 # make test: set up, run all tests, those with a real vLLM and DeepSpeed on CPU among them
 # make train: set up, make the tiny model and train it for real on two CPU cores, write its page (runs/tiny)
 # make docs: write the tables of keys in docs/ anew
-# make site: the documentation as a site (build/site)
+# make site: the documentation as a site, at http://localhost:8000 until Ctrl-C (PORT=8001: another port)
+# make size: lines, files, words of the project, by package (kept in CONTRIBUTING.md)
 # make check: formatting, lint, types, import rules, tests without the slow ones
 
 PYTHON ?= python3
@@ -13,13 +14,14 @@ BIN := $(VENV)/bin
 TORCH_OPTIONS ?=
 # Newer ones of pip show ten lines in which setuptools warns of what an editable install always is.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PORT ?= 8000
 RUN := examples/qwen7b_128_h100.toml
 # Three tenths of the packages' sources, of which nothing or little is imported; what is, is compiled then.
 NOT_IMPORTED := /tests?/|/transformers/models/|/ray/(rllib|tune|serve|train|data|llm)/|/(pip|gradio|mypy|mypyc|debugpy)/
 # Where this is set, every process that a test starts would compile the packages anew: more than a second each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test train check docs site bench clean
+.PHONY: demo test train check docs size site build-site bench clean
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
@@ -48,9 +50,16 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python scripts/doc_tables.py
 
-site: $(VENV)/.dev
+size: | $(VENV)/bin/python
+	$(BIN)/python scripts/size.py
+
+# Served: links and search do not work from disk.
+site: build-site
+	@echo "Documentation: http://localhost:$(PORT) (Ctrl-C ends it)"
+	@$(BIN)/python -m http.server $(PORT) --bind localhost --directory build/site 2> /dev/null || test $$? -eq 130
+
+build-site: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "Documentation: build/site/index.html"
 
 $(VENV)/.chromium: scripts/get_chromium.py | $(VENV)/.dev
 	-$(BIN)/python scripts/get_chromium.py && touch $@  # without npm the tests in a browser are skipped

@@ -1,9 +1,8 @@
-"""One function per figure: runs in, a matplotlib ``Figure`` out. Nothing is read or written.
+"""Figures of runs, one function each: a ``Chart`` for files and pages, or a ``Figure`` where marks are special.
 
-Figures are plain ``Figure`` objects, not pyplot's, and the settings of matplotlib are put back after drawing, so
-there is no global state. Widths are those of one column (86 mm) or of a page of a paper, where no text is smaller
-than 7 pt. Lag is in optimizer steps, and weighted by token where it is a mean. "Fig." in a docstring is the figure
-of the paper, arXiv 2509.19128.
+Figures are plain ``Figure`` objects, not pyplot's, and matplotlib's settings are put back: there is no global state.
+Widths are those of a paper's column (86 mm) or page; no text is smaller than 7 pt. Lag is in optimizer steps, means of
+it are by token. "Fig." is a figure of the paper, arXiv 2509.19128.
 """
 
 from __future__ import annotations
@@ -15,23 +14,29 @@ from typing import Any
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from analysis.chart import Axis, Chart, Mark, bars, drawn, limits, line
 from analysis.read import Run
 from analysis.style import (
     ACTIVITY_COLORS,
+    BLUE,
     COLUMN_IN,
+    GREEN,
     INK,
     LIMIT,
     MUTED,
     PAGE_IN,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILLION,
     SeriesStyle,
-    add_legend,
     draw_limit,
-    handy_scale,
     handy_time,
     house_style,
     make_panels,
@@ -43,43 +48,43 @@ from pipelinerl.records.reports import TrainerSeconds
 from pipelinerl.util.arrays import FloatArray
 
 
-@house_style
-def lag_by_position(runs: Sequence[Run]) -> Figure:
-    """Draw the mean lag of a token against its position in the answer (Fig. 3a): flat, or fresh at the end.
-
-    Args:
-        runs: At least one run.
-
-    Returns:
-        One panel, a line per run with its values at the middle of each bin.
-    """
-    figure, [[axes]] = make_panels(COLUMN_IN, 1.9)
+def lag_by_position(runs: Sequence[Run]) -> Chart:
+    """Return the mean lag of a token against its position in the answer (Fig. 3a): flat, or fresh at the end."""
+    lines = []
     for run, style in styled(runs):
         bins = run.figure_data.lag_by_position
-        middle_tokens = (np.arange(len(bins.lag_mean)) + 0.5) * bins.width_tokens
-        axes.plot(middle_tokens, _array(bins.lag_mean), color=style.color, linestyle=style.dash, label=run.name)
-    draw_limit(axes, (run.report.max_lag for run in runs), across=True)
-    axes.set(xlabel="position in the answer (tokens)", ylabel="mean lag (optimizer steps)")
-    axes.set(xlim=(0, None), ylim=(0, max(1.0, axes.get_ylim()[1])))
-    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.grid(axis="y")
-    add_legend(figure, axes, "Lag of a token by its place in the answer")
-    return figure
+        middle = (np.arange(len(bins.lag_mean)) + 0.5) * bins.width_tokens
+        lines.append(line(run.name, middle, _array(bins.lag_mean), style))
+    top = max((float(np.nanmax(one.y)) for one in lines if np.isfinite(one.y).any()), default=0.0)
+    return Chart(
+        title="Lag of a token by its place in the answer",
+        caption="Where weights arrive while answers are generated, the end of an answer is fresher than its beginning.",
+        x=Axis(label="position in the answer", unit="tokens", values="0,0"),
+        y=Axis(label="mean lag", unit="optimizer steps", ticks=6, end=1.0 if top == 0.0 else None),
+        series=[*lines, *limits([run.report.max_lag for run in runs], mark=Mark.RULE_Y)],
+    )
+
+
+def mean_lag_by_step(runs: Sequence[Run]) -> Chart:
+    """Return the mean lag of each optimizer step as a single panel; files have ``lag_by_step``, with the envelopes."""
+    return Chart(
+        title="Lag by optimizer step",
+        caption="Mean lag of the tokens of each optimizer step; hover for the largest.",
+        x=Axis(label="optimizer step", values="0"),
+        y=Axis(label="mean lag", unit="optimizer steps"),
+        series=[
+            line(run.name, run.steps.step, run.steps.lag_mean, style, hover={"largest lag": run.steps.lag_max})
+            for run, style in styled(runs)
+        ],
+    )
 
 
 @house_style
 def lag_by_step(runs: Sequence[Run]) -> Figure:
-    """Draw mean and largest lag of each optimizer step (Fig. 6a), a row per run.
+    """Draw mean and largest lag of each optimizer step (Fig. 6a), a row per run; the dotted line is its ``max_lag``.
 
     Runs of more than 150 steps get two panels: the whole run, smoothed so that a sawtooth becomes its envelope
     (rolling mean, band from the least to the largest step mean, rolling maximum), and the last 100 steps as they are.
-    A dotted line is the run's ``max_lag``.
-
-    Args:
-        runs: At least one run.
-
-    Returns:
-        A row of one or two panels per run, all on one lag axis, and on one step axis if the runs are equally long.
     """
     num_steps = max(len(run.steps.step) for run in runs)
     columns = 2 if num_steps > 150 else 1
@@ -119,14 +124,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
 
 @house_style
 def lag_histogram(runs: Sequence[Run]) -> Figure:
-    """Draw how the lag of the trained tokens is distributed, a row per run, all on the same scales.
-
-    Args:
-        runs: At least one run.
-
-    Returns:
-        A panel per run; its title has the mean lag, and the means of its two parts, which add up to it.
-    """
+    """Draw trained tokens against lag, a row per run on the same scales; titles have the mean lag and its two parts."""
     figure, panels = make_panels(COLUMN_IN, 0.5 + 0.95 * len(runs), rows=len(runs), sharex=True, sharey=True)
     for axes, (run, style) in zip(panels[:, 0], styled(runs), strict=True):
         histogram = run.figure_data.lag_histogram
@@ -150,62 +148,85 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-@house_style
-def generation_phase(runs: Sequence[Run]) -> Figure:
-    """Draw sequences in progress and throughput over a generation phase (Fig. 2b, 2c): a drain, or none.
-
-    Args:
-        runs: Runs; those without a generation window are left out.
-
-    Returns:
-        Two panels above each other that share the time axis, a line per run with its values at the middle of each bin.
-
-    Raises:
-        ConfigError: If no run has a generation window.
-    """
+def generation_phase(runs: Sequence[Run]) -> list[Chart]:
+    """Return sequences in progress and throughput in a generation phase (Fig. 2b, 2c); ConfigError if no run has it."""
     shown = [(run, style) for run, style in styled(runs) if len(run.figure_data.generation_window.in_progress)]
     if not shown:
         raise ConfigError(f"no generation window in {', '.join(run.name for run in runs)}")
     windows = [run.figure_data.generation_window for run, _ in shown]
-    time_scale, time_unit = handy_time(max(window.width_s * len(window.in_progress) for window in windows))
-    rate_scale, word = handy_scale(max(max(window.tokens_per_s) for window in windows))
-    figure, panels = make_panels(COLUMN_IN, 2.6, rows=2, sharex=True)
-    upper, lower = panels.flat
-    for (run, style), window in zip(shown, windows, strict=True):
-        middle = (np.arange(len(window.in_progress)) + 0.5) * window.width_s / time_scale
-        look = {"color": style.color, "linestyle": style.dash}
-        upper.plot(middle, _array(window.in_progress), label=run.name, **look)
-        lower.plot(middle, _array(window.tokens_per_s) / rate_scale, **look)
-    upper.set(ylabel="in progress\n(sequences)", ylim=(0, None))
-    lower.set(ylabel=f"generation\n({word}tokens/s)", ylim=(0, None))
-    lower.set(xlabel=f"time from the start of generation ({time_unit})", xlim=(0, None))
-    figure.align_ylabels()
-    for axes in (upper, lower):
-        axes.grid(axis="y")
-    add_legend(figure, upper, "Generation, all engines together")
-    return figure
+    scale, unit = handy_time(max(window.width_s * len(window.in_progress) for window in windows))
+    middles = [(np.arange(len(one.in_progress)) + 0.5) * one.width_s / scale for one in windows]
+    axes = (
+        Axis(label="in progress\n", unit="sequences", values="0"),
+        Axis(label="generation\n", unit="tokens/s", handy=True, values="0,0"),
+    )
+    columns = ([one.in_progress for one in windows], [one.tokens_per_s for one in windows])
+    return [
+        Chart(
+            title="Generation, all engines together",
+            x=Axis(label="time from the start of generation", unit=unit),
+            y=axis,
+            series=[
+                line(run.name, middle, _array(values), style)
+                for (run, style), middle, values in zip(shown, middles, column, strict=True)
+            ],
+        )
+        for axis, column in zip(axes, columns, strict=True)
+    ]
 
 
-@house_style
-def samples_against_time(runs: Sequence[Run]) -> Figure:
-    """Draw samples trained against time (Fig. 5c).
+def samples_against_time(runs: Sequence[Run]) -> Chart:
+    """Return samples trained against time (Fig. 5c), from the origin through the end of every optimizer step."""
+    scale, unit = handy_time(max(run.steps.time_s[-1] for run in runs))
+    return Chart(
+        title="Samples trained over time",
+        caption="Steeper is faster.",
+        x=Axis(label="time", unit=unit),
+        y=Axis(label="trained", unit="samples", handy=True, values="0,0"),
+        series=[
+            line(run.name, np.append(0.0, run.steps.time_s) / scale, np.append(0, np.cumsum(run.steps.samples)), style)
+            for run, style in styled(runs)
+        ],
+    )
 
-    Args:
-        runs: At least one run.
 
-    Returns:
-        One panel, a line per run from the origin through the end of every optimizer step.
-    """
-    figure, [[axes]] = make_panels(COLUMN_IN, 1.9)
-    time_scale, time_unit = handy_time(max(run.steps.time_s[-1] for run in runs))
-    scale, word = handy_scale(max(run.steps.samples.sum() for run in runs))
-    for run, style in styled(runs):
-        time = np.concatenate([[0.0], run.steps.time_s]) / time_scale
-        samples = np.concatenate([[0.0], np.cumsum(run.steps.samples)]) / scale
-        axes.plot(time, samples, color=style.color, label=run.name)
-    axes.set(xlabel=f"time ({time_unit})", ylabel=f"trained ({word}samples)", xlim=(0, None), ylim=(0, None))
-    axes.grid()
-    add_legend(figure, axes, "Samples trained over time")
+def time_split(runs: Sequence[Run]) -> Chart:
+    """Return the trainer's wall time by activity: a bar per run, its length the seconds per 1000 trained samples."""
+    kinds = tuple(TrainerSeconds.model_fields)
+    parts = {kind: np.array([getattr(run.report.seconds, kind) for run in runs]) for kind in kinds}
+    samples = np.array([run.report.samples_trained for run in runs])
+    colors = {kind: ACTIVITY_COLORS[kind] for kind in kinds}
+    names = {kind: kind.replace("_", " ") for kind in kinds}
+    return bars(
+        [run.name for run in runs],
+        {names[kind]: seconds * 1000 / samples for kind, seconds in parts.items()},
+        {names[kind]: color for kind, color in colors.items()},
+        title="Where the time of the trainer goes",
+        caption="Shorter is faster.",
+        x=Axis(label="trainer's wall time", unit="s per 1000 trained samples", values="0.0"),
+    )
+
+
+def time_split_figure(runs: Sequence[Run]) -> Figure:
+    """Draw ``time_split`` with the shares of wide parts, and beside the bars the utilisation (busy fraction)."""
+    chart = time_split(runs)
+    figure = drawn(chart, width=PAGE_IN, height=0.6 + 0.3 * len(runs))
+    (axes,) = figure.axes
+    longest = float(np.max(chart.series[-1].x))
+    axes.set(xlim=(0, longest))
+    axes.grid(visible=False)
+    for container, one in zip(axes.containers, chart.series, strict=True):
+        assert isinstance(container, BarContainer)
+        widths = one.x - one.other
+        shares = widths / chart.series[-1].x
+        texts = [f"{share:.0%}" if width > 0.05 * longest else "" for share, width in zip(shares, widths, strict=True)]
+        axes.bar_label(container, texts, label_type="center", fontsize=7)
+    column: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "annotation_clip": False, "fontsize": 7.5}
+    for offset_pt, kind in ((35, "generation"), (85, "training")):
+        for row, run in enumerate(runs):
+            share = getattr(run.report.utilisation, kind)
+            axes.annotate(f"{share:.0%}", (longest, row), (offset_pt, 0), va="center", **column)
+        axes.annotate(f"{kind}\nutilisation", (longest, -0.5), (offset_pt, 2), va="bottom", color=MUTED, **column)
     return figure
 
 
@@ -213,16 +234,8 @@ def samples_against_time(runs: Sequence[Run]) -> Figure:
 def timeline(run: Run) -> Figure:
     """Draw an engine, the mean of the others, and the trainer over the first part of a run, event by event.
 
-    Args:
-        run: A run with a timeline.
-
-    Returns:
-        One panel: a row for the first engine, one for the mean of those others that are recorded (filled: sequences in
-        progress; dark: pause, as high as the share of them that pauses), a row for the trainer (blocks; white:
-        waiting), and a vertical line where a weight update was published.
-
-    Raises:
-        ConfigError: If the timeline holds no engine.
+    Filled: sequences in progress; dark: share of engines that pauses; blocks: the trainer's work; lines: weights were
+    published. ConfigError if the timeline holds no engine.
     """
     line = run.figure_data.timeline
     if not line.engines:
@@ -258,47 +271,73 @@ def timeline(run: Run) -> Figure:
     return figure
 
 
+PLACE_COLORS = {"environment": GREEN, "waiting": PALE, "engine": SKY, "scoring": PURPLE}
+PLACE_NAMES = {"environment": "environment acts", "waiting": "waits for a slot", "engine": "on an engine"}
+PLACE_NAMES["scoring"] = "is scored"
+PART_COLORS = {**PLACE_COLORS, "queue": MUTED, "prefill": VERMILLION, "decode": SKY}
+PART_NAMES = {
+    **{place: PLACE_NAMES[place] for place in ("environment", "waiting", "engine")},
+    **{"queue": "in an engine's queue", "prefill": "prefill", "decode": "decode", "scoring": PLACE_NAMES["scoring"]},
+}
+"""In the order of a turn."""
+
+
+def rollout_time(runs: Sequence[Run]) -> Chart:
+    """Return the time of a rollout with turns by part: a bar per run, its length the seconds of a finished rollout."""
+    parts = [run.report.environments.seconds.parts for run in runs if run.report.environments]
+    known = [name for name in PART_NAMES if any(name in its for its in parts)]
+    return bars(
+        [run.name for run in runs],
+        {PART_NAMES[name]: np.array([its.get(name, 0.0) for its in parts]) for name in known},
+        {PART_NAMES[name]: PART_COLORS[name] for name in known},
+        title="Where the time of a rollout goes",
+        x=Axis(label="time of a rollout", unit="s"),
+    )
+
+
+def ess_by_turn(run: Run) -> dict[int, float]:
+    """Return the effective sample size of the tokens of each turn: measured, else modelled, else none."""
+    if run.report.ess is not None and run.report.ess.by_turn:
+        return run.report.ess.by_turn
+    modelled = run.figure_data.turns and run.figure_data.turns.ess_modelled
+    return {turn: ess for turn, ess in enumerate(modelled or (), start=1) if ess is not None}
+
+
 @house_style
-def time_split(runs: Sequence[Run]) -> Figure:
-    """Draw where the trainer's wall time goes: a bar per run, its length the seconds per 1000 trained samples.
-
-    Args:
-        runs: At least one run with a trained sample.
-
-    Returns:
-        One panel; the share of the wall time in each part that is wide enough, and beside the bars the utilisation
-        (busy fraction) of generation and training.
-    """
-    figure, [[axes]] = make_panels(PAGE_IN, 0.9 + 0.3 * len(runs))
-    kinds = tuple(TrainerSeconds.model_fields)
-    seconds = np.array([[getattr(run.report.seconds, what) for run in runs] for what in kinds])
-    wall = seconds.sum(axis=0)
-    lengths = seconds * 1000 / np.array([run.report.samples_trained for run in runs])
-    longest = lengths.sum(axis=0).max()
-    rows = np.arange(len(runs))
-    starts = np.cumsum(lengths, axis=0) - lengths
-    for what, length, start, spent in zip(kinds, lengths, starts, seconds, strict=True):
-        bars = axes.barh(rows, length, 0.7, start, color=ACTIVITY_COLORS[what], label=what.replace("_", " "))
-        texts = [
-            f"{part:.0%}" if width > 0.05 * longest else "" for part, width in zip(spent / wall, length, strict=True)
-        ]
-        axes.bar_label(bars, texts, label_type="center", fontsize=7)
-    for offset_pt, kind in ((35, "generation"), (85, "training")):
-        column: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "annotation_clip": False}
-        for row, run in enumerate(runs):
-            share = getattr(run.report.utilisation, kind)
-            axes.annotate(f"{share:.0%}", (longest, row), (offset_pt, 0), va="center", **column)
-        axes.annotate(f"{kind}\nutilisation", (longest, -0.5), (offset_pt, 2), va="bottom", color=MUTED, **column)
-    axes.set_yticks(rows, [run.name for run in runs])
-    axes.set(xlabel="trainer's wall time (s per 1000 trained samples)", xlim=(0, longest), ylim=(len(runs) - 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
-    legend: dict[str, Any] = {"ncols": len(kinds), "title": "Where the time of the trainer goes", "alignment": "left"}
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", **legend)
+def turns(run: Run) -> Figure:
+    """Draw environments in use by activity, lag by turn (and ESS where known), and dropped rollouts by turns."""
+    profile, report = run.figure_data.turns, run.report.environments
+    assert profile is not None  # the caller has seen to it
+    assert report is not None
+    figure, [[left, middle, right]] = make_panels(PAGE_IN, 2.45, columns=3)
+    scale, unit = handy_time(profile.places.time_s[-1])
+    tops = [getattr(profile.places, place) for place in PLACE_NAMES]
+    left.stackplot(
+        np.array(profile.places.time_s) / scale,
+        tops,
+        colors=[PLACE_COLORS[place] for place in PLACE_NAMES],
+        labels=list(PLACE_NAMES.values()),
+        step="post",
+    )
+    left.axhline(report.count, color=INK, linewidth=0.8, linestyle="--", label="environments")
+    left.set(title="Environments in use", xlabel=f"time ({unit})", ylabel="rollouts", ylim=(0, 1.1 * report.count))
+    lags = np.array(profile.lag_mean, dtype=np.float64)
+    middle.plot(np.arange(1, len(lags) + 1), lags, color=BLUE, label="mean lag of a turn")
+    middle.set(title="Lag by turn", xlabel="turn", ylabel="mean lag (optimizer steps)", ylim=(0, None))
+    if ess := ess_by_turn(run):
+        beside = middle.twinx()
+        beside.plot(list(ess), list(ess.values()), color=PURPLE, linestyle="--", label="ESS of a turn")
+        beside.set(ylabel="effective sample size", ylim=(0, 1.02))
+    edges = np.unique(np.linspace(0, len(profile.trained), 21).astype(int))
+    trained, dropped = (np.add.reduceat(one, edges[:-1]) for one in (profile.trained, profile.dropped))
+    right.stairs(trained, edges, fill=True, color=MUTED, alpha=0.5, label="trained on")
+    right.stairs(dropped, edges, color=VERMILLION, linewidth=1.3, label="dropped")
+    right.set(title="Who is dropped", xlabel="turns so far", ylabel="rollouts", ylim=(0, None))
+    figure.legend(loc="outside upper left", ncols=4, title=f"Rollouts with turns: {run.name}", alignment="left")
     return figure
 
 
 def _array(values: Sequence[float | None]) -> FloatArray:
-    """Return values as an array, nan for None."""
     return np.array(values, dtype=np.float64)
 
 
@@ -340,12 +379,10 @@ def _draw_engines(
 
 
 def _mean_lag(tokens: Sequence[int]) -> float:
-    """Return the mean of a histogram of lags (optimizer steps)."""
     return float(np.average(np.arange(len(tokens)), weights=tokens))
 
 
 def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:
-    """Draw a line per weight update, and the version above about ten of them."""
     every = math.ceil(len(line.updates) / 10) if line.updates else 1
     for index, update in enumerate(line.updates):
         axes.vlines(update.published_s / scale, 1.0, top, color=MUTED, linewidth=0.6)

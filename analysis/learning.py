@@ -1,4 +1,4 @@
-"""Figures of runs that have learned, real or simulated: effective sample size (ESS) and reward.
+"""Figures of runs that have learned, real or simulated: effective sample size (ESS), reward, and means over seeds.
 
 Other runs are left out, and those that are drawn keep the colours that they have beside them. Runs of more than 150
 steps are drawn as a moving mean over each step in a lighter tone.
@@ -6,7 +6,8 @@ steps are drawn as a moving mean over each step in a lighter tone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from analysis.metrics import ESS_RAW, ESS_TRUNCATED, REWARD, ess_by_lag
-from analysis.read import Run
+from analysis.chart import Axis, Chart, Series, drawn, line
+from analysis.read import ESS_RAW, ESS_TRUNCATED, REWARD, Run, ess_by_lag
 from analysis.style import (
     INK,
     PAGE_IN,
@@ -31,113 +32,124 @@ from analysis.style import (
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.arrays import FloatArray
 
-_TICK_STEPS = (1, 2, 5, 10)
+Arms = Mapping[str, Sequence[Run]]
+
+GRID_POINTS = 200
+"""Times at which curves of seeds are averaged (count)."""
+SMOOTHED_STEPS = 8
+"""Optimizer steps that a curve is a trailing mean of (count)."""
 
 
-@house_style
-def ess(runs: Sequence[Run]) -> Figure:
-    """Draw the effective sample size of each optimizer step (paper Fig. 6), and beside it its mean against token lag.
+def ess(runs: Sequence[Run]) -> list[Chart]:
+    """Return the effective sample size of each optimizer step (paper Fig. 6), and its mean against token lag.
 
     ESS = (sum w)^2 / (N sum w^2) of the weights w = pi/mu of N tokens, as a share of them (eq. 6). At a lag that only
-    few tokens have it says little: it is at least 1/N.
-
-    Args:
-        runs: Runs; those without ESS are left out.
-
-    Returns:
-        Two panels that share the ESS axis. Left: a solid line per run for the weights as they are, a dashed one for
-        the truncated weights that the loss uses. Right: a marker per lag, the mean over the steps in which it occurred.
-
-    Raises:
-        ConfigError: If no run has ESS.
+    few tokens have it says little: it is at least 1/N. Solid: the weights as they are; dashed: truncated, as the loss
+    uses them. Runs without ESS are left out; ConfigError if none has any.
     """
     shown = [(run, style) for run, style in styled(runs) if run.has_ess]
     if not shown:
         raise ConfigError(f"no effective sample size in {', '.join(run.name for run in runs)}")
     reach = _reach(run for run, _ in shown)
-    figure, [[left, right]] = make_panels(PAGE_IN, 1.9, columns=2, sharey=True, width_ratios=(3, 2))
+    by_step, by_lag, look = list[Series](), list[Series](), dict[str, Any]()
     for run, style in shown:
         step = _logged(run, run.steps.step)
-        _draw_steps(left, step, run.metrics[ESS_RAW], style, reach, label=run.name)
+        by_step += _steps(run.name, step, run.metrics[ESS_RAW], style, reach)
         if ESS_TRUNCATED in run.metrics:
             smooth = _moving_mean(run.metrics[ESS_TRUNCATED], reach)
-            left.plot(step, smooth, color=style.color, linestyle="--", linewidth=0.9)
-        right.plot(
-            *ess_by_lag(run.metrics), color=style.color, marker=style.marker, markeredgecolor="white", linewidth=0.9
+            look = {"color": style.color, "dash": "--", "width": 0.9, "named": False}
+            by_step.append(Series(label=run.name, x=step, y=smooth, **look))
+        lags, values = ess_by_lag(run.metrics)
+        look = {"color": style.color, "marker": style.marker, "marked": True, "width": 0.9}
+        by_lag.append(Series(label=run.name, x=lags, y=values, **look))
+    known = [float(np.nanmin(one.y)) for one in (*by_step, *by_lag) if len(one.y)]
+    room = 0.04 * (1 - min(*known, 0.99))  # a line at 1 shows in full
+    axis = Axis(
+        label="effective sample size", unit="share of the tokens", start=min(known) - room, end=1 + room, values="0.000"
+    )
+    caption = "Measured, by optimizer step; solid: weights as they are, dashed: truncated, as the loss uses them."
+    return [
+        Chart(title="Effective sample size", caption=caption, x=x, y=axis, series=series, switch=None)
+        for x, series in (
+            (Axis(label="optimizer step", ticks=8, values="0"), by_step),
+            (Axis(label="token lag", unit="optimizer steps", ticks=8, start=None, values="0"), by_lag),
         )
-    lowest = min(float(np.nanmin(line.get_ydata())) for line in (*left.lines, *right.lines) if len(line.get_ydata()))
-    room = 0.04 * (1 - min(lowest, 0.99))  # a line at 1 shows in full
-    left.set(ylim=(lowest - room, 1 + room), xlim=(0, None))
-    left.set(xlabel="optimizer step", ylabel="effective sample size\n(share of the tokens)")
-    right.set(xlabel="token lag (optimizer steps)")
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=_TICK_STEPS))
-        axes.grid(axis="y")
+    ]
+
+
+def ess_figure(runs: Sequence[Run]) -> Figure:
+    """Draw ``ess`` in two panels that share the ESS axis."""
+    charts = ess(runs)
     notes = [
         Line2D([], [], color=INK, label="importance weights as they are"),
         Line2D([], [], color=INK, linestyle="--", linewidth=0.9, label="truncated, as the loss uses them"),
+        *_note_on_mean(_reach(run for run in runs if run.has_ess)),
     ]
-    add_legend(figure, left, "Effective sample size, by step and by lag", [*notes, *_note_on_mean(reach)])
-    return figure
+    panels: dict[str, Any] = {"columns": 2, "sharey": True, "width_ratios": (3, 2)}
+    title = "Effective sample size, by step and by lag"
+    return drawn(charts, width=PAGE_IN, title=title, notes=notes, **panels)
 
 
-@house_style
-def reward(runs: Sequence[Run]) -> Figure:
-    """Draw the mean reward against optimizer steps, samples and time, side by side (paper Fig. 5).
+def reward(runs: Sequence[Run]) -> list[Chart]:
+    """Return mean reward of the rollouts trained on against steps, samples and time (paper Fig. 5), at a step's end.
 
-    A step's reward is drawn at its end. It is that of the rollouts trained on, not of held-out problems.
-
-    Args:
-        runs: Runs; those without metrics are left out.
-
-    Returns:
-        Three panels that share the reward axis, a line per run in each.
-
-    Raises:
-        ConfigError: If no run has metrics.
+    Runs without metrics are left out; ConfigError if none has any.
     """
     shown = [(run, style) for run, style in styled(runs) if run.metrics]
     if not shown:
         raise ConfigError(f"no metrics in {', '.join(run.name for run in runs)}")
     reach = _reach(run for run, _ in shown)
-    samples = {run.name: _logged(run, np.cumsum(run.steps.samples)) for run, _ in shown}
-    scale, word = handy_scale(max(float(one[-1]) for one in samples.values()))
-    time_scale, time_unit = handy_time(max(float(_logged(run, run.steps.time_s)[-1]) for run, _ in shown))
-    figure, [panels] = make_panels(PAGE_IN, 1.8, columns=3, sharey=True)
-    for run, style in shown:
-        positions = (
-            _logged(run, run.steps.step),
-            samples[run.name] / scale,
-            _logged(run, run.steps.time_s) / time_scale,
-        )
-        for axes, position in zip(panels, positions, strict=True):
-            _draw_steps(axes, position, run.metrics[REWARD], style, reach, label=run.name, linestyle=style.dash)
-    panels[0].set(ylabel="mean reward (per rollout)", ylim=(min(0.0, panels[0].get_ylim()[0]), None))
-    names = ("optimizer step", f"trained ({word}samples)", f"time ({time_unit})")
-    for axes, name in zip(panels, names, strict=True):
-        axes.set(xlabel=name, xlim=(0, None))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=name == names[0], steps=_TICK_STEPS))
-        axes.grid()
-    add_legend(figure, panels[0], "Reward against steps, samples and time", _note_on_mean(reach))
-    return figure
+    scale, unit = handy_time(max(float(_logged(run, run.steps.time_s)[-1]) for run, _ in shown))
+    lowest = min(float(np.nanmin(run.metrics[REWARD])) for run, _ in shown)
+    samples, charts = [np.cumsum(run.steps.samples) for run, _ in shown], []
+    for x, positions in (
+        (Axis(label="optimizer step", ticks=5, values="0"), [run.steps.step for run, _ in shown]),
+        (
+            Axis(label="trained", unit="samples", handy=True, values="0,0"),
+            samples,
+        ),
+        (Axis(label="time", unit=unit), [run.steps.time_s / scale for run, _ in shown]),
+    ):
+        series = [
+            one
+            for (run, style), position in zip(shown, positions, strict=True)
+            for one in _steps(run.name, _logged(run, position), run.metrics[REWARD], style, reach)
+        ]
+        axis = Axis(label="mean reward", unit="per rollout", start=None if lowest < 0 else 0.0, values="0.000")
+        caption = "Measured, by optimizer step."
+        charts.append(Chart(title="Mean reward", caption=caption, x=x, y=axis, series=series, switch=None))
+    return charts
 
 
-def _draw_steps(
-    axes: Axes, position: FloatArray, value: FloatArray, style: SeriesStyle, reach: int, *, label: str, **look: Any
-) -> None:
-    """Draw a value per optimizer step as a line; a long run as its moving mean over each step in a lighter tone."""
-    if reach:
-        axes.plot(position, value, color=style.color, alpha=0.35, linewidth=0.5)
-    axes.plot(position, _moving_mean(value, reach), color=style.color, label=label, **look)
+def reward_figure(runs: Sequence[Run]) -> Figure:
+    """Draw ``reward`` in three panels that share the reward axis."""
+    charts = reward(runs)
+    return drawn(
+        charts,
+        width=PAGE_IN,
+        height=1.8,
+        title="Reward against steps, samples and time",
+        notes=_note_on_mean(_reach(run for run in runs if run.metrics)),
+        columns=3,
+        sharey=True,
+    )
+
+
+def _steps(name: str, position: FloatArray, value: FloatArray, style: SeriesStyle, reach: int) -> list[Series]:
+    """Return a value per optimizer step as a line; of a long run its moving mean over each step in a lighter tone."""
+    smooth = line(name, position, _moving_mean(value, reach), style)
+    if not reach:
+        return [smooth]
+    each = Series(label=name, x=position, y=value, color=style.color, alpha=0.35, width=0.5, named=False)
+    return [each, smooth]
 
 
 def _logged(run: Run, column: FloatArray) -> FloatArray:
-    """Return the part of a column of ``steps.csv`` that the metrics reach to."""
     return column[: len(run.metrics[REWARD])]
 
 
 def _reach(runs: Iterable[Run]) -> int:
-    """Return how many steps to each side a moving mean takes in: none where all runs are short."""
+    """Return the steps to each side that a moving mean takes in: none where all runs are short."""
     longest = max(len(run.metrics[REWARD]) for run in runs)
     return longest // 60 if longest > 150 else 0
 
@@ -156,8 +168,147 @@ def _moving_mean(value: FloatArray, reach: int) -> FloatArray:
 
 
 def _note_on_mean(reach: int) -> list[Line2D]:
-    """Return what a legend says of a moving mean, if there is one."""
     if not reach:
         return []
     label = f"each step (thick: mean of {2 * reach + 1} steps)"
     return [Line2D([], [], color=INK, alpha=0.35, linewidth=0.5, label=label)]
+
+
+# Several seeds of each arm together: means and confidence bands
+
+
+@house_style
+def learning(arms: Arms) -> Figure:
+    """Draw reward against time, reward against samples, and samples against time (Fig. 5) of arms that have metrics.
+
+    Curves are trailing means of 8 optimizer steps, from the 8th on, averaged over seeds; bands are 95 % confidence
+    intervals of that mean (Student's t) of three seeds or more, the range of two. A curve ends where its first seed
+    does, and the time axis at three times the fastest run. The reward is that of the rollouts trained on, so of the
+    policy that sampled them: conventional RL's is up to G steps ahead of it.
+    """
+    ends_s = [float(run.steps.time_s[-1]) for runs in arms.values() for run in runs]
+    shown_s = min(max(ends_s), 3 * min(ends_s))
+    time_scale, unit = handy_time(shown_s)
+    scale, word = handy_scale(max(float(run.steps.samples.sum()) for runs in arms.values() for run in runs))
+    figure, [[by_time, by_samples, throughput]] = make_panels(PAGE_IN, 2.0, columns=3)
+    for (name, runs), style in _styled_arms(arms):
+        time_S = [_from_eighth(run.steps.time_s / time_scale) for run in runs]
+        samples_S = [_from_eighth(np.cumsum(run.steps.samples) / scale) for run in runs]
+        reward_S = [_from_eighth(_trailing_mean(run.metrics[REWARD])) for run in runs]
+        _draw(by_time, time_S, reward_S, style, name)
+        _draw(by_samples, samples_S, reward_S, style, name)
+        _draw(throughput, time_S, samples_S, style, name)
+    by_time.set(xlabel=f"time ({unit})", ylabel="mean reward (per rollout)", xlim=(0, shown_s / time_scale))
+    by_samples.set(xlabel=f"trained ({word}samples)", ylabel="mean reward (per rollout)", xlim=(0, None))
+    throughput.set(xlabel=f"time ({unit})", ylabel=f"trained ({word}samples)", xlim=(0, shown_s / time_scale))
+    throughput.set(ylim=(0, None))
+    low, high = zip(_room(by_time), _room(by_samples), strict=True)
+    for axes in (by_time, by_samples):  # one scale: they show the same rewards
+        axes.set(ylim=(min(low), max(high)))
+    for axes in (by_time, by_samples, throughput):
+        axes.grid()
+    add_legend(figure, by_time, "Learning: reward and samples over time", _note(arms))
+    return figure
+
+
+@house_style
+def lag_and_ess(arms: Arms) -> Figure:
+    """Draw largest lag, mean lag and ESS of each optimizer step (Fig. 6) of arms with ESS, as ``learning`` does."""
+    figure, [[largest, mean, ess]] = make_panels(PAGE_IN, 2.0, columns=3)
+    for (name, runs), style in _styled_arms(arms):
+        step_S = [_from_eighth(run.steps.step) for run in runs]
+        _draw(largest, step_S, [_from_eighth(_trailing_max(run.steps.lag_max)) for run in runs], style, name)
+        _draw(mean, step_S, [_from_eighth(_trailing_mean(run.steps.lag_mean)) for run in runs], style, name)
+        _draw(ess, step_S, [_from_eighth(_trailing_mean(run.metrics[ESS_RAW])) for run in runs], style, name)
+    largest.set(ylabel="largest lag of 8 steps\n(optimizer steps)", ylim=(0, None))
+    mean.set(ylabel="mean lag (optimizer steps)", ylim=(0, None))
+    ess.set(ylabel="effective sample size\n(share of the tokens)", ylim=(None, 1.02))
+    for axes in (largest, mean, ess):
+        axes.set(xlabel="optimizer step", xlim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid()
+    add_legend(figure, largest, "Lag and effective sample size by optimizer step", _note(arms))
+    return figure
+
+
+def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return mean over seeds and half width of its 95 % confidence interval, shapes [N], of values of shape [S, N].
+
+    Of two seeds half their difference instead, since their interval would be thirteen times that; of one, nan.
+    """
+    seeds = len(value_SN)
+    mean: FloatArray = value_SN.mean(axis=0)
+    if seeds == 1:
+        return mean, np.full_like(mean, math.nan)
+    if seeds == 2:
+        apart: FloatArray = np.abs(value_SN[0] - value_SN[1]) / 2
+        return mean, apart
+    half: FloatArray = student_t(seeds - 1) * value_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
+    return mean, half
+
+
+def student_t(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t with ``freedom`` >= 1, which bounds a 95 % interval: by halving.
+
+    Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: P(|T| < t) as a finite sum in the angle of t / sqrt(freedom).
+    """
+    odd, (low, high) = freedom % 2, (0.0, math.pi / 2)
+    while (angle := (low + high) / 2) not in (low, high):
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term, total = (cosine if odd else 1.0), 0.0
+        for power in range(1 + odd, freedom, 2):
+            total, term = total + term, term * cosine**2 * power / (power + 1)
+        within = (angle + sine * total) * 2 / math.pi if odd else sine * total
+        low, high = (angle, high) if within < 0.95 else (low, angle)
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def _styled_arms(arms: Arms) -> list[tuple[tuple[str, Sequence[Run]], SeriesStyle]]:
+    firsts = [runs[0] for runs in arms.values()]
+    return [(arm, style) for arm, (_, style) in zip(arms.items(), styled(firsts), strict=True)]
+
+
+def _draw(axes: Axes, x_S: Sequence[FloatArray], y_S: Sequence[FloatArray], style: SeriesStyle, name: str) -> None:
+    """Draw the mean of the seeds' curves over what all of them reach, and its band."""
+    start, end = max(float(x[0]) for x in x_S), min(float(x[-1]) for x in x_S)
+    grid = np.linspace(start, max(start, end), GRID_POINTS)
+    curves = [np.interp(grid, x[: len(y)], y) for x, y in zip(x_S, y_S, strict=True)]
+    mean, half = mean_and_band(np.stack(curves))
+    axes.plot(grid, mean, color=style.color, linestyle=style.dash, label=name)
+    axes.fill_between(grid, mean - half, mean + half, color=style.color, alpha=0.18, linewidth=0)
+
+
+def _room(axes: Axes) -> tuple[float, float]:
+    """Return limits that show every mean in full, and bands as far as they fit."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+    low, high = float(values.min()), float(values.max())
+    margin = 0.25 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def _trailing_mean(value: FloatArray) -> FloatArray:
+    """Return the mean of each value and the 7 before it, as many as there are."""
+    total = np.concatenate([[0.0], np.cumsum(value)])
+    end = np.arange(1, len(value) + 1)
+    start = np.maximum(end - SMOOTHED_STEPS, 0)
+    mean: FloatArray = (total[end] - total[start]) / (end - start)
+    return mean
+
+
+def _trailing_max(value: FloatArray) -> FloatArray:
+    padded = np.concatenate([np.full(SMOOTHED_STEPS - 1, -np.inf), value])
+    largest: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, SMOOTHED_STEPS).max(axis=1)
+    return largest
+
+
+def _from_eighth(value: FloatArray) -> FloatArray:
+    """Return what has 8 optimizer steps behind it; of a run that is hardly longer, everything."""
+    return value[SMOOTHED_STEPS - 1 :] if len(value) > 2 * SMOOTHED_STEPS else value
+
+
+def _note(arms: Arms) -> list[Line2D]:
+    seeds = min(len(runs) for runs in arms.values())
+    if seeds == 1:
+        return []
+    label = "range of 2 seeds" if seeds == 2 else f"95 % interval of the mean, {seeds} seeds"
+    return [Line2D([], [], color=INK, alpha=0.18, linewidth=5, label=label)]

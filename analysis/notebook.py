@@ -1,4 +1,4 @@
-"""What a notebook shows of a report: a sentence, a table, and a figure that needs nothing but the report."""
+"""A report in a notebook: a sentence, a table, and a figure drawn from the report alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from html import escape
 
 from matplotlib.figure import Figure
 
-from analysis.figures import time_split
-from analysis.planning import throughput_against_lag
+from analysis.chart import drawn
+from analysis.figures import time_split_figure
 from analysis.read import Run
+from analysis.reports import throughput_against_lag
 from analysis.style import DPI
 from analysis.throughput import rate_points, throughput_against_max_lag
+from pipelinerl.pages.page import Page, Table
 from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.page import Table
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.profile_report import FigureData, GenerationWindow, LagByPosition, LagHistogram, Timeline
 from pipelinerl.records.reports import RunReport
@@ -26,34 +27,30 @@ NOTHING = FigureData(
     generation_window=GenerationWindow(start_s=0.0, width_s=0.0, in_progress=[], tokens_per_s=[]),
     timeline=Timeline(until_s=0.0, trainer=[], engines=[], updates=[]),
 )
-"""Of a run of which only the report is at hand."""
 
 
-def html_of(
-    report: RunReport | ComparisonReport | PlanReport, table: Table, answer: str, lines: Sequence[str] = ()
-) -> str:
-    """Return a report as HTML for a notebook: the answer in a sentence, its table, its figure as a picture.
-
-    Args:
-        report: What the figure shows.
-        table: Its numbers.
-        answer: Its sentence; may be empty.
-        lines: What else is to know, below the table.
-    """
+def html_of(page: Page, report: RunReport | ComparisonReport | PlanReport) -> str:
+    """Return a page as HTML for a notebook: answer, table, sections, and a figure of its report as a picture."""
     figure = _figure(report)
-    said = f"<p>{'<br/>'.join(escape(line) for line in lines)}</p>" if lines else ""
-    return f"<p>{escape(answer)}</p>{_table(table)}{said}{'' if figure is None else _picture(figure)}"
+    lines = (f"{one.title}: {line}" for one in page.sections for line in one.lines)
+    return "".join(
+        [
+            f"<p>{escape(page.answer)}</p>",
+            *(_table(table) for table in page.tables),
+            f"<p>{'<br/>'.join(escape(line) for line in lines)}</p>",
+            "" if figure is None else _picture(figure),
+        ]
+    )
 
 
 def _figure(report: RunReport | ComparisonReport | PlanReport) -> Figure | None:
-    """Return throughput against lag of a plan or comparison, the trainer's time of a run; None without a step."""
     if isinstance(report, PlanReport):
-        return throughput_against_lag(report)
+        return drawn(throughput_against_lag(report), height=2.4)
     if isinstance(report, RunReport):
-        return time_split([_run(report.scheduler, report)]) if report.samples_trained else None
+        return time_split_figure([_run(report.scheduler, report)]) if report.samples_trained else None
     arms = next((one.arms for one in report.scenarios if one.arms), [])
     points, unit = rate_points([_run(arm.name, arm.summary) for arm in arms])
-    return throughput_against_max_lag(points, unit=unit) if points else None
+    return drawn(throughput_against_max_lag(points, unit=unit), height=2.0) if points else None
 
 
 def _run(name: str, report: RunReport) -> Run:

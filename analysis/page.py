@@ -1,33 +1,209 @@
-"""A page to forward as one HTML file, with nothing to load from elsewhere: words, tables that sort, figures."""
+"""A page as one HTML file that loads nothing: words, sortable tables, Bokeh's charts with a legend for them all."""
 
 from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
 from importlib import resources
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 from bokeh.embed import file_html
+from bokeh.models import ColumnDataSource as Source
+from bokeh.models import (
+    DataTable,
+    HoverTool,
+    HTMLTemplateFormatter,
+    Legend,
+    LegendItem,
+    NumeralTickFormatter,
+    TableColumn,
+    TabPanel,
+    Tabs,
+)
+from bokeh.plotting import figure as new_figure
 from bokeh.resources import INLINE
 from jinja2 import Environment
 
 import pipelinerl
-from analysis.interactive import Interactive, sortable
-from pipelinerl.records.page import Page
+from analysis.chart import Axis, Chart, Mark, Series
+from analysis.figures import lag_by_position, mean_lag_by_step, samples_against_time, time_split
+from analysis.learning import ess, reward
+from analysis.read import Run
+from analysis.style import PALE
+from analysis.throughput import rate_points, speedup_by_scenario, throughput_against_max_lag
+from pipelinerl.pages.page import Page, Table, sort_values
+from pipelinerl.records.comparison_report import ComparisonReport
+
+HEIGHT, ROW_HEIGHT_OF_CHART = 360, 26
+"""Height of a chart, and of each of its rows where it has rows (pixels)."""
+MAX_POINTS = 1000
+"""Points of a line; of more, every so many is shown (count)."""
+ROW_HEIGHT = 26
+"""Of a table (pixels)."""
+LETTER_WIDTH = 7
+"""Width of a letter in a table, about (pixels)."""
+CLOUD_SIZE, PIXELS_PER_PT = 4, 1.6
+"""Size of a point of a cloud, and that of other points over theirs in a file (pixels)."""
+TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
+MARKERS = {"o": "circle", "s": "square", "D": "diamond", "*": "star"}
+DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}
 
 
-def page_html(page: Page, figures: Sequence[Interactive]) -> str:
-    """Return the text of the file.
+def run_charts(runs: Sequence[Run], comparison: ComparisonReport | None = None) -> list[Chart]:
+    """Return the charts of runs side by side, or of a comparison's arms, with speed-ups if it has several scenarios."""
+    charts = []
+    if len(runs) > 1:
+        points, unit = rate_points(runs)
+        charts.append(throughput_against_max_lag(points, unit=unit))
+    if comparison is not None and len(comparison.scenarios) > 1:
+        charts.append(speedup_by_scenario(comparison))
+    charts += [samples_against_time(runs), mean_lag_by_step(runs), lag_by_position(runs), time_split(runs)]
+    if any(run.metrics for run in runs):
+        charts.append(reward(runs)[0])
+    if any(run.has_ess for run in runs):
+        charts.append(ess(runs)[0])
+    return charts
 
-    Args:
-        page: Words and tables.
-        figures: Drawn below them.
-    """
+
+def page_html(page: Page, charts: Sequence[Chart]) -> str:
+    """Return the text of the file, with the charts below words and tables."""
+    models = interactive(charts)
     template = Environment(autoescape=True).from_string((resources.files("analysis") / "page.html").read_text("utf-8"))
     drawn = {f"table{number}": sortable(table) for number, table in enumerate(page.tables) if table.sortable}
-    drawn |= {f"figure{number}": one.model for number, one in enumerate(figures)}
+    drawn |= {f"figure{number}": model for number, model in enumerate(models)}
     for name, model in drawn.items():
         model.name = name
     link = "data:text/plain;base64," + b64encode((page.run_file or "").encode()).decode()
-    words = {"page": page, "figures": figures, "run_file_link": link, "version": pipelinerl.__version__}
+    words = {"page": page, "figures": charts, "run_file_link": link, "version": pipelinerl.__version__}
     text: str = file_html([*drawn.values()], INLINE, page.title, template=template, template_variables=words)
     return text
+
+
+def interactive(charts: Sequence[Chart]) -> list[Any]:
+    """Return Bokeh's model of each chart; a series switched off in one is off in all."""
+    switches: dict[str, list[Any]] = {}
+    models = [_interactive(chart, switches) for chart in charts]
+    for renderers in switches.values():
+        for one, other in pairwise([*renderers, renderers[0]]):
+            one.js_link("visible", other, "visible")
+    return models
+
+
+def _interactive(chart: Chart, switches: dict[str, list[Any]]) -> Any:
+    """Return a chart; with a ``switch`` one with a linear and one with a logarithmic axis, to change between them."""
+    rows = list(chart.y.rows)
+    height = max(HEIGHT, 120 + ROW_HEIGHT_OF_CHART * len(rows)) if rows else HEIGHT
+    tabs = []
+    for scale in ("linear", "log") if chart.switch else ("linear",):
+        options: dict[str, Any] = {"x_axis_label": chart.x.text(), "y_axis_label": chart.y.text()}
+        if chart.switch:
+            options[f"{chart.switch}_axis_type"] = scale
+        if chart.x.log:
+            options["x_axis_type"] = "log"
+        if rows:
+            options |= {"y_range": rows[::-1], "y_axis_label": None}
+        axes = new_figure(height=height, tools=TOOLS, toolbar_location="below", active_drag=None, **options)
+        axes.sizing_mode = "stretch_width"
+        axes.toolbar.logo = None
+        axes.background_fill_alpha = axes.border_fill_alpha = 0.0
+        axes.grid.grid_line_color = PALE
+        entries: dict[str, list[Any]] = {}
+        for one in chart.series:
+            entries.setdefault(one.label, []).append(_draw(axes, one, chart))
+        for name, renderers in entries.items():
+            switches.setdefault(name, []).extend(renderers)
+        items = [LegendItem(label=name, renderers=renderers) for name, renderers in entries.items()]
+        look = {"border_line_color": None, "background_fill_alpha": 0.0, "location": "left", "padding": 0}
+        look |= {"ncols": 2, "spacing": 4, "label_text_font_size": "12px"}
+        axes.add_layout(Legend(items=items, click_policy="hide", **look), "above")
+        if not chart.x.log:
+            axes.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
+        if not rows:
+            axes.yaxis.formatter = NumeralTickFormatter(format="0.[00]a")
+        tabs.append(TabPanel(child=axes, title="linear" if scale == "linear" else "logarithmic"))
+    return Tabs(tabs=tabs, sizing_mode="stretch_width") if chart.switch else tabs[0].child
+
+
+def _draw(axes: Any, one: Series, chart: Chart) -> Any:
+    names, keep = list(chart.y.rows), slice(None)
+    if one.mark is Mark.LINE:
+        keep = _kept(len(one.x))
+    columns = {"x": one.x, "y": one.y, **({"other": one.other} if len(one.other) else {})}
+    data: dict[str, Any] = {key: np.asarray(values)[keep] for key, values in columns.items()}
+    if names and one.mark not in (Mark.RULE_X, Mark.RULE_Y):
+        data["y"] = [names[int(row)] for row in data["y"]]
+    data["name"] = [one.label] * len(data["x"])
+    hover = {f"text{number}": np.asarray(texts)[keep] for number, texts in enumerate(one.hover.values())}
+    source = Source(data | hover)
+    look: dict[str, Any] = {"source": source, "color": one.color, "alpha": one.alpha}
+    stroke = {"line_width": 1.5 * one.width, "line_dash": DASHES[one.dash]}
+    match one.mark:
+        case Mark.LINE:
+            drawn = axes.line("x", "y", **look, **stroke)
+            if one.marked:
+                axes.scatter("x", "y", marker=MARKERS[one.marker], size=7, **look)
+        case Mark.STEPS:
+            return axes.step("x", "y", mode="after", **look, **stroke)
+        case Mark.POINTS | Mark.CLOUD:
+            size = CLOUD_SIZE if one.mark is Mark.CLOUD else PIXELS_PER_PT * (one.size + 2)
+            drawn = axes.scatter("x", "y", marker=MARKERS[one.marker], size=size, **look)
+        case Mark.AREA:
+            return axes.varea("x", "y", "other", **look)
+        case Mark.ACROSS:
+            return axes.segment("x", "y", "other", "y", **look)
+        case Mark.UPWARDS:
+            return axes.segment("x", "y", "x", "other", **look)
+        case Mark.BARS:
+            drawn = axes.hbar(y="y", left="other", right="x", height=0.7, **look)
+        case Mark.RULE_X | Mark.RULE_Y:
+            return _rule(axes, one, chart, stroke)
+    title = "@text0" if "" in one.hover else "@name"
+    texts = [(name, f"@text{number}") for number, name in enumerate(one.hover) if name]
+    if one.mark is not Mark.BARS:
+        numbers = [_number(chart.y, "y")] if not names else [("", "@y")]
+        texts = [*numbers, _number(chart.x, "x"), *texts]
+    axes.add_tools(HoverTool(renderers=[drawn], tooltips=[("", title), *texts]))
+    return drawn
+
+
+def _rule(axes: Any, one: Series, chart: Chart, stroke: dict[str, Any]) -> Any:
+    """Draw a line through the panel between the ends of the other series, which a legend can switch off."""
+    others = [other for other in chart.series if other.mark not in (Mark.RULE_X, Mark.RULE_Y) and len(other.y)]
+    names = list(chart.y.rows)
+    if one.mark is Mark.RULE_X and names:
+        ends: Any = [names[-1], names[0]]
+        return axes.line([one.x[0]] * 2, ends, color=one.color, **stroke)
+    key = "y" if one.mark is Mark.RULE_X else "x"
+    values = np.concatenate([np.asarray(getattr(other, key), dtype=float) for other in others] or [np.zeros(1)])
+    ends = [float(np.nanmin(values)), float(np.nanmax(values))]
+    across = {"x": ends, "y": [one.y[0]] * 2} if one.mark is Mark.RULE_Y else {"x": [one.x[0]] * 2, "y": ends}
+    return axes.line(across["x"], across["y"], color=one.color, **stroke)
+
+
+def _number(axis: Axis, column: str) -> tuple[str, str]:
+    unit = f" {axis.unit}" if axis.unit and axis.values != "0" else ""
+    return axis.label.strip(), f"@{column}{{{axis.values}}}{unit}"
+
+
+def _kept(number: int) -> slice:
+    """Return every so many of some values, the last one too."""
+    step = max(1, -(-number // MAX_POINTS))
+    return slice((number - 1) % step if number else 0, None, step)
+
+
+def sortable(table: Table) -> Any:
+    """Return a table; a click on the name of a column sorts it by the numbers there."""
+    data: dict[str, Any] = {}
+    columns = []
+    for number, name in enumerate(table.columns):
+        cells = [row[number] for row in table.rows]
+        data |= {f"value{number}": sort_values(cells), f"text{number}": cells}
+        shown = HTMLTemplateFormatter(template=f'<span title="<%- text{number} %>"><%- text{number} %></span>')
+        width = LETTER_WIDTH * min(110, 3 + max(len(text) for text in (name, *cells)))
+        columns.append(TableColumn(field=f"value{number}", title=name or " ", formatter=shown, width=width))
+    height = ROW_HEIGHT * (len(table.rows) + 1) + 20
+    size = {"width": sum(one.width for one in columns) + 20, "height": height, "row_height": ROW_HEIGHT}
+    plain = {"index_position": None, "autosize_mode": "none", "reorderable": False}
+    return DataTable(source=Source(data), columns=columns, **size, **plain)

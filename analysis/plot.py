@@ -7,37 +7,40 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis import bands, figures, learning, throughput
-from analysis.environments import rollouts_against_environments
-from analysis.planning import save_plan
+from analysis import figures, learning
+from analysis.chart import drawn
 from analysis.read import Run, read_comparison, read_run, read_runs
-from analysis.style import save_figure
-from analysis.throughput import RateCurves, analytic_curves, rate_points
-from analysis.turns import rollout_time, turns
+from analysis.reports import environments_charts, plan_charts, validation_chart
+from analysis.style import PAGE_IN, PALE, save_figure
+from analysis.throughput import (
+    RateCurves,
+    analytic_curves,
+    rate_points,
+    speedup_by_scenario,
+    throughput_against_max_lag,
+)
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
+from pipelinerl.records.validation_report import ValidationReport
+
+VALIDATION_TICKS = (0.5, 0.7, 1.0, 1.3, 2.0, 3.0)
 
 
 def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
-    """Draw the figures of runs side by side, or of one comparison, or of one plan.
+    """Draw the figures of runs side by side, of one comparison, or of one plan; return their paths.
 
-    Args:
-        folders: Written by ``simulate``, ``train``, ``compare`` or ``plan``.
-        out: Folder of the figures; made if need be. None: ``figures`` in the first folder.
-
-    Returns:
-        The paths of the figures.
+    They go to ``out``, made if need be. None: ``figures`` in the first folder.
 
     Raises:
-        ConfigError: If a folder holds nothing to draw or a broken file, or is one of several and holds a plan or a
-            comparison.
+        ConfigError: If a folder holds nothing to draw or a broken file, or a plan or comparison is one of several.
         OSError: If the figures cannot be written.
     """
     out = folders[0] / FIGURES_FOLDER if out is None else out
@@ -56,13 +59,38 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
 
 
 def _draw_plan(folder: Path, out: Path) -> list[Path]:
-    return save_plan(PlanReport.read(folder / PLAN_FILE), out)
+    charts = plan_charts(PlanReport.read(folder / PLAN_FILE))
+    return _save({name: drawn(chart, height=2.4) for name, chart in charts.items()}, out)
 
 
 def _draw_environments(folder: Path, out: Path) -> list[Path]:
     report = EnvironmentsReport.read(folder / ENVIRONMENTS_FILE)
+    return _save({"rollouts_against_environments": environments_figure(report)}, out)
+
+
+def environments_figure(report: EnvironmentsReport) -> Figure:
+    """Draw what more environments give: throughput, and with prices below it the cost."""
+    charts = environments_charts(report)
+    rows: dict[str, Any] = {"rows": len(charts), "sharex": True}
+    return drawn(charts, height=0.8 + 1.2 * len(charts), title="What more environments give", **rows)
+
+
+def save_validation(report: ValidationReport, out: Path) -> list[Path]:
+    """Draw predicted over measured of a validation, if a row has a relative error."""
+    chart = validation_chart(report)
+    if chart is None:
+        return []
+    figure = drawn(chart, width=PAGE_IN, height=1.0 + 0.14 * len(chart.y.rows))
+    (axes,) = figure.axes
+    axes.axvspan(0.7, 1.3, color=PALE, linewidth=0)
+    axes.set_xticks(VALIDATION_TICKS, [f"{tick:g}" for tick in VALIDATION_TICKS])
+    axes.minorticks_off()
+    return _save({"validation": figure}, out)
+
+
+def _save(figures: Mapping[str, Figure], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
-    return save_figure(rollouts_against_environments(report), out, "rollouts_against_environments")
+    return [path for name, figure in figures.items() for path in save_figure(figure, out, name)]
 
 
 def _draw_comparison(folder: Path, out: Path) -> list[Path]:
@@ -85,17 +113,14 @@ def save_figures(
     curves: RateCurves | None = None,
     seeds: Mapping[str, Sequence[Run]] = MappingProxyType({}),
 ) -> list[Path]:
-    """Write every figure that the data allow.
+    """Write every figure that the data allow; return the files, two per figure.
 
     Args:
-        runs: Drawn side by side; their names must differ. May be empty if there is a comparison or there are curves.
-        folder: Where to; made if it does not exist.
+        runs: Drawn side by side, by different names. May be empty if there is a comparison or there are curves.
+        folder: Made if it does not exist.
         comparison: Adds the speed-ups by scenario, where its baseline has ended in several.
         curves: Adds the analytic model to throughput against lag; the runs must then know their tokens/flash.
-        seeds: The runs of every arm of a comparison, by arm. Adds learning curves with bands, where runs have learned.
-
-    Returns:
-        The files, two per figure.
+        seeds: The runs of every arm; adds learning curves with bands, where runs have learned.
 
     Raises:
         ConfigError: If there is nothing to draw, runs share a name, or ``curves`` and runs differ in unit.
@@ -104,24 +129,22 @@ def save_figures(
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ConfigError(f"runs must have different names to be told apart, got {', '.join(names)}")
-    drawn = _run_figures(runs, _worth_a_timeline(runs, comparison)) if runs else {}
+    made = _run_figures(runs, _timeline_runs(runs, comparison)) if runs else {}
     if len(runs) > 1 or curves is not None:
         points, unit = rate_points(runs)
-        drawn["throughput_against_max_lag"] = throughput.throughput_against_max_lag(points, curves, unit)
+        made["throughput_against_max_lag"] = drawn(throughput_against_max_lag(points, curves, unit), height=2.0)
     scenarios = comparison.scenarios if comparison is not None else []
     if comparison is not None and sum(any(arm.speedup is not None for arm in one.arms) for one in scenarios) > 1:
-        drawn["speedup_by_scenario"] = throughput.speedup_by_scenario(comparison)
+        made["speedup_by_scenario"] = drawn(speedup_by_scenario(comparison), height=0.5 + 0.2 * len(scenarios))
     if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
-        drawn["learning"] = bands.learning(seeds)
-        drawn["lag_and_ess"] = bands.lag_and_ess(seeds)
-    if not drawn:
+        made["learning"] = learning.learning(seeds)
+        made["lag_and_ess"] = learning.lag_and_ess(seeds)
+    if not made:
         raise ConfigError("figures need a run, a comparison or analytic curves, got none")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return [path for name, figure in drawn.items() for path in save_figure(figure, folder, name)]
+    return _save(made, Path(folder))
 
 
-def _worth_a_timeline(runs: Sequence[Run], comparison: ComparisonReport | None) -> Sequence[Run]:
+def _timeline_runs(runs: Sequence[Run], comparison: ComparisonReport | None) -> Sequence[Run]:
     """Return the runs that get a timeline: of a comparison the baseline and the fastest, else all."""
     if comparison is None:
         return runs
@@ -130,33 +153,31 @@ def _worth_a_timeline(runs: Sequence[Run], comparison: ComparisonReport | None) 
 
 
 def _run_figures(runs: Sequence[Run], with_timeline: Sequence[Run]) -> dict[str, Figure]:
-    """Return the figures of the runs alone by file name; what a run did not record, it has no figure of."""
-    drawn = {
-        "lag_by_position": figures.lag_by_position(runs),
+    made = {
+        "lag_by_position": drawn(figures.lag_by_position(runs)),
         "lag_by_step": figures.lag_by_step(runs),
         "lag_histogram": figures.lag_histogram(runs),
-        "samples_against_time": figures.samples_against_time(runs),
-        "time_split": figures.time_split(runs),
+        "samples_against_time": drawn(figures.samples_against_time(runs)),
+        "time_split": figures.time_split_figure(runs),
     }
     if any(len(run.figure_data.generation_window.in_progress) for run in runs):
-        drawn["generation_phase"] = figures.generation_phase(runs)
+        made["generation_phase"] = drawn(figures.generation_phase(runs), height=2.6, rows=2, sharex=True)
     if all(run.report.environments for run in runs):
-        drawn["rollout_time"] = rollout_time(runs)
+        made["rollout_time"] = drawn(figures.rollout_time(runs), height=0.9 + 0.3 * len(runs))
     if any(run.has_ess for run in runs):
-        drawn["ess"] = learning.ess(runs)
+        made["ess"] = learning.ess_figure(runs)
     if any(run.metrics for run in runs):
-        drawn["reward"] = learning.reward(runs)
+        made["reward"] = learning.reward_figure(runs)
     for run in runs:
         if run.figure_data.turns is not None:
-            drawn[_own_name("turns", run, drawn)] = turns(run)
+            made[_own_name("turns", run, made)] = figures.turns(run)
         if run in with_timeline and run.figure_data.timeline.engines:
-            drawn[_own_name("timeline", run, drawn)] = figures.timeline(run)
-    return drawn
+            made[_own_name("timeline", run, made)] = figures.timeline(run)
+    return made
 
 
-def _own_name(what: str, run: Run, drawn: Mapping[str, Figure]) -> str:
-    """Return the file name of a figure of one run."""
+def _own_name(what: str, run: Run, made: Mapping[str, Figure]) -> str:
     name = f"{what}_" + re.sub(r"[^A-Za-z0-9.=+-]+", "_", run.name)
-    while name in drawn:  # two names may differ in nothing but what a file name leaves out
+    while name in made:  # two names may differ in nothing but what a file name leaves out
         name += "_"
     return name

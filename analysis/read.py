@@ -1,10 +1,10 @@
-"""Read what runs leave in their folders, simulated and real runs alike.
-
-Everything a figure needs is checked here, so that a broken file is one clear line and no figure fails half-way.
-"""
+"""Read run folders. All that figures need is checked here: a broken file is one line, and no figure fails half-way."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from analysis.metrics import ESS_RAW, read_metrics
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, METRICS_FILE, PROFILE_FILE, SUMMARY_FILE
 from pipelinerl.records.steps import STEPS_FILE
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, RealArray
+from pipelinerl.util.explain import read_text
+
+REWARD = "reward/mean"
+"""Mean reward of the rollouts of a step; in every line."""
+ESS_RAW, ESS_TRUNCATED = "ess/token_raw", "ess/token_truncated"
+"""ESS of a step's raw token weights, and of the weights in the loss (share of the tokens)."""
+
+_ESS_AT_LAG = re.compile(r"ess/lag_([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,15 +34,11 @@ class Run:
     """One finished or interrupted run with at least one optimizer step."""
 
     name: str
-    """Its name in figures."""
     report: RunReport
-    """``summary.json``."""
     steps: np.recarray[Any, Any]
-    """``steps.csv``: a record per optimizer step."""
     figure_data: FigureData
-    """``profile.json``."""
     metrics: Mapping[str, FloatArray]
-    """``metrics.jsonl``: a column per name, a row per logged optimizer step; none for a simulated run."""
+    """A row per logged optimizer step; none for a simulated run."""
 
     @property
     def method(self) -> str:
@@ -49,17 +52,9 @@ class Run:
 
 
 def read_run(folder: str | Path, name: str | None = None) -> Run:
-    """Read a run folder.
+    """Read a run folder, whose name is the run's in figures if there is no other.
 
-    Args:
-        folder: Written by ``simulate`` or ``train``.
-        name: Name of the run in figures. None: the name of the folder.
-
-    Returns:
-        The run. Without ``metrics.jsonl`` it is read as a simulated one.
-
-    Raises:
-        ConfigError: If a file is missing, broken, or without an optimizer step; one line that names it.
+    ConfigError if a file is missing, broken, or without an optimizer step; one line that names it.
     """
     folder = Path(folder)
     report = RunReport.read(folder / SUMMARY_FILE)
@@ -80,17 +75,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read run folders and name them by as much of the end of their paths as tells them apart.
-
-    Args:
-        folders: Written by ``simulate`` or ``train``.
-
-    Returns:
-        The runs in the order given.
-
-    Raises:
-        ConfigError: As ``read_run``, and if a folder is given twice.
-    """
+    """Read different run folders and name them by the shortest distinct ends of their paths; errors as ``read_run``."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ConfigError(f"run folders must be different, got {', '.join(str(folder) for folder in folders)}")
@@ -102,19 +87,72 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def read_comparison(folder: str | Path) -> ComparisonReport:
-    """Read the report that ``compare`` wrote.
-
-    Args:
-        folder: Folder of the comparison.
-
-    Returns:
-        The comparison: ``read_run(folder / arm.folder, arm.name)`` reads the run of an arm.
-
-    Raises:
-        ConfigError: If the file is missing or broken, or no run has ended; one line that names it.
-    """
+    """Read the report of ``compare``; ConfigError, one line, if it is missing or broken, or no run has ended."""
     path = Path(folder) / COMPARISON_FILE
     comparison = ComparisonReport.read(path)
     if not comparison.arms:
         raise ConfigError(f"{path} has no arm yet")
     return comparison
+
+
+# metrics.jsonl: a line per optimizer step of a run that learns
+
+
+def read_metrics(path: Path, step: RealArray) -> dict[str, FloatArray]:
+    """Read metrics: a column each, a row per line of the file, nan where a line lacks the metric; none without a file.
+
+    A line is that of the same row in ``step``, shape [steps]; lines may be fewer. ConfigError at the first broken line,
+    with its number.
+    """
+    if not path.exists():
+        return {}
+    lines = []
+    for number, text in enumerate(read_text(path, "metrics").splitlines(), start=1):
+        place = f"{path}, line {number}"
+        line = _parsed(place, text)
+        if number > len(step):
+            raise ConfigError(f"{place}: steps.csv has {len(step)} optimizer steps only")
+        if line.get("step") != step[number - 1]:
+            raise ConfigError(f"{place}: step must be {step[number - 1]:g}, got {json.dumps(line.get('step'))}")
+        lines.append(_numbers(place, line))
+    names = dict.fromkeys(name for line in lines for name in line)
+    return {name: np.array([line.get(name, math.nan) for line in lines], dtype=np.float64) for name in names}
+
+
+def ess_by_lag(metrics: Mapping[str, FloatArray]) -> tuple[FloatArray, FloatArray]:
+    """Return the lags that occurred (optimizer steps), rising, and the mean ESS at each (share of the tokens)."""
+    columns = {int(match[1]): column for name, column in metrics.items() if (match := _ESS_AT_LAG.fullmatch(name))}
+    lags = sorted(columns)
+    return np.array(lags, dtype=np.float64), np.array([np.nanmean(columns[lag]) for lag in lags])
+
+
+def _parsed(place: str, text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}, column {error.colno}: not valid JSON: {error.msg}") from None
+    if not isinstance(line, dict):
+        raise ConfigError(f"{place}: must hold a table, got {type(line).__name__}")
+    return line
+
+
+def _numbers(place: str, line: dict[str, Any]) -> dict[str, float]:
+    """Return a line all of whose values are numbers; those that figures show are finite, others may overflow."""
+    if REWARD not in line:
+        raise ConfigError(f"{place}: {REWARD} is missing")
+    for name, value in line.items():
+        shown = name == REWARD or name.startswith("ess/")
+        if not _is_number(value) or (shown and not math.isfinite(value)):
+            raise ConfigError(f"{place}: {name} must be a number, got {json.dumps(value)}")
+    return line
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number in the range of float; NaN and infinity are."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True

@@ -1,8 +1,8 @@
-"""Shared by all figures: colours, sizes, fonts, panels, legends, units of handy numbers, and how a figure is saved.
+"""Look of all figures: colours, sizes, fonts, panels, legends, handy units, and the files of a figure.
 
-A method has one hue in all figures, and its runs go from light to dark with their largest lag. An activity
-(generating, training, ...) has a colour that no method uses. All come from the palette of Okabe and Ito
-(https://jfly.uni-koeln.de/color/), which stays distinct under the common kinds of colour blindness.
+A method has one hue in all figures, and its runs go from light to dark with their largest lag. An activity has a colour
+that no method uses. All come from the palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which stays distinct
+under the common kinds of colour blindness.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import matplotlib
 import numpy as np
@@ -22,20 +23,19 @@ from matplotlib.figure import Figure
 from analysis.read import Run
 
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
-SKY, GREEN, YELLOW = "#56b4e9", "#009e73", "#f0e442"
+SKY, GREEN, YELLOW, ORANGE = "#56b4e9", "#009e73", "#f0e442", "#e69f00"
 INK, MUTED, PALE = "#222222", "#767676", "#dddddd"
 
-METHOD_HUES = {"pipeline": BLUE, "conventional": VERMILLION}
-"""Colour of a method; every other method is purple."""
+METHOD_HUES = {"pipeline": BLUE, "conventional": VERMILLION, "one_step_off": PURPLE, "partial_rollouts": ORANGE}
+FREE_HUES = ("#8c564b", "#5b4b9a", "#7f7f00", "#b22a5b", "#17706e")
+"""Colours of other kinds; each has the same one in every figure."""
 METHOD_LINES = {"pipeline": ("-", "o")}
 """Dash and marker of a method; every other method is dashed, with squares."""
 ACTIVITY_COLORS = {"generating": SKY, "training": GREEN, "publishing": YELLOW, "waiting_for_data": PALE}
-"""Colour of what the trainer's time goes into; engines that generate have that of generating."""
 
 COLUMN_IN, PAGE_IN = 3.4, 7.0
 """Width of a figure in one column of a paper, and across the page (inches)."""
 DPI = 200
-"""Resolution of the bitmaps (dots per inch)."""
 
 RC: Any = {  # Any: matplotlib 3.11 types the keys, earlier ones do not
     "font.family": "DejaVu Sans",  # ships with matplotlib, so figures are the same everywhere
@@ -77,13 +77,11 @@ RC: Any = {  # Any: matplotlib 3.11 types the keys, earlier ones do not
     "legend.borderaxespad": 0.4,
     "pdf.fonttype": 42,  # text stays text in the PDF
 }
-"""Settings of matplotlib that hold while a figure is drawn."""
 
 house_style = matplotlib.rc_context(RC)
-"""As a decorator: the house style holds while the function runs, and matplotlib's settings are put back then."""
+"""Decorator: the house style holds while the function runs."""
 
 LIMIT: Any = {"color": INK, "linewidth": 0.9, "linestyle": ":"}
-"""Look of a line at ``max_lag``."""
 
 _METADATA = {  # neither file says when or with what it was made
     "png": {"Software": None},
@@ -101,23 +99,20 @@ class SeriesStyle:
 
 
 def series_styles(methods: Sequence[str], max_lags: Sequence[float]) -> list[SeriesStyle]:
-    """Return a style per series: hue by method, lightness by the rank of its largest lag within the method.
-
-    Args:
-        methods: Kind of scheduler of each series.
-        max_lags: Largest lag of each series (optimizer steps), shape as ``methods``.
-
-    Returns:
-        The styles in the order given; equal lags keep that order from light to dark.
-    """
+    """Return a style per series: hue by kind of scheduler, lightness by the rank of its largest lag within the kind."""
     styles = []
     for index, method in enumerate(methods):
         siblings = [other for other, kind in enumerate(methods) if kind == method]
         rank = sorted(siblings, key=lambda other: max_lags[other]).index(index)
         shade = 2 * rank / (len(siblings) - 1) - 1 if len(siblings) > 1 else 0.0
         dash, marker = METHOD_LINES.get(method, ("--", "s"))
-        styles.append(SeriesStyle(color=tone(METHOD_HUES.get(method, PURPLE), shade), dash=dash, marker=marker))
+        styles.append(SeriesStyle(color=tone(hue(method), shade), dash=dash, marker=marker))
     return styles
+
+
+def hue(method: str) -> str:
+    """Return the colour of a kind of schedule; that of an unknown kind follows from its name."""
+    return METHOD_HUES.get(method, FREE_HUES[crc32(method.encode()) % len(FREE_HUES)])
 
 
 def tone(color: str, shade: float) -> str:
@@ -143,13 +138,7 @@ def styled(runs: Sequence[Run]) -> list[tuple[Run, SeriesStyle]]:
 
 
 def draw_limit(axes: Axes, max_lags: Iterable[int | None], *, across: bool) -> None:
-    """Draw the bounds that runs keep on the lag of a token, ``scheduler.max_lag``: a line each, named in the legend.
-
-    Args:
-        axes: A panel with lag on one of its axes.
-        max_lags: Those of the runs that it shows; None: a run keeps none.
-        across: Whether lag is on its vertical axis, so that the line runs across.
-    """
+    """Draw each ``scheduler.max_lag``, named in the legend; ``across``: lag is on the vertical axis. None: no bound."""
     for limit in sorted({one for one in max_lags if one is not None}):
         (axes.axhline if across else axes.axvline)(limit, label=f"max_lag = {limit}", **LIMIT)
 
@@ -159,13 +148,9 @@ SEEN = 4.0
 
 
 def add_legend(figure: Figure, axes: Axes, title: str, notes: Sequence[Artist] = ()) -> None:
-    """Put title and legend above the panels, in as many columns as its labels leave room for.
+    """Put title and legend above the panels, in as many columns as its labels leave room for; the figure gets taller.
 
-    Args:
-        figure: Made taller by the legend, so that the panels keep their size.
-        axes: Every labelled artist of this panel gets an entry; of a long label the start goes.
-        title: What the figure shows.
-        notes: Further entries, after those.
+    Every labelled artist of ``axes`` gets an entry, then ``notes``; of a long label the start goes.
     """
     handles, labels = axes.get_legend_handles_labels()
     handles, labels = [*handles, *notes], [*labels, *(str(note.get_label()) for note in notes)]
@@ -191,7 +176,7 @@ def handy_time(longest_s: float) -> tuple[float, str]:
 
 
 def handy_scale(largest: float) -> tuple[float, str]:
-    """Return what to divide values by, and the word that says so before their unit."""
+    """Return a divisor for values, and its prefix of their unit."""
     for factor, word in ((1e6, "million "), (1e3, "thousand ")):
         if largest >= 5 * factor:
             return factor, word

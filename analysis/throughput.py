@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
+from analysis.chart import Axis, Chart, Mark, Series, limits, line, rule
 from analysis.read import Run
-from analysis.style import COLUMN_IN, add_legend, draw_limit, handy_scale, house_style, make_panels, series_styles
+from analysis.style import series_styles
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -22,41 +22,35 @@ from pipelinerl.theory.paper import Setting, throughput_against_lag
 from pipelinerl.util.arrays import FloatArray
 
 NUM_LAGS = 24
-"""Points of a curve (count)."""
 MARKER_PT = 4.5
-"""Size of a marker (points)."""
 RIM_PT = 3.5
-"""How much larger a marker is for each that would cover it: its rim shows (points)."""
+"""How much larger a marker is for each that would cover it, so that its rim shows (points)."""
 COVERED = 0.03
-"""How near two runs are whose markers cover each other (share of the largest lag, and of the largest throughput)."""
+"""Distance of two runs whose markers cover each other (share of the largest lag, and of the largest throughput)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """Largest lag and throughput of one run."""
+    """Throughput (trained tokens per second or flash), largest and mean lag (optimizer steps) of one run."""
 
     name: str
-    """Its name in figures."""
     method: str
-    """The kind of its scheduler."""
     max_lag: float
-    """Largest lag of any trained token (optimizer steps)."""
     rate: float
-    """Trained tokens per second or flash."""
     bound: int | None = None
-    """Its ``scheduler.max_lag``. None: it keeps none (optimizer steps)."""
+    """Its ``scheduler.max_lag``."""
+    mean_lag: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateCurves:
-    """Throughput of both methods in the analytic model (paper, appendix A), at the same bounds on lag."""
+    """Throughput (tokens/flash) of both methods at the same bounds on lag in the analytic model (paper, appendix A)."""
 
     max_lag: FloatArray
     """Bounds g (optimizer steps)."""
     pipeline: FloatArray
-    """Best rate of PipelineRL (tokens/flash), shape as ``max_lag``."""
     conventional: FloatArray
-    """Rate of conventional RL with G = g + 1 (tokens/flash), shape as ``max_lag``."""
+    """With G = g + 1."""
 
 
 def rate_points(runs: Sequence[Run]) -> tuple[list[RatePoint], str]:
@@ -66,21 +60,16 @@ def rate_points(runs: Sequence[Run]) -> tuple[list[RatePoint], str]:
     unit = "tokens/flash" if len(known) == len(runs) else "tokens/s"
     rates = known if unit == "tokens/flash" else [run.report.tokens_per_s for run in runs]
     points = [
-        RatePoint(run.name, run.method, run.report.lag.max, rate, run.report.max_lag)
+        RatePoint(run.name, run.method, run.report.lag.max, rate, run.report.max_lag, run.report.lag.mean)
         for run, rate in zip(runs, rates, strict=True)
     ]
     return points, unit
 
 
 def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | None:
-    """Return the paper's Fig 9 for a run file: throughput in tokens/flash against max lag, both methods.
+    """Return the paper's Fig. 9 for a run file, up to a lag (optimizer steps); None where appendix A does not apply.
 
-    Args:
-        config: A run file in the paper's mode (``decode.kind = "utilisation"``), with fixed or uniform lengths.
-        largest_lag: Where the curves end (optimizer steps).
-
-    Returns:
-        The curves, or None where appendix A does not describe the run.
+    It describes runs in the paper's mode (``decode.kind = "utilisation"``) with fixed or uniform lengths.
     """
     decode, length = config.hardware.decode, config.workload.length
     if not isinstance(decode, UtilisationDecode) or length.kind not in ("fixed", "uniform"):
@@ -102,54 +91,37 @@ def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | No
     )
 
 
-@house_style
 def throughput_against_max_lag(
     points: Sequence[RatePoint], curves: RateCurves | None = None, unit: str = "tokens/s"
-) -> Figure:
-    """Draw throughput against the largest lag (Fig. 9): a marker per run, and the curves of the analytic model.
+) -> Chart:
+    """Return throughput against the largest lag (Fig. 9): a marker per run, and the curves of the analytic model.
 
-    Args:
-        points: Runs; nothing joins them, since they may differ in more than lag. May be empty if there are curves.
-        curves: The analytic model, in tokens/flash.
-        unit: Unit of the points; must be ``tokens/flash`` if there are curves.
-
-    Raises:
-        ConfigError: If there is nothing to draw, or points and curves have different units.
+    ConfigError if there is nothing to draw, or there are curves and the unit is not ``tokens/flash``.
     """
     if curves is None and not points:
         raise ConfigError("throughput against lag needs a point or a curve, got none")
     if curves is not None and unit != "tokens/flash":
         raise ConfigError(f"points must be in tokens/flash to be drawn with analytic curves, got {unit}")
-    figure, [[axes]] = make_panels(COLUMN_IN, 2.0)
-    scale, word = handy_scale(max((point.rate for point in points), default=0.0))
+    series = []
     if curves is not None:
         for method, rate in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
-            style = series_styles([method], [0.0])[0]
-            axes.plot(curves.max_lag, rate / scale, color=style.color, linestyle=style.dash, label=f"{method}, model")
+            series.append(line(f"{method}, model", curves.max_lag, rate, series_styles([method], [0.0])[0]))
     styles = series_styles([point.method for point in points], [point.max_lag for point in points])
     for index, (point, style) in enumerate(zip(points, styles, strict=True)):
-        axes.plot(
-            point.max_lag,
-            point.rate / scale,
-            style.marker,
-            color=style.color,
-            markeredgecolor="white",
-            markersize=MARKER_PT + RIM_PT * _covering(points, index),
-            label=point.name,
-        )
-    draw_limit(axes, (point.bound for point in points), across=False)
-    axes.margins(0.08)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.set(
-        xlabel="largest lag (optimizer steps)", ylabel=f"throughput ({word}{unit})", xlim=(0, None), ylim=(0, None)
+        size = MARKER_PT + RIM_PT * _covering(points, index)
+        look: dict[str, Any] = {"color": style.color, "marker": style.marker, "size": size}
+        mean = {} if point.mean_lag is None else {"mean lag": [point.mean_lag]}
+        series.append(Series(label=point.name, mark=Mark.POINTS, x=[point.max_lag], y=[point.rate], hover=mean, **look))
+    return Chart(
+        title="Throughput against the largest lag",
+        caption="Higher is faster, further left is closer to on-policy.",
+        x=Axis(label="largest lag", unit="optimizer steps", ticks=8, values="0"),
+        y=Axis(label="throughput", unit=unit, handy=True, values="0,0" if unit == "tokens/s" else "0.00"),
+        series=[*series, *limits([point.bound for point in points], mark=Mark.RULE_X)],
     )
-    axes.grid()
-    add_legend(figure, axes, "Throughput against the largest lag")
-    return figure
 
 
 def _covering(points: Sequence[RatePoint], index: int) -> int:
-    """Return how many points that are drawn later would cover this one (count)."""
     lag = COVERED * max(point.max_lag for point in points)
     rate = COVERED * max(point.rate for point in points)
     this = points[index]
@@ -159,23 +131,15 @@ def _covering(points: Sequence[RatePoint], index: int) -> int:
     )
 
 
-@house_style
-def speedup_by_scenario(comparison: ComparisonReport) -> Figure:
-    """Draw the speed-up of every arm over the baseline, a row per scenario.
-
-    Args:
-        comparison: At least one arm in one scenario.
-
-    Returns:
-        One panel: a marker per arm in the row of its scenario; the baseline is the vertical line at 1.
-    """
+def speedup_by_scenario(comparison: ComparisonReport) -> Chart:
+    """Return the speed-up of every arm over the baseline, a row per scenario."""
     scenarios = comparison.scenarios
     arms = {arm.name: arm.summary for arm in comparison.arms}
     styles = series_styles([one.scheduler for one in arms.values()], [one.lag.max for one in arms.values()])
-    figure, [[axes]] = make_panels(COLUMN_IN, 0.5 + 0.2 * len(scenarios))
+    series = []
     for name, style in zip(arms, styles, strict=True):
         if name == comparison.baseline:
-            axes.axvline(1.0, color=style.color, linestyle=style.dash, linewidth=0.9, label=f"{name} (baseline)")
+            series.append(rule(f"{name} (baseline)", 1.0, color=style.color, dash=style.dash))
             continue
         cells = [
             (arm.speedup, row)
@@ -184,11 +148,13 @@ def speedup_by_scenario(comparison: ComparisonReport) -> Figure:
             if arm.name == name and arm.speedup is not None
         ]
         if cells:
-            axes.plot(*zip(*cells, strict=True), style.marker, color=style.color, markeredgecolor="white", label=name)
-    axes.set(xlabel="speed-up (ratio of trained tokens/s)", xlim=(0, None))
-    axes.set(ylim=(len(scenarios) - 0.5, -0.5))
-    axes.set_yticks(range(len(scenarios)), [scenario.name for scenario in scenarios])
-    axes.tick_params(axis="y", length=0)
-    axes.grid()
-    add_legend(figure, axes, "Speed-up by scenario")
-    return figure
+            x, y = zip(*cells, strict=True)
+            series.append(Series(label=name, mark=Mark.POINTS, x=x, y=y, color=style.color, marker=style.marker))
+    return Chart(
+        title="Speed-up by scenario",
+        caption=f"Trained tokens/s over those of {comparison.baseline}: right of 1 is faster.",
+        x=Axis(label="speed-up", unit="ratio of trained tokens/s"),
+        y=Axis(label="", rows=[scenario.name for scenario in scenarios]),
+        series=series,
+        switch=None,
+    )

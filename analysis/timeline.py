@@ -1,15 +1,14 @@
 """A run as a timeline for ui.perfetto.dev or chrome://tracing: the JSON of the Trace Event Format.
 
-Theory of operation. One pass over the trace of a run, simulated or real. What takes time becomes a slice when it ends;
-a track is a thread of the format. Slices of a thread must not overlap, so an engine has *lanes*: a rollout takes the
-first free one of the first ``LANES``, and is left out if none is free. Environments likewise. A weight update is an
-arrow from the trainer's slice to the slice of each engine that loads it. A real trainer's ranks have a track each: the
-trace does not know them, the metrics have the seconds of each phase, summed over the micro-batches of a step; they are
-drawn one after the other from where the step began. Counters change at every optimizer step, those
-of engines at most every ``COUNTER_STEP`` of the time that is shown.
+Theory of operation. One pass over a run's trace. What takes time becomes a slice when it ends; a track is a thread of
+the format. Slices of a thread must not overlap, so an engine has *lanes*: a rollout takes the first free one of the
+first ``LANES``, and is left out if none is free. Environments likewise. A weight update is an arrow from the trainer's
+slice to the slice of each engine that loads it. A real trainer's ranks have a track each: metrics have the seconds of
+each phase of a step, drawn one after the other from where the step began. Counters change at every optimizer step,
+those of engines at most every ``COUNTER_STEP`` of the time that is shown.
 
-Source: the Trace Event Format of Chromium's Catapult project: phases X (a slice), s and f (an arrow), C (a counter),
-i (an instant), M (a name); times in microseconds.
+Source: Chromium's Catapult project: phases X (a slice), s and f (an arrow), C (a counter), i (an instant), M (a name);
+times in microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from analysis.metrics import read_metrics
+from analysis.read import read_metrics
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
@@ -53,7 +52,7 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from pipelinerl.util.files import writing
+from pipelinerl.util.explain import writing
 
 LANES = 8
 """Rollouts of an engine that are shown at a time (count)."""
@@ -66,16 +65,13 @@ COUNTER_STEP = 1e-3
 WEIGHTS, FIRST_LANE = 1, 2
 """Threads of an engine. Readers take thread 0 for the main one, whose number is that of its process."""
 FIRST_RANK = 10
-"""Thread of the trainer's rank 0."""
 RANK_SECONDS = re.compile(r"train/rank([0-9]+)/([a-z]+)_s")
-"""Metrics of a real trainer's ranks: the rank, and what it did."""
 RUN, TRAINER, SANDBOXES, FIRST_ENGINE = 1, 2, 3, 10
-"""Processes of the format."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened in the time that is shown, left out or not."""
+    """Events in the time shown, left out or not."""
 
     optimizer_steps: int = 0
     rollouts_finished: int = 0
@@ -83,13 +79,10 @@ class Counts:
     stays_left_out: int = 0
     """Times that a rollout was on an engine, or had an environment, without a free lane."""
     cut_at_s: float | None = None
-    """Where the file is full (s). None: it is not."""
 
 
 @dataclass(slots=True)
 class _Lanes:
-    """Lanes of one process, and who is in them since when."""
-
     free: list[int]
     open: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -107,15 +100,7 @@ class _Lanes:
 
 
 class Timeline:
-    """Makes the entries of one file.
-
-    Args:
-        num_engines: Engines that generate (count).
-        num_environments: Environments; 0: rollouts have one turn (count).
-        begin_s: Start of the time that is shown (s).
-        end_s: End of it (s).
-        duration_s: Length of the run (s).
-    """
+    """Makes the entries of one file, from ``begin_s`` to ``end_s``; without environments rollouts have one turn."""
 
     def __init__(
         self, *, num_engines: int, num_environments: int, begin_s: float, end_s: float, duration_s: float
@@ -159,7 +144,7 @@ class Timeline:
                 self._entry("C", RUN, row.time_s, name=name, args={unit: value})
 
     def ranks(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show what the trainer's ranks did in an optimizer step, by its metrics."""
+        """Show the phases of the trainer's ranks in an optimizer step, by its metrics."""
         if step not in self._steps:
             return
         begin_s, end_s = self._steps[step]
@@ -242,7 +227,7 @@ class Timeline:
                 assert_never(event)
 
     def finish(self, now_s: float) -> None:
-        """Close what is still open."""
+        """Close open slices."""
         for rollout_id in list(self._on):
             self._left_engine(rollout_id, now_s, end="unfinished")
         for rollout_id in list(self._sandboxes.open):
@@ -330,12 +315,7 @@ class Timeline:
 
 
 def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf) -> Timeline:
-    """Return the timeline of a run with a trace.
-
-    Args:
-        folder: Written by ``simulate --trace full`` or ``train``.
-        begin_s: Start of the time that is shown (s).
-        end_s: End of it (s).
+    """Return the timeline of a run with a trace, from ``begin_s`` to ``end_s`` (s).
 
     Raises:
         TraceError: If there is no trace, or a broken one.
@@ -372,11 +352,7 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
-    """Write the file.
-
-    Raises:
-        RunFailedError: If it cannot be written.
-    """
+    """Write the file; RunFailedError if that cannot be done."""
     ordered = sorted(timeline.entries, key=_place)
     with writing(path), path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')

@@ -12,22 +12,10 @@ SCHEDULER_STATISTICS = "/proc/thread-self/schedstat"
 
 
 def busy_s() -> float:
-    """Return the seconds that the calling thread has worked or waited for a processor since it began.
-
-    Where the system does not tell the waits, only those that it has worked.
-    """
+    """Return the seconds that the calling thread has worked or, where the system tells, waited for a processor."""
     try:
         with open(SCHEDULER_STATISTICS, encoding="ascii") as file:
             run_ns, wait_ns, _ = map(int, file.read().split())
     except (OSError, ValueError):
         return time.thread_time()
     return (run_ns + wait_ns) / 1e9
-
-
-def worked_s(pid: int) -> float:
-    """Return the seconds that all threads of a process have worked since it began.
-
-    Raises:
-        OSError: If there is no such process.
-    """
-    return time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) makes of it

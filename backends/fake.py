@@ -1,9 +1,9 @@
 """A backend in memory, for tests and for trying a run file out: no model, no process, no GPU.
 
-Theory of operation. ``FakeEngine`` makes decode steps: every sequence in progress gets one random token, then the
-next step begins; updates, as real ones, come between two steps. The log-probability of a token under version v is
-``-1 - DRIFT * v``, whatever the token: so the importance weight of a token of lag g is exp(-DRIFT * g), exactly.
-``FakeTrainer`` counts optimizer steps, and its weights are that count. ``FakeReference`` is version 0.
+Theory of operation. ``FakeEngine`` makes decode steps: every sequence in progress gets one random token; updates, as
+real ones, come between two steps. The log-probability of any token under version v is ``-1 - DRIFT * v``: so the
+importance weight of a token of lag g is exp(-DRIFT * g), exactly. ``FakeTrainer`` counts optimizer steps, and its
+weights are that count. ``FakeReference`` is version 0.
 """
 
 from __future__ import annotations
@@ -14,22 +14,37 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.interface import Generated, GenerateRequest, Parts, Sample, TrainResult, UpdateTimes, Weights
+from backends.interface import (
+    EngineKind,
+    Generated,
+    GenerateRequest,
+    Parts,
+    Place,
+    Sample,
+    TrainerKind,
+    TrainResult,
+    UpdateTimes,
+    Weights,
+)
+from backends.transfer.transport import SenderContext, TransportEnds, WeightReceiver, WeightSender, ends_of
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError
+from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, TransferError
+from pipelinerl.hardware.transport import OURS
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 DRIFT = 0.01
 """Fall of every token's log-probability per optimizer step (nats)."""
 END_TOKEN = 0
-"""The token that ends an answer."""
 NUM_TOKENS = 16
-"""Tokens there are, the end token among them (count)."""
+"""The end token among them."""
 
 
 def logprob(version: int) -> float:
@@ -38,8 +53,6 @@ def logprob(version: int) -> float:
 
 
 class _Sequence:
-    """One request in progress (mutable)."""
-
     def __init__(self, request: GenerateRequest) -> None:
         self.rng = np.random.default_rng(request.seed if request.temperature else request.prompt_tokens)
         self.max_new_tokens = request.max_new_tokens
@@ -64,19 +77,22 @@ class _Sequence:
 
 
 class FakeEngine:
-    """Keeps the promises of ``interface.Engine``.
+    """Keeps the promises of ``interface.Engine``: decode steps of ``step_s``, weight transfers of ``update_s``.
 
-    Args:
-        num_slots: Sequences in progress, at most (count).
-        step_s: Seconds of a decode step.
-        update_s: Seconds of a weight transfer.
-        endless: Whether no token ends an answer, so that all have the length asked for.
+    ``endless``: no token ends an answer, all have the length asked for. ``receiver`` None: weights are in memory.
     """
 
     def __init__(
-        self, *, num_slots: int = 8, step_s: float = 0.0, update_s: float = 0.0, endless: bool = False
+        self,
+        *,
+        num_slots: int = 8,
+        step_s: float = 0.0,
+        update_s: float = 0.0,
+        endless: bool = False,
+        receiver: WeightReceiver | None = None,
     ) -> None:
         self.num_started = 0
+        self._receiver = receiver
         self._end_token = None if endless else END_TOKEN
         self._num_slots, self._step_s, self._update_s = num_slots, step_s, update_s
         self._lost = True
@@ -86,7 +102,6 @@ class FakeEngine:
         self._loop: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin, at version 0."""
         self.num_started += 1
         self._lost, self._weights = False, Weights(0, "memory:0")
         self._work, self._between_steps = asyncio.Event(), asyncio.Lock()  # of this event loop
@@ -104,7 +119,6 @@ class FakeEngine:
         self._waiting.clear()
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Generate one answer; see ``interface.Engine``."""
         self._check()
         if request.rollout_id in self._running or request.rollout_id in self._waiting:
             raise BackendError(f"rollout {request.rollout_id} is in progress already")
@@ -119,14 +133,12 @@ class FakeEngine:
             raise
 
     async def abort(self, rollout_id: int) -> None:
-        """End a request early; see ``interface.Engine``."""
         self._check()
         sequence = self._running.pop(rollout_id, None) or self._waiting.pop(rollout_id, None)
         if sequence is not None:
             sequence.end(aborted=True)
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
-        """Load new weights; see ``interface.Engine``."""
         self._check()
         begin_s = time.monotonic()
         async with self._between_steps:
@@ -136,25 +148,24 @@ class FakeEngine:
                     await self.abort(rollout_id)
             await asyncio.sleep(self._update_s)
             self._check()
+            if self._receiver is not None:
+                _check_received(dict(self._receiver.receive(weights)), weights)
+                self._receiver.loaded(weights)
             self._weights = weights
             loaded_s = time.monotonic()
         return UpdateTimes(paused_s - begin_s, loaded_s - paused_s, time.monotonic() - loaded_s)
 
     async def checksums(self) -> dict[str, str]:
-        """Return the checksums of the weights; see ``interface.Engine``."""
         self._check()
         return dict(self._weights.checksums)
 
     async def sleep(self) -> None:
-        """Do nothing while it runs: no memory is shared."""
         self._check()
 
     async def wake(self) -> None:
-        """Do nothing while it runs: no memory is shared."""
         self._check()
 
     async def shutdown(self) -> None:
-        """End."""
         self.die()
 
     async def _steps(self) -> None:
@@ -184,21 +195,16 @@ class FakeEngine:
 
 
 class FakeReference:
-    """Keeps the promises of ``interface.Reference``.
-
-    Args:
-        batch_s: Seconds of a batch, whatever its size.
-    """
+    """Keeps the promises of ``interface.Reference``; a batch of any size takes ``batch_s``."""
 
     def __init__(self, *, batch_s: float = 0.0) -> None:
         self.num_started = 0
         self.batches: list[int] = []
-        """Samples of each batch (count), in order."""
+        """Samples of each batch (count)."""
         self._batch_s = batch_s
         self._lost = True
 
     async def start(self) -> None:
-        """Begin."""
         self.num_started += 1
         self._lost = False
 
@@ -207,7 +213,6 @@ class FakeReference:
         self._lost = True
 
     async def logprobs(self, samples: list[Sample]) -> list[NDArray[np.float32]]:
-        """Return log-probabilities of answer tokens; see ``interface.Reference``."""
         self._check()
         await asyncio.sleep(self._batch_s)
         self._check()
@@ -215,7 +220,6 @@ class FakeReference:
         return [np.full(len(sample.answer_T), logprob(0), dtype=np.float32) for sample in samples]
 
     async def shutdown(self) -> None:
-        """End."""
         self.die()
 
     def _check(self) -> None:
@@ -223,30 +227,52 @@ class FakeReference:
             raise ReferenceLostError("reference model lost: it does not run")
 
 
+class FakeWeights:
+    """A ``WeightSource``: one parameter, the number of optimizer steps."""
+
+    device: Any = "cpu"
+    parameters = (("steps", "int64", ()),)
+
+    def __init__(self, steps: int) -> None:
+        self._steps = np.array(steps)
+
+    def buckets(self, bucket_bytes: int | None = None) -> Iterator[dict[str, NDArray[np.int64]]]:  # noqa: ARG002
+        """Yield the parameter."""
+        yield {"steps": self._steps}
+
+    def largest_bucket_bytes(self, bucket_bytes: int) -> int:  # noqa: ARG002
+        """Return its size (bytes)."""
+        return self._steps.nbytes
+
+
+def _check_received(tensors: dict[str, Any], weights: Weights) -> None:
+    if tensors.keys() != {"steps"} or tensors["steps"] < weights.version:
+        raise BackendError(f"version {weights.version} has not come in full: {tensors}")
+
+
 class FakeTrainer:
-    """Keeps the promises of ``interface.Trainer``.
+    """Keeps the promises of ``interface.Trainer``; checks the batch; ``sender`` None: weights are in memory."""
 
-    Args:
-        train_batch_size: Sequences per optimizer step (count), checked.
-        train_s: Seconds per micro-batch.
-        kl_coefficient: As ``loss.kl_coefficient``: above 0, samples must have reference log-probabilities.
-    """
-
-    def __init__(self, *, train_batch_size: int, train_s: float = 0.0, kl_coefficient: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        train_batch_size: int,
+        train_s: float = 0.0,
+        kl_coefficient: float = 0.0,
+        sender: WeightSender | None = None,
+    ) -> None:
+        self._sender = sender
         self.version = 0
         self.trained: list[tuple[int, ...]] = []
-        """Rollouts of each optimizer step, in order."""
         self._batch, self._train_s = train_batch_size, train_s
         self._kl_coefficient = kl_coefficient
         self._accumulated: list[int] = []
         self._copied = 0
 
     async def start(self) -> None:
-        """Begin, at version 0."""
         self.version, self._accumulated = 0, []
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
-        """Train on a micro-batch; see ``interface.Trainer``."""
         await asyncio.sleep(self._train_s)
         self._accumulated += [sample.rollout_id for sample in samples]
         if completes_step != (len(self._accumulated) == self._batch):
@@ -264,28 +290,30 @@ class FakeTrainer:
         return TrainResult(result, metrics)
 
     async def publish(self, version: int) -> Weights:
-        """Make the weights ready; see ``interface.Trainer``."""
         await asyncio.sleep(0)
+        if self._sender is not None:
+            published = self._sender.publish(FakeWeights(self.version), version)
+            assert published is not None
+            return published
         return Weights(version, f"memory:{version}", {"steps": hashlib.sha256(str(self.version).encode()).hexdigest()})
 
     async def send(self, weights: Weights) -> None:
-        """Do nothing: the weights are in memory."""
+        """Send by the transport, if there is one."""
+        fault = self._sender and self._sender.send(FakeWeights(self.version), weights.version)
+        if fault:
+            raise TransferError(fault)
 
     async def snapshot(self) -> None:
-        """Copy the weights."""
         self._copied = self.version
 
     async def save(self, folder: Path) -> None:
-        """Write what was copied."""
         _write(folder, self._copied)
 
     async def load(self, folder: Path) -> None:
-        """Go on from what ``save`` wrote."""
         self.version = json.loads((folder / "fake.json").read_text(encoding="utf-8"))["version"]
         self._accumulated = []
 
     async def export(self, folder: Path) -> None:
-        """Write the weights."""
         _write(folder, self.version)
 
     async def offload(self) -> None:
@@ -295,7 +323,9 @@ class FakeTrainer:
         """Do nothing: no memory is shared."""
 
     async def shutdown(self) -> None:
-        """Do nothing: no process runs."""
+        """Free the published weights."""
+        if self._sender is not None:
+            self._sender.close()
 
 
 def _write(folder: Path, version: int) -> None:
@@ -315,28 +345,64 @@ class FakeCodec:
     """A token is a letter."""
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        """Return a token per character."""
         return tuple(1 + ord(character) % (NUM_TOKENS - 1) for character in prompt)
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return a letter per token, without the end token."""
+    def decode(self, tokens: NDArray[np.int64]) -> str:
         return "".join(chr(ord("a") + token) for token in tokens if token != END_TOKEN)
 
 
+def _ends(config: RunConfig) -> TransportEnds | None:
+    """Return the ends of the user's own transport; memory stands for ours, which send real models."""
+    assert config.train is not None
+    transport = config.train.chosen_transport(colocated=config.colocated)
+    return None if transport in OURS else ends_of(transport.ends)
+
+
+def _make_engine(config: RunConfig, *_: Any) -> FakeEngine:
+    ends = _ends(config)
+    receiver = None if ends is None else ends.receiver("")
+    return FakeEngine(num_slots=config.scheduler.generation_batch_size, receiver=receiver)
+
+
+def _make_trainer(config: RunConfig, place: Place) -> FakeTrainer:
+    ends, context = _ends(config), SenderContext(receives=True, folder=place.weights_folder, group=None)
+    return FakeTrainer(
+        train_batch_size=config.scheduler.train_batch_size,
+        kl_coefficient=_kl_coefficient(config),
+        sender=None if ends is None else ends.sender(context),
+    )
+
+
+FAKE_ENGINE = EngineKind(name="fake", make=_make_engine)
+FAKE_TRAINER = TrainerKind(name="fake", make=_make_trainer)
+
+
+@dataclass
 class FakeBackend:
-    """Keeps the promises of ``interface.Backend``."""
+    """A ``Backend`` without Ray: engines and a trainer in this process."""
+
+    engine_kind: EngineKind = FAKE_ENGINE
+    trainer_kind: TrainerKind = FAKE_TRAINER
 
     def check(self, config: RunConfig) -> None:
-        """Accept every run file: nothing is needed."""
+        for kind in (self.engine_kind, self.trainer_kind):
+            kind.check(config)
 
     @contextmanager
-    def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:  # noqa: ARG002
-        """Make the parts; they print nothing."""
-        assert config.train is not None
-        kl_coefficient, slots = config.train.loss.kl_coefficient, config.scheduler.generation_batch_size
-        yield Parts(
-            engines={engine_id: FakeEngine(num_slots=slots) for engine_id in range(config.num_engines)},
-            trainer=FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient),
-            codec=FakeCodec(),
-            reference=FakeReference() if kl_coefficient else None,
-        )
+    def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
+        with TemporaryDirectory() as folder:
+            place = Place(options=({},), weights_folder=Path(folder), logs=logs)
+            yield Parts(
+                engines={
+                    engine_id: self.engine_kind.make(config, engine_id, place)
+                    for engine_id in range(config.num_engines)
+                },
+                trainer=self.trainer_kind.make(config, place),
+                codec=FakeCodec(),
+                reference=FakeReference() if _kl_coefficient(config) else None,
+            )
+
+
+def _kl_coefficient(config: RunConfig) -> float:
+    assert config.train is not None
+    return config.train.loss.kl_coefficient

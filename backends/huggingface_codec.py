@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipelinerl.errors import ConfigError
+
+PROMPTS_KEPT = 1024
+"""Newest prompts whose tokens are kept: the rollouts of a group have one prompt."""
 
 
 class HuggingFaceCodec:
-    """Text to tokens and back, by a model's own tokenizer.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
+    """Text to tokens and back, by a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._encoded = lru_cache(PROMPTS_KEPT)(partial(tokenizer.encode, add_special_tokens=False))
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt, without any that the tokenizer would add."""
-        return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
+        return tuple(self._encoded(prompt))
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of an answer, without the end token."""
+    def decode(self, tokens: NDArray[np.int64]) -> str:
+        # An array, not a list: transformers would check every number of a list in Python, which doubles the time.
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 

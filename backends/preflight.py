@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.metrics_log import check_logging
+from backends.driver.metrics import check_logging
 from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
@@ -13,17 +13,7 @@ from pipelinerl.rl.tasks import load_environment, load_task
 
 
 def check_run(config: RunConfig) -> TrainConfig:
-    """Check that this run file is one for the driver.
-
-    Args:
-        config: What is to be run.
-
-    Returns:
-        Its table ``train``.
-
-    Raises:
-        ConfigError: If the table is missing, or something does not fit.
-    """
+    """Return the table ``train`` of a run; ``ConfigError`` if it is missing, or something does not fit the driver."""
     train = config.train
     if train is None:
         raise ConfigError("train is missing; pipelinerl train needs the table [train]: model, task, optimizer")
@@ -57,11 +47,7 @@ def _check_environment(environment: EnvironmentConfig, train: TrainConfig) -> No
 
 
 def task_of(config: RunConfig) -> Task | None:
-    """Return the task of a run. None: environments have the problems and rewards; that one can be made is checked.
-
-    Raises:
-        ConfigError: If it cannot be made.
-    """
+    """Return the task, or None where environments have problems and rewards; ``ConfigError`` if it cannot be made."""
     assert config.train is not None
     if config.environment is None:
         return load_task(config.train.task)
@@ -70,19 +56,17 @@ def task_of(config: RunConfig) -> Task | None:
 
 
 def trainer_ranks(config: RunConfig) -> int:
-    """Return the ranks of the trainer (count): one for every accelerator that trains, or that takes turns."""
+    """Return the ranks of the trainer: one for every accelerator that trains, or that takes turns."""
     return config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
 
 
 def evaluation_task_config(train: TrainConfig) -> TaskConfig:
-    """Return the table of the task of evaluations: that of training, some settings of which may be others."""
+    """Return the table of the task of evaluations: that of training, with some settings changed."""
     return train.task.model_copy(update={"settings": train.task.settings | train.evaluation.settings})
 
 
 def evaluation_task(config: RunConfig, task: Task | None) -> Task | None:
-    """Return the task of evaluations: that of training, or the same with other settings.
-
-    None where environments have the problems and rewards.
+    """Return the training task with the settings of ``train.evaluation``; None for runs with environments.
 
     Raises:
         ConfigError: If it has fewer held-out problems than are asked for, it cannot be made, or its answers would be

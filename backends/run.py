@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
-from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
-from backends.driver import Driver
-from backends.garbage import imports_left_alone
+from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, read_newest
+from backends.driver.lifecycle import Driver
+from backends.driver.metrics import MetricsLog, SamplesLog
 from backends.interface import Backend, Parts
-from backends.metrics_log import MetricsLog
+from backends.kinds import backend_of
 from backends.preflight import check_run, evaluation_task, task_of
-from backends.samples_log import SamplesLog
-from backends.vllm_deepspeed import VLLMDeepSpeed
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.train import TrainConfig, VLLMConfig
 from pipelinerl.errors import ConfigError, TrainerLostError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
@@ -30,9 +28,19 @@ from pipelinerl.rl.problems import Task
 
 LOG = logging.getLogger("pipelinerl")
 MODEL_FOLDER = "model"
-"""Folder of a run's trained model."""
 
 Progress = Callable[[StepRow, dict[str, float]], None]
+
+
+@contextmanager
+def _frozen_imports() -> Iterator[None]:
+    """Keep garbage collections off torch and transformers: they stopped the driver 0.3 s every few seconds."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def drive(
@@ -46,32 +54,26 @@ def drive(
     on_step: Progress | None = None,
     trial: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> RunReport:
-    """Run with these parts, and keep the run in a folder.
+    """Run with these parts, which are started and shut down here, and keep the run in a folder.
 
-    If the trainer is lost, all parts are shut down and started again, and the run goes on from its newest checkpoint,
-    as after ``--resume``: what was recorded since then is cut off.
-
-    On Ctrl-C the run ends as soon as the trainer is done with what it does, a checkpoint is written, and what was
-    finished is kept. A second Ctrl-C ends it at once.
+    If the trainer is lost, all parts are started again, and the run goes on from its newest checkpoint, as after
+    ``--resume``: later records are cut off. On Ctrl-C the run ends after the trainer's present call, and a checkpoint
+    is written; a second one ends it at once.
 
     Args:
-        config: What to run; ``config.train`` is there.
-        parts: Engines, trainer and the rest; started and shut down here.
-        task: Problems and rewards. None: these are the environments' of ``config.environment``.
-        out: The run's folder; new, or that of ``checkpoint``.
-        checkpoint: Checkpoint to resume; its trainer's part is loaded by the trainer.
-        evaluation_task: Those of evaluations. None: the held-out ones of ``task``.
+        config: With ``[train]``.
+        parts: None of them started.
+        task: None: the environments have problems and rewards.
+        out: New, or the folder of ``checkpoint``.
+        checkpoint: To resume.
+        evaluation_task: None: the held-out problems of ``task``.
         on_step: Called with the row and the metrics of each optimizer step.
-        trial: Awaited when all parts are up; no checkpoint and no model are kept then. None: the run is none.
-
-    Returns:
-        The numbers of the run, as summary.json has them.
+        trial: Awaited when all parts are up; such a run keeps no checkpoint and no model. None: a normal run.
 
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.
-        RunFailedError: If the run could not reach its end; the folder holds what happened until then.
-        BackendError: If the trainer, the reference model, or too many engines, were lost; the folder holds what
-            happened until then.
+        RunFailedError: If the run could not reach its end; the folder holds all until then.
+        BackendError: If the trainer, the reference model, or too many engines, were lost; likewise.
     """
     assert config.train is not None
     limit = config.train.trainer.restarts
@@ -111,8 +113,6 @@ def _drive_on(
     on_step: Progress | None,
     trial: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> RunReport:
-    """Run from the start or a checkpoint, until the end or the loss of something; see ``drive``."""
-
     def step_done(row: StepRow) -> None:
         metrics = driver.metrics.take(row, recording.ledger)
         log.write(row.step, metrics)
@@ -153,23 +153,9 @@ def train(
     on_step: Progress | None = None,
     backend: Backend | None = None,
 ) -> RunReport:
-    """Train for real; see ``drive``.
+    """Train for real into a new folder, or with ``resume`` one with a checkpoint; see ``drive`` for further errors.
 
-    Args:
-        config: What to run.
-        out: The run's folder: new, or with ``resume`` that of a run that has left a checkpoint.
-        resume: Whether to resume from the newest checkpoint.
-        on_step: Called with the row and the metrics of each optimizer step.
-        backend: Makes engines, trainer and the rest; None: the one that the run file names.
-
-    Returns:
-        The numbers of the run, as summary.json has them.
-
-    Raises:
-        ConfigError: If the input is wrong; nothing has been started or written then.
-        RunFailedError: If the run could not reach its end; the folder holds what happened until then.
-        BackendError: If the trainer, the reference model, or too many engines, were lost; the folder holds what
-            happened until then.
+    ``backend`` None: of the run file. ``ConfigError`` if the input is wrong; nothing has been started or written then.
     """
     train = check_run(config)
     backend = backend or backend_of(train)
@@ -179,7 +165,7 @@ def train(
     checkpoint = read_newest(out, config) if resume else None
     if not resume:
         check_vacant(out)
-    with backend.open(config, logs=out / LOGS_FOLDER) as parts, imports_left_alone():
+    with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports():
         return drive(
             config,
             parts=parts,
@@ -191,41 +177,32 @@ def train(
         )
 
 
-def backend_of(train: TrainConfig) -> Backend:
-    """Return the backend that a run file names: the kinds of its tables ``train.engine`` and ``train.trainer``."""
-    match train.engine:
-        case VLLMConfig():
-            return VLLMDeepSpeed()
-        case _:
-            assert_never(train.engine)
-
-
 async def _driven(driver: Driver) -> None:
     with _interruptible(driver):
         await driver.run()
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run: Ctrl-C, and what job schedulers and ``timeout`` send."""
+"""Ctrl-C, and the signal of job schedulers and ``timeout``."""
 
 
 @contextmanager
 def _interruptible(driver: Driver) -> Iterator[None]:
     """Turn the first of ``ENDING`` into a clean end, where this thread may and the process does not ignore it."""
-    heard = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+    signals = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
-        heard = []
+        signals = []
     loop = asyncio.get_running_loop()
 
     def listen_no_more() -> None:
-        for one in heard:
+        for one in signals:
             loop.remove_signal_handler(one)
 
     def interrupt() -> None:
         listen_no_more()  # the second one ends the process
         driver.interrupt()
 
-    for one in heard:
+    for one in signals:
         loop.add_signal_handler(one, interrupt)
     try:
         yield

@@ -1,18 +1,15 @@
 """A language model small enough for a laptop: 82 496 parameters, one task, one token per character.
 
-It is made to be improved by reinforcement learning within minutes on a CPU: it knows most answers, and is unsure of
-all. Two rounds of supervised learning on the *training* problems of ``Arithmetic()`` or ``Chain()`` lead there:
+It is made to be improved by reinforcement learning within minutes on a CPU. Two rounds of supervised learning on the
+*training* problems of ``Arithmetic()`` or ``Chain()`` lead there:
 
 1. the right answers, until greedy answers to held-out problems are nearly all right;
 2. the same with a share of each target's probability spread evenly over the whole vocabulary (label smoothing): a
    third for sums, whose answers have two or three tokens, 1/33 for chains of 30 to 84 tokens. An answer sampled at
    temperature 1 is then right 20 % to 40 % of the time.
 
-So the starting point is not a model that was stopped early. In one trial (sums up to 30 + 30, one seed) such a model
-went from 30 % to 60 % in 200 steps of reinforcement learning at the best of two learning rates, and no further:
-presumably it solves some problems often and others never, and groups without a right answer carry no gradient.
-Here the policy gradient has to take probability away from wrong tokens on every problem, and held-out success rises
-with it.
+A model that is merely stopped early learns less (one trial: 30 % to 60 % in 200 steps): presumably it solves some
+problems often and others never, and groups without a right answer carry no gradient. Here every problem has one.
 
 The embeddings are untied, since vLLM on CPU cannot reload tied ones; the weights are float32.
 One seed on one torch thread gives the same weights on one machine and torch version.
@@ -30,9 +27,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl.rl.calculator import Calculator
 from pipelinerl.rl.environments import Turn
-from pipelinerl.rl.sums import Arithmetic, Chain
+from pipelinerl.rl.sums import Arithmetic, Calculator, Chain
 
 # Legend of shapes: N problems; L token position.
 
@@ -43,17 +39,15 @@ class Recipe:
 
     task: Arithmetic | Chain | Calculator
     fit_steps: int
-    """Optimizer steps on right answers."""
     soften_steps: int
-    """Optimizer steps on smoothed labels (fewer if ``fit_steps`` is smaller)."""
+    """On smoothed labels (fewer if ``fit_steps`` is smaller)."""
     smoothing: float
-    """Share of a target's probability that is spread over the vocabulary (no unit)."""
+    """Share of a target's probability that is spread over the vocabulary."""
     batch: int
-    """Problems per optimizer step."""
     max_new_tokens: int
-    """Where sampled answers are cut, and turns (tokens)."""
+    """Where sampled answers are cut, and turns."""
     max_turns: int = 1
-    """Where sampled episodes are cut (turns)."""
+    """Where sampled episodes are cut."""
 
 
 RECIPES = {
@@ -63,7 +57,6 @@ RECIPES = {
         Calculator(), fit_steps=400, soften_steps=100, smoothing=0.1, batch=32, max_new_tokens=8, max_turns=5
     ),
 }
-"""By the task's name in a run file."""
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 CHARACTERS = "0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:ABCDEFGHIJKLMNOP"
@@ -77,17 +70,13 @@ def make_tiny_model(
     """Make the model and its tokenizer, fit it, and save both in Hugging Face format.
 
     Args:
-        folder: Where to save; made if missing, files in it are replaced.
-        task: A name in ``RECIPES``.
+        folder: Made if missing, files in it are replaced.
+        task: A name in ``RECIPES``; else ``ValueError``.
         seed: Of the weights and of the order of problems.
-        fit_steps: Optimizer steps on right answers (count), None as many as the recipe says; 0 leaves the model as it
-            was drawn.
+        fit_steps: Optimizer steps on right answers, None as many as the recipe says; 0 leaves the model as drawn.
 
     Returns:
         Share of held-out problems answered right, one answer each, sampled at temperature 1 (in [0, 1]).
-
-    Raises:
-        ValueError: If there is no such task, or fit_steps is negative.
     """
     if task not in RECIPES:
         raise ValueError(f"task must be {' or '.join(RECIPES)}, got {task!r}")
@@ -126,9 +115,9 @@ def make_tokenizer() -> Any:
 
 
 def success_rate(model: Any, tokenizer: Any, recipe: Recipe) -> float:
-    """Return the share of all held-out problems answered right at temperature 1, one answer each (in [0, 1]).
+    """Return the share of held-out problems answered right, end token included, at temperature 1 (in [0, 1]).
 
-    An answer without its end token is wrong. Draws from torch's global generator.
+    Draws from torch's global generator.
     """
     task = recipe.task
     if isinstance(task, Calculator):
@@ -144,7 +133,7 @@ def success_rate(model: Any, tokenizer: Any, recipe: Recipe) -> float:
 
 
 async def _play(model: Any, tokenizer: Any, recipe: Recipe, task: Calculator) -> float:
-    """Return the share of all held-out problems solved, in turns that all of them take at a time."""
+    """Return the share of all held-out problems solved; all take their turns together."""
     environments = [copy.copy(task) for _ in range(task.num_held_out)]
     texts = [tokenizer.encode(await one.reset(index, held_out=True)) for index, one in enumerate(environments)]
     playing, reward = list(range(len(environments))), 0.0
@@ -160,7 +149,6 @@ async def _play(model: Any, tokenizer: Any, recipe: Recipe, task: Calculator) ->
 
 
 def _sampled(model: Any, tokenizer: Any, recipe: Recipe, texts: list[list[int]]) -> list[list[int]]:
-    """Return what the model writes after each text, up to its end token if it comes."""
     if not texts:
         return []
     padded = tokenizer.pad({"input_ids": texts}, padding_side="left", return_tensors="pt")

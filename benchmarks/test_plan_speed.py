@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 
 from pipelinerl.config.run_file import load_run
-from sim.planning.axes import all_choices
-from sim.planning.candidates import Screener, candidate_of, own_candidate, screen_all
-from sim.planning.search import plan
-from sim.planning.search_space import SearchSpace
+from sim.planning.answer import plan
+from sim.planning.screen import Screener, candidate_of, own_candidate, screen_all
 from sim.planning.simulate import HowToPlan, Job, Runner, simulate_job
+from sim.planning.space import SearchSpace, all_choices
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plan_qwen7b_128_h100.toml"
@@ -38,7 +37,7 @@ def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(b
     number = benchmark.pedantic(screened, rounds=3, warmup_rounds=1)
     seconds = benchmark.stats.stats.min
     before = time.process_time()
-    simulate_job(Job(own_candidate(SearchSpace.of(config)), config.hardware.level, 200))
+    simulate_job(Job(own_candidate(SearchSpace.of(config)), 200))
     simulated = time.process_time() - before
     table.append(("plan: candidates screened per second", f"{number / seconds:,.0f}"))
     table.append(("plan: processor seconds of one simulation of 200 optimizer steps", f"{simulated:.2f}"))
@@ -67,7 +66,7 @@ def test_two_processes_are_nearly_twice_as_fast_as_one(benchmark, table):
     """Eight simulations of 60 optimizer steps each; starting the processes is counted. Needs two cores to itself."""
     config = load_run(EXAMPLE)
     own = own_candidate(SearchSpace.of(config))
-    jobs = [Job(own, config.hardware.level, 60 + index % 2) for index in range(8)]
+    jobs = [Job(own, 60 + index % 2) for index in range(8)]
 
     def seconds(workers):
         before = time.perf_counter()

@@ -41,15 +41,16 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 try:
-    from backends.deepspeed.rank_settings import RankSettings
+    from backends.trainer.deepspeed.settings import RankSettings
 except ModuleNotFoundError:  # before
-    from backends.deepspeed.rank import RankSettings
-from backends.deepspeed.trainer import DeepSpeedTrainer
+    from backends.trainer.deepspeed.rank import RankSettings
+from backends.driver.weight_sync import WeightSyncGroup
 from backends.interface import GenerateRequest, GroupMembers, Sample, Weights
-from backends.transfer.group import WeightSyncGroup
+from backends.ray.actors import RayEngine, RayTrainer
+from backends.trainer.deepspeed.rank import DeepSpeedRank
 from backends.vllm.process import VLLMSettings
-from backends.vllm.ray_engine import RayEngine
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
+from pipelinerl.hardware.transport import BROADCAST, FILE, STREAMED
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.segments import Segment
 from pipelinerl.scheduler.events import WeightUpdate
@@ -60,13 +61,7 @@ AT_ONCE = 8
 """Answers in progress on an engine (count)."""
 CALM_S = 8.0
 """Seconds before and after an update for which the rate is measured."""
-TRANSPORTS = {
-    "file": "file",
-    "staged": "broadcast",
-    "direct": "broadcast",
-    "streamed": "streamed",
-    "before": "broadcast",
-}
+TRANSPORTS = {one.name: one for one in (FILE, STREAMED)} | dict.fromkeys(("staged", "direct", "before"), BROADCAST)
 """What is measured, and what ``train.transport`` it is."""
 POLL_S = 0.1
 """Seconds between two looks at memory."""
@@ -149,7 +144,7 @@ async def look_at_memory(watch: Watch) -> None:
     processes: dict[str, psutil.Process] = {}
     for process in psutil.Process().children(recursive=True):
         title = " ".join((process.name(), *process.cmdline()))
-        if "ray::TrainerRank" in title:
+        if "ray::DeepSpeedRank" in title:
             processes["trainer"] = process
         elif "VLLM::Worker" in title:
             processes[f"worker {process.pid}"] = process
@@ -158,7 +153,7 @@ async def look_at_memory(watch: Watch) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def train_for_ever(trainer: DeepSpeedTrainer, free: asyncio.Lock, steps: list[float]) -> None:
+async def train_for_ever(trainer: RayTrainer, free: asyncio.Lock, steps: list[float]) -> None:
     """Train whenever the trainer is free."""
     while True:
         async with free:
@@ -170,7 +165,7 @@ async def train_for_ever(trainer: DeepSpeedTrainer, free: asyncio.Lock, steps: l
 
 async def one_update(
     version: int,
-    trainer: DeepSpeedTrainer,
+    trainer: RayTrainer,
     engines: list[RayEngine],
     group: WeightSyncGroup | None,
     free: asyncio.Lock,
@@ -209,7 +204,7 @@ async def one_update(
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run everything; return the figures."""
     model_bytes = make_model(folder / "model", arguments.layers)
-    transport: Any = TRANSPORTS[arguments.transport]
+    transport = TRANSPORTS[arguments.transport]
     as_loaded = {"cpu_in_place": True} if arguments.transport == "direct" else {}
     engines = [
         RayEngine(
@@ -240,10 +235,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         transport=transport,
         weights_folder=str(folder / "weights"),
     )
-    trainer = DeepSpeedTrainer(settings, num_cpus=1, num_gpus=0)
+    trainer = RayTrainer(DeepSpeedRank, settings, [{"num_cpus": 1}])
     members = GroupMembers(trainer, dict(enumerate(engines)), timeout_s=120)
-    group = None if transport == "file" else WeightSyncGroup(members)
-    standing_still = arguments.transport in ("before", "streamed")
+    group = WeightSyncGroup(members) if transport.grouped else None
+    standing_still = transport.standing_still or arguments.transport == "before"
     watch, free, steps, rows = Watch(), asyncio.Lock(), list[float](), list[dict[str, float]]()
     tasks: list[asyncio.Task[None]] = []
     try:

@@ -97,11 +97,9 @@ _HOMES = {
     "replay": "pipelinerl.api",
     "simulate": "pipelinerl.api",
 }
-"""The module that each name is imported from at its first use."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name at its first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = import_module(_HOMES[name])
@@ -111,5 +109,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the exported names."""
     return sorted(__all__)

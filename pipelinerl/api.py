@@ -1,4 +1,4 @@
-"""Functions of the other packages that ``import pipelinerl`` offers; its docstring is the manual."""
+"""Functions of the other packages that ``import pipelinerl`` offers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.page import Table
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
@@ -21,7 +20,6 @@ from pipelinerl.records.trace import replay as replay_trace
 from pipelinerl.util.report import Report
 
 Run = RunConfig | str | Path
-"""A checked configuration, or the path of a run file."""
 
 
 def simulate(
@@ -35,9 +33,6 @@ def simulate(
         trace: Whether the folder gets every event and command, for ``replay``.
         on_step: Called with the row of each optimizer step as soon as it is done.
 
-    Returns:
-        The report: throughput, token lag, where the time goes, and a row per optimizer step.
-
     Raises:
         ConfigError: If the run file, or a file that it names, is wrong, or ``out`` holds a run; nothing is written.
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
@@ -50,13 +45,12 @@ def simulate(
 def compare(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> ComparisonReport:
     """Simulate the same workload under several schedules and circumstances: the ``[compare]`` table of the run file.
 
+    A run that failed is among the comparison's failures; the others are there.
+
     Args:
         run: What to compare.
         out: New folder to keep comparison and runs in. None: nothing is written.
-        workers: Simulate in so many processes (count). None: one per core.
-
-    Returns:
-        The comparison. A run that failed is among its failures; the others are there.
+        workers: Processes (count). None: one per core.
 
     Raises:
         ConfigError: If the run file, or a file that it names, is wrong, or ``out`` is not empty; nothing is written.
@@ -75,15 +69,15 @@ def plan(
         run: The question; a file may leave out what the plan finds. None: ``question`` says it, and what it leaves open
             is assumed.
         out: New folder for the plan and the recommended run file. None: nothing is written.
-        workers: Simulate in so many processes (count). None: one per core.
+        workers: Processes (count). None: one per core.
         question: Options of the command, one value each: ``model``, ``gpu``, ``accelerators``, ``sync``,
             ``train_batch_size``, ``group_size``, ``mean_length``, ``max_length``, ``max_mean_lag``, ``price``.
 
     Raises:
         ConfigError: If the question is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.
     """
-    from sim.planning.cases import plan_cases
-    from sim.planning.search import plan as search_plan
+    from sim.planning.answer import plan as search_plan
+    from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan
 
     how = HowToPlan(out=_path(out), workers=workers)
@@ -102,13 +96,7 @@ def plan(
 
 
 def replay(folder: str | Path) -> ReplayResult:
-    """Feed the recorded events of a run to a fresh scheduler and compare its commands with the recorded ones.
-
-    Args:
-        folder: Folder of a run with a trace, or the trace itself.
-
-    Returns:
-        How many events and commands there are, and the first difference.
+    """Feed the recorded events of a run, or of a trace, to a fresh scheduler; find the first command that differs.
 
     Raises:
         TraceError: If there is no trace, or it is broken.
@@ -118,14 +106,11 @@ def replay(folder: str | Path) -> ReplayResult:
 
 
 def plot(folders: str | Path | Sequence[str | Path], *, out: str | Path | None = None) -> list[Path]:
-    """Draw the figures of runs side by side, or of one comparison, or of one plan.
+    """Draw the figures of runs side by side, or of one comparison, or of one plan; return their paths.
 
     Args:
-        folders: What ``simulate``, ``train``, ``compare`` or ``plan`` has written.
+        folders: Folders of ``simulate``, ``train``, ``compare`` or ``plan``.
         out: Folder for the figures. None: ``figures`` in the first folder.
-
-    Returns:
-        The paths of the figures.
 
     Raises:
         ConfigError: If a folder holds nothing to draw, or a broken file.
@@ -138,26 +123,21 @@ def plot(folders: str | Path | Sequence[str | Path], *, out: str | Path | None =
 
 
 def _html(report: object) -> str | None:
-    """Return what a notebook shows of a report: its sentence, its table and a figure; None for other reports."""
-    from pipelinerl.cli import render_comparison, render_plan, render_run
-    from pipelinerl.cli.plan_answer import plan_answer
-    from pipelinerl.cli.render_what_if import assumption_lines
+    from pipelinerl.pages.plans import plan_page
+    from pipelinerl.pages.runs import comparison_page, run_page
 
     match report:
         case RunReport():
-            rows = [list(row) for row in render_run.summary_rows(report)]
-            table, answer, lines = Table(title=report.scheduler, columns=("", ""), rows=rows), "", []
+            page = run_page({report.scheduler: report})
         case ComparisonReport():
-            table, answer, lines = render_comparison.comparison_table(report), report.answer, report.too_short
+            page = comparison_page(report)
         case PlanReport():
-            said = plan_answer(report)
-            table, answer = render_plan.plan_table(report), " ".join(said.pop("answer"))
-            lines = [f"{name}: {line}" for name, some in said.items() for line in some] + assumption_lines(report)
+            page = plan_page(report)
         case _:
             return None
     from analysis.notebook import html_of
 
-    return html_of(report, table, answer, lines)
+    return html_of(page, report)
 
 
 Report.shown_by = _html

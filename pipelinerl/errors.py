@@ -8,11 +8,11 @@ class PipelineRLError(Exception):
 
 
 class ConfigError(PipelineRLError, ValueError):
-    """The user's input is wrong. The message is one line per fault: key, value, what is allowed."""
+    """The user's input is wrong. The message has a line per fault: key, value, allowed values."""
 
 
 class SchedulerError(PipelineRLError, RuntimeError):
-    """The driver reported an event that cannot have happened in the scheduler's state."""
+    """An event that cannot have happened in the scheduler's state, or lags that its kind of schedule rules out."""
 
 
 class TraceError(PipelineRLError, ValueError):
@@ -24,7 +24,7 @@ class RunFailedError(PipelineRLError, RuntimeError):
 
 
 class RunInterruptedError(RunFailedError):
-    """Ctrl-C has ended the run; what was finished is kept."""
+    """Ctrl-C has ended the run; finished work is kept."""
 
 
 class BackendError(PipelineRLError, RuntimeError):
@@ -44,7 +44,7 @@ class WeightsRefusedError(BackendError):
 
 
 class ReferenceLostError(BackendError):
-    """The reference model has died, failed or hangs; what it was asked has to be asked again."""
+    """The reference model died, failed or hangs; its requests must be repeated."""
 
 
 class TrainerLostError(BackendError):

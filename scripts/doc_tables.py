@@ -21,8 +21,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipelinerl.calibration.logs.record import LoggedStep
-from pipelinerl.config.plan import PlanConfig
+from pipelinerl.calibration.log import LoggedStep
 from pipelinerl.config.run import ClusterConfig, RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.comparison_report import ComparisonReport
@@ -33,8 +32,7 @@ from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, 
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.validation_report import ValidationReport
 from pipelinerl.util.report import Report
-from sim.planning.axes import AXES
-from sim.planning.knobs import NOT_SEARCHED
+from sim.planning.space import NOT_SEARCHED
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -60,6 +58,21 @@ REPORTS: dict[str, tuple[type[BaseModel], ...]] = {
     "logged step": (LoggedStep,),
 }
 """The models of each report."""
+BRIEF = (
+    "summary.json",
+    "summary.json, measured",
+    "comparison.json",
+    "environments.json",
+    "profile.json",
+    "plan.json",
+    "validation.json",
+)
+"""Reports of which a page has a row per top-level key, with the names of the keys below it: their meanings are in the
+models, and on the Python page."""
+ROOFLINE = "roofline"
+"""The kind of decode step whose keys are derived as a rule: one row names them."""
+GUARD = 1e5
+"""Limits from here on only guard against overflow: the page has them in a sentence."""
 
 
 def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
@@ -71,10 +84,10 @@ def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         return ", ".join(map(str, schema["enum"]))
     if "const" in schema:
         return str(schema["const"])
-    words = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
+    words = {"integer": "integer", "number": "number", "boolean": "true, false", "string": "text"}
     words |= {"object": "table"}
     limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema]
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema and schema[key] < GUARD]
     return " ".join([words.get(schema.get("type", ""), "list"), ", ".join(bounds)]).strip()
 
 
@@ -114,22 +127,26 @@ def container(annotation: Any) -> Any:
 
 
 def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[str]:
-    """Return a row per key of a configuration: key, what is allowed, default, meaning."""
+    """Return a row per key of a configuration: key, allowed values and default, meaning."""
     rows: list[str] = []
     schema, texts = model.model_json_schema(), meanings(model)
     for name, field in model.model_fields.items():
         inner, key, meaning = models_in(field.annotation), f"{prefix}{name}", texts.get(name, "")
         if len(inner) > 1:  # tagged by kind
             kinds = [get_args(one.model_fields["kind"].annotation)[0] for one in inner]
-            rows.append(f"| `{key}.kind` | {', '.join(kinds)} | none | {meaning} |")
+            rows.append(f"| `{key}.kind` | {', '.join(kinds)}; none | {meaning} |")
             for one, its_kind in zip(inner, kinds, strict=True):
-                rows += key_rows(one, f"{key}.", its_kind)[1:]
+                if its_kind == ROOFLINE:
+                    keys = ", ".join(f"`{name}`" for name in one.model_fields if name != "kind")
+                    rows.append(f"| `{key}` | table; none | {its_kind}: {keys} (`{one.__name__}`). |")
+                else:
+                    rows += key_rows(one, f"{key}.", its_kind)[1:]
         elif inner:
             rows += key_rows(inner[0], f"{key}[]." if container(field.annotation) is list else f"{key}.")
         else:
-            meaning = f"{kind}: {meaning}" if kind else meaning
+            meaning = re.sub(r" \((?:no unit|count)\)", "", f"{kind}: {meaning}" if kind else meaning)
             range_ = allowed(schema["properties"][name], schema.get("$defs", {}))
-            rows.append(f"| `{key}` | {range_} | {shown_default(field)} | {meaning} |")
+            rows.append(f"| `{key}` | {range_}; {shown_default(field)} | {meaning} |")
     return rows
 
 
@@ -137,17 +154,15 @@ def run_file_table(table: str | None) -> list[str]:
     """Return the table of keys of one table of the run file; None: of all that have no page of their own."""
     rows = {row: row.partition(".")[0].removeprefix("| `") for row in key_rows(RunConfig)}
     shown = [row for row, its in rows.items() if (its if its in OF_THEIR_OWN else None) == table]
-    return ["| key | allowed | default | meaning |", "|---|---|---|---|", *shown]
+    return ["| key | value; default | meaning |", "|---|---|---|", *shown]
 
 
 def knob_table() -> list[str]:
-    """Return the table of keys that move throughput or lag: what ``plan`` tries of each, or why it does not."""
-    texts, rows = meanings(PlanConfig), []
-    for axis in AXES:
-        tried = texts[axis.name].partition("None: ")[2] or f"{shown_default(PlanConfig.model_fields[axis.name])}."
-        rows.append(f"| `{axis.key}` | `plan.{axis.name}` | {tried} |")
-    rows += [f"| `{key}` | no | {why[0].upper()}{why[1:]}. |" for key, why in NOT_SEARCHED.items()]
-    return ["| key | searched | without a list; or why not |", "|---|---|---|", *rows]
+    """Return the table of keys that move throughput or lag and that ``plan`` does not search; a reason a row."""
+    keys: dict[str, list[str]] = {}
+    for key, why in NOT_SEARCHED.items():
+        keys.setdefault(why, []).append(f"`{key}`")
+    return ["| not searched | why |", "|---|---|", *(f"| {', '.join(those)} | {why} |" for why, those in keys.items())]
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
@@ -164,9 +179,19 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def report_rows(
-    models: tuple[type[BaseModel], ...], shown: dict[type[BaseModel], str] | None = None, prefix: str = ""
+    models: tuple[type[BaseModel], ...],
+    shown: dict[type[BaseModel], str] | None = None,
+    prefix: str = "",
+    brief: bool = False,
 ) -> list[str]:
-    """Return a row per key of a report: key, meaning with its unit. Of a table that comes again, what is new."""
+    """Return a row per key of a report: key, meaning with its unit. Of a table that comes again, what is new.
+
+    Args:
+        models: Whose fields are the keys.
+        shown: The models shown so far, each with the place of its rows.
+        prefix: What stands before each key.
+        brief: One row for a key and all below it, which it names.
+    """
     shown = dict(ELSEWHERE) if shown is None else shown
     rows: list[str] = []
     for model in models:
@@ -180,13 +205,20 @@ def report_rows(
             inner, key, meaning = models_in(field.annotation), f"{prefix}{name}", texts[name]
             known = next((base for base in inner[0].__mro__ if base in shown), None) if inner else None
             if known is not None:
-                more = ", and:" if len(inner[0].model_fields) > len(known.model_fields) else "."
+                more = ", and:" if not brief and len(inner[0].model_fields) > len(known.model_fields) else "."
                 meaning += f" Keys as in `{shown[known]}`{more}"
-            if not inner or known is not None:
+            holds = container(field.annotation)
+            alone = brief or holds is not None
+            if inner and brief and known is not inner[0]:
+                names = [f"`{one}`" for one in inner[0].model_fields if known is None or one not in known.model_fields]
+                meaning += f" {'Keys' if known is None else 'And'}: {', '.join(names)}."
+            if not inner or alone or known is not None:
                 rows.append(f"| `{key}` | {meaning} |")
             if inner and known is not inner[0]:
-                below = {list: "[].", dict: ".*."}.get(container(field.annotation), ".")
-                rows += report_rows((inner[0],), shown, key + below)
+                below = {list: "[].", dict: ".*."}.get(holds, ".")
+                # Made where they are not shown, too: a key without a text is found.
+                under = report_rows((inner[0],), shown, key + below)
+                rows += [] if alone else under
     return rows
 
 
@@ -259,7 +291,11 @@ def table_of(name: str) -> list[str]:
     if name == "rooms":
         return picture()
     if name in REPORTS:
-        return ["| key | meaning |", "|---|---|", *report_rows(REPORTS[name])]
+        return [
+            "| key | meaning |",
+            "|---|---|",
+            *report_rows(REPORTS[name], brief=name in BRIEF),
+        ]
     if name in OF_THEIR_OWN:
         return run_file_table(name)
     raise SystemExit(f"docs name a table that nobody makes: {name}")
@@ -273,14 +309,15 @@ def updated(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write the pages whose tables are stale, or name them; 1 if any is, and that was asked."""
     stale = []
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         if (new := updated(text)) != text:
             stale.append(page)
             if arguments != ["--check"]:
                 page.write_text(new, encoding="utf-8")
     for page in stale:
-        print(f"docs/{page.name}: {'stale, run make docs' if arguments == ['--check'] else 'written'}")
+        done = "stale, run make docs" if arguments == ["--check"] else "written"
+        print(f"docs/{page.relative_to(DOCS).as_posix()}: {done}")
     return int(bool(stale) and arguments == ["--check"])
 
 

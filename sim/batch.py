@@ -1,4 +1,4 @@
-"""One batch by itself: what it takes to generate and to train on it."""
+"""One batch alone: seconds to generate it and to train on it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.costs import training_cost
-from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig, WeightTransferConfig
+from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig
+from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.steps import StepRow
 from sim.run import simulate
 from sim.workload import Workload
 
 BATCHES = 4
-"""Batches that are averaged over (count)."""
+"""Batches averaged over (count)."""
 STEADY_FROM, STEADY = 6, 16
-"""RL steps, or optimizer steps, of a short run that are its start, and that are averaged over (count)."""
+"""RL steps, or optimizer steps, at the start of a short run that are left out, and those averaged over (count)."""
 
 
 def rollout_batch_s(config: RunConfig) -> float:
-    """Return the seconds in which the engines generate one batch, from the first command to the last score.
+    """Return the seconds in which empty engines generate one batch, from the first command to the last score.
 
-    A batch is what one RL step needs: B sequences, B·G under the conventional scheduler. All engines begin empty, and
-    nothing else happens meanwhile.
-
-    Raises:
-        ConfigError: As ``simulate``.
+    A batch is the sequences of one RL step: B, or B·G under the conventional scheduler. Raises ConfigError as
+    ``simulate``.
     """
     hardware = resolved_hardware(config).model_copy(
         update={
@@ -54,8 +52,7 @@ def rollout_batch_s(config: RunConfig) -> float:
 def train_step_s(config: RunConfig) -> float:
     """Return the seconds of one optimizer step on a batch of the run's own lengths.
 
-    Raises:
-        ConfigError: If the length source cannot be used, or GPU or model are unknown.
+    Raises ConfigError if the length source cannot be used, or GPU or model are unknown.
     """
     cost = training_cost(resolved_hardware(config).training, training_accelerators=config.training_accelerators)
     workload = Workload(config.workload, seed=config.seed)
@@ -68,11 +65,9 @@ def train_step_s(config: RunConfig) -> float:
 
 
 def measured_steps(config: RunConfig) -> list[StepRow]:
-    """Return optimizer steps of a short run of its own, without its start; the first only tells when they begin.
+    """Return optimizer steps of a short run without its start; the first only dates the second.
 
-    Raises:
-        ConfigError: As ``simulate``.
-        RunFailedError: If the run could not reach its end.
+    Raises ConfigError as ``simulate``, RunFailedError if the run could not reach its end.
     """
     schedule = config.scheduler.schedule
     rl_step = config.scheduler.optimizer_steps_per_rl_step if schedule.has_rl_steps else 1

@@ -1,6 +1,5 @@
-"""Simulated time: whole picoseconds.
+"""Simulated time: whole picoseconds, so n decode steps at once end at the same instant as n steps one by one.
 
-With whole numbers, n decode steps at once and n decode steps one by one end at exactly the same instant.
 Floating-point seconds would differ in the last bit, and with them, sooner or later, the order of events.
 Coefficients are rounded to a picosecond each, 10^-10 of a decode step.
 """
@@ -15,13 +14,12 @@ import simpy
 from simpy.events import Event, EventPriority
 
 TICKS_PER_S = 10**12
-"""Ticks in one second."""
 
 CLUSTER_PRIORITY = EventPriority(2)
 """Priority of the simulated cluster's own events; engine ``i`` runs at ``CLUSTER_PRIORITY + 1 + i``.
 
-Events at the same tick run in this order, whenever they were scheduled. So the order does not depend on
-whether an engine schedules one wake-up per decode step or one per finished rollout.
+Events at the same tick run in this order, whenever they were scheduled: the order is the same with one
+wake-up per decode step and with one per finished rollout.
 """
 
 
@@ -45,14 +43,9 @@ class Clock(simpy.Environment):
 
 
 class Wake(Event):
-    """A call after some ticks, in a fixed place among those at the same tick.
+    """A call, with this event, after ``delay`` ticks (0 at least); at the same tick a low priority goes first.
 
-    Args:
-        clock: Where it is scheduled.
-        delay: Ticks from now, at least 0.
-        priority: Its place among those at the same tick, low first.
-        tag: Number by which the callee knows it.
-        call: Called with this event.
+    ``tag``: number by which the callee knows it.
     """
 
     __slots__ = ("_calls", "_priority", "tag")
@@ -69,6 +62,6 @@ class Wake(Event):
         clock.schedule(self, priority, delay)
 
     def again(self, delay: int) -> None:
-        """Schedule the call once more, so many ticks from now; the one before must have been made."""
+        """Schedule the call once more, ``delay`` ticks from now; the last one must have been made."""
         self.callbacks = self._calls
         self.env.schedule(self, self._priority, delay)

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
+from heapq import heapreplace
 from itertools import repeat
 from typing import assert_never
 
@@ -32,7 +34,7 @@ from pipelinerl.config.resolve import new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.costs import training_cost
-from pipelinerl.hardware.tables import ResolvedHardware
+from pipelinerl.hardware.tables import LatencyConfig, ResolvedHardware
 from pipelinerl.records.recording import Recorder
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
@@ -57,18 +59,90 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
 )
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
-from sim.costs import decode_cost, prefill_cost
 from sim.engine import ClosedFormEngine
-from sim.environments import Environments, check_turns
-from sim.episodes import Episodes
-from sim.front_ends import FrontEnds
+from sim.episodes import Environments, Episodes, check_turns
+from sim.interface import (
+    EngineHost,
+    EngineSettings,
+    LearningPolicy,
+    Request,
+    SimulatedEngine,
+    decode_cost,
+    prefill_cost,
+)
 from sim.learning.tasks import checked_task
-from sim.request import EngineHost, EngineSettings, LearningPolicy, Request, SimulatedEngine
-from sim.scoring import Scoring
 from sim.streams import DispatchDelays
 from sim.workload import Workload, grown_length, growth_factor
 
+
+class Scoring:
+    """Rewards, first come first served, and preprocessing without a limit, of finished rollouts (mutable)."""
+
+    def __init__(self, latency: LatencyConfig) -> None:
+        self.takes_time = bool(to_ticks(latency.reward_s + latency.preprocess_s))
+        self._ticks = to_ticks(latency.reward_s + latency.preprocess_s)
+        self._reward_ticks = to_ticks(latency.reward_s)
+        self._free = [0] * (latency.reward_workers or 0)  # heap: tick from which each worker is free
+
+    def ticks(self, now: int) -> int:
+        """Have a rollout that has finished now scored, and return the ticks until it is."""
+        if not self._free:
+            return self._ticks
+        begins = max(now, self._free[0])
+        heapreplace(self._free, begins + self._reward_ticks)
+        return begins - now + self._ticks
+
+
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
+
+
+class FrontEnd:
+    """An engine behind its front end (mutable), which takes a request at a time; reports do not wait for each other."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        host: EngineHost,
+        engine_id: int,
+        settings: EngineSettings,
+        *,
+        make: EngineFactory,
+        latency: LatencyConfig,
+    ) -> None:
+        self._clock, self._host, self._engine_id = clock, host, engine_id
+        self._engine = engine = make(clock, self, engine_id, settings)
+        self.abort, self.update, self.suspend = engine.abort, engine.update, engine.suspend
+        self.rollout_aborted, self.rollout_preempted = host.rollout_aborted, host.rollout_preempted
+        self.weights_loaded = host.weights_loaded
+        self._request_ticks, self._report_ticks = to_ticks(latency.request_s), to_ticks(latency.report_s)
+        self._free = 0  # tick from which it takes the next request
+        self._reports: dict[int, tuple[Request, VersionSpans]] = {}  # on their way, by rollout
+
+    @property
+    def version(self) -> int:
+        """Version that the engine samples with."""
+        return self._engine.version
+
+    def submit(self, request: Request, at: int) -> None:
+        """Have a request arrive at tick ``at``, or later by the time until the front end has taken it."""
+        now = self._clock.now
+        self._free = max(now, self._free) + self._request_ticks
+        self._engine.submit(request, at + self._free - now)
+
+    def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
+        """Report a finished rollout, later."""
+        if not self._report_ticks:
+            self._host.rollout_finished(engine, request, spans)
+            return
+        self._reports[request.rollout_id] = request, spans
+        Wake(self._clock, self._report_ticks, CLUSTER_PRIORITY, request.rollout_id, self._arrived)
+
+    def end(self) -> list[tuple[Request, VersionSpans]]:
+        """Return the rollouts in progress, in order of id; rollouts with a report on its way count."""
+        return sorted([*self._engine.end(), *self._reports.values()], key=lambda pair: pair[0].rollout_id)
+
+    def _arrived(self, wake: Wake) -> None:
+        self._host.rollout_finished(self._engine_id, *self._reports.pop(wake.tag))
 
 
 class SimulatedCluster:
@@ -83,14 +157,8 @@ class SimulatedCluster:
     ) -> None:
         """Build the cluster; nothing runs yet.
 
-        Args:
-            config: What to simulate.
-            engine_factory: Makes the engines: in closed form, or step by step.
-            policy: Gives answers and rewards, and learns. None: chance gives them, and nothing learns; also for a
-                cluster that only checks its configuration.
-
-        Raises:
-            ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
+        Without ``policy`` chance gives answers and rewards, and nothing learns. Raises ConfigError if a file the
+        configuration names cannot be used, or a prompt can never fit.
         """
         check_turns(config)
         self._config = config
@@ -109,6 +177,8 @@ class SimulatedCluster:
         self._clock = Clock()
         self._scheduler: Scheduler = new_scheduler(config)
         settings = _engine_settings(config, hardware, policy)
+        if hardware.latency.request_s or hardware.latency.report_s:
+            engine_factory = partial(FrontEnd, make=engine_factory, latency=hardware.latency)
         self._engines = {  # by engine id
             engine_id: engine_factory(self._clock, self, engine_id, settings) for engine_id in range(config.num_engines)
         }
@@ -131,7 +201,6 @@ class SimulatedCluster:
             group_size=config.workload.group_size,
             seed=config.seed,
         )
-        self._front_ends = FrontEnds(self._clock, self._engines, hardware.latency, report=self._report)
         weights = hardware.weights
         self._publish_ticks = to_ticks(weights.publish_s)
         self._transfer_ticks = to_ticks(weights.transfer_s)
@@ -156,12 +225,7 @@ class SimulatedCluster:
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
 
-        Args:
-            recorder: Receives every event and command, in order.
-
-        Raises:
-            RunFailedError: If the scheduler gave up, or the run was interrupted. What happened until then
-                has been recorded all the same.
+        Raises RunFailedError if the scheduler gave up, or the run was interrupted; the events until then are recorded.
         """
         self._recorder = recorder
         for command in self._scheduler.start():
@@ -170,8 +234,7 @@ class SimulatedCluster:
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
         for engine_id, engine in self._engines.items():
-            ended = [*engine.end(), *self._front_ends.reports_of(engine_id)]
-            for request, spans in sorted(ended, key=lambda pair: pair[0].rollout_id):
+            for request, spans in engine.end():
                 aborted = RolloutAborted(request.rollout_id, engine_id, spans, self._take_seconds(request))
                 self._recorder.event(now_s, aborted)
         if self._failure is not None:
@@ -191,27 +254,22 @@ class SimulatedCluster:
     # ---------------------------------------------------------------------------------- from engines
 
     def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
-        """Have a finished rollout reported."""
-        if self._front_ends.report_ticks:
-            self._front_ends.report_later(engine, request, spans)
-        else:
-            self._report(engine, request, spans)
-
-    def _report(self, engine: int, request: Request, spans: VersionSpans) -> None:
         """Report a finished rollout; its score follows unless it takes no time."""
-        rollout_id = request.rollout_id
+        rollout_id, seconds = request.rollout_id, None
         if self._aborting:
             self._aborting.discard(rollout_id)
-        if self._environments is not None and self._environments.goes_on(engine, request, spans):
-            return
+        if self._environments is not None:
+            if self._environments.goes_on(engine, request, spans):
+                return
+            seconds = request.take_seconds()
         if self._policy is not None:
             request.reward = self._policy.finished(rollout_id, spans)
         self._tokens[rollout_id] = request.prompt_tokens + request.length
         if not self._scoring.takes_time:
-            self._deliver(RolloutFinished(rollout_id, engine, spans, request.reward, self._take_seconds(request)))
+            self._deliver(RolloutFinished(rollout_id, engine, spans, request.reward, seconds))
             return
         self._rewards[rollout_id] = request.reward
-        self._deliver(RolloutFinished(rollout_id, engine, spans, None, self._take_seconds(request)))
+        self._deliver(RolloutFinished(rollout_id, engine, spans, None, seconds))
         Wake(self._clock, self._scoring.ticks(self._clock.now), CLUSTER_PRIORITY, rollout_id, self._scored)
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
@@ -224,11 +282,11 @@ class SimulatedCluster:
         self._deliver(RolloutAborted(rollout_id, engine, request.spans, self._take_seconds(request)))
 
     def _take_seconds(self, request: Request) -> EngineSeconds | None:
-        """Return where the time of a request on its engine has gone; None where rollouts have one turn."""
+        """Return the seconds of a request on its engine, by use; None where rollouts have one turn."""
         return None if self._environments is None else request.take_seconds()
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
-        """Report a rollout that has to be prefilled again."""
+        """Report a rollout that will be prefilled again."""
         self._deliver(RolloutPreempted(rollout_id, engine, num_tokens))
 
     def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
@@ -288,7 +346,8 @@ class SimulatedCluster:
         if self._environments is not None:
             self._aborted.pop(rollout_id, None)
             request = self._environments.request(rollout_id)
-            self._front_ends.submit(request, command.engine, self._now, self._delays.group(group_id)[member])
+            delay = self._delays.group(group_id)[member]
+            self._engines[command.engine].submit(request, self._now + delay)
             return
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
@@ -300,7 +359,7 @@ class SimulatedCluster:
                 request.finish_at(self._grown(request.length, self._engines[command.engine].version))
         if self._policy is not None:
             self._policy.answers.ask(rollout_id, command.prompt_id)
-        self._front_ends.submit(request, command.engine, self._now, self._drawn_delays[member])
+        self._engines[command.engine].submit(request, self._now + self._drawn_delays[member])
 
     def _open_environment(self, command: OpenEnvironment) -> None:
         assert self._environments is not None
@@ -369,7 +428,6 @@ class SimulatedCluster:
 
 
 def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: LearningPolicy | None) -> EngineSettings:
-    """Return speed and size of an engine."""
     return EngineSettings(
         decode=decode_cost(
             hardware.decode,
@@ -381,6 +439,7 @@ def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: Lear
         pause_ticks=to_ticks(hardware.weights.pause_s),
         tokens=None if policy is None else policy.answers,
         prefix_cache=PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache,
+        counts_time=config.environment is not None,
         step_tokens=hardware.step_tokens,
     )
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipelinerl.config.compare import CompareConfig, Variant
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import CompareConfig, RunConfig, Variant
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, RunInterruptedError
-from pipelinerl.hardware.tables import WeightTransferConfig
+from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, RepeatReport, ScenarioReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
@@ -35,7 +34,7 @@ class Cell:
     folder: str
     """Relative to the folder of the comparison."""
     seed: int | None = None
-    """One of ``compare.seeds``; None: there are none."""
+    """One of ``compare.seeds``; None without them."""
 
     @property
     def name(self) -> str:
@@ -44,11 +43,11 @@ class Cell:
 
 
 CellResult = tuple[Cell, RunReport | None, str | None]
-"""A cell, and its report or else what went wrong."""
+"""A cell, and its report or its error."""
 
 
 def default_comparison(config: RunConfig) -> CompareConfig:
-    """Return what is compared when the run file does not say: it as it is, and the paper's conventional G."""
+    """Return the comparison of a run file without one: the file as it is, and conventional RL at the paper's G."""
     own = f"{config.scheduler.kind} (as given)"
     arms = [Variant(name=own)]
     for steps in (8, 16, 32):
@@ -60,16 +59,10 @@ def default_comparison(config: RunConfig) -> CompareConfig:
 
 
 def plan_cells(config: RunConfig) -> list[Cell]:
-    """Return every arm in every scenario, with each seed; all share the seeds, hence prompts, answers and delays.
+    """Return every arm in every scenario, with each seed, in the order of the table ``compare``.
 
-    Args:
-        config: The base; its ``compare`` table says what to vary.
-
-    Returns:
-        Cells in the order of the table.
-
-    Raises:
-        ConfigError: If an override is wrong; the line names scenario and arm.
+    All share the seeds, hence prompts, answers and delays. Raises ConfigError if an override is wrong; the line names
+    scenario and arm.
     """
     comparison = config.compare or default_comparison(config)
     base = config.model_dump(mode="json", exclude_none=True, exclude={"compare"})
@@ -103,15 +96,13 @@ def compare(
     on_done: Callable[[Cell, str | None], None] | None = None,
     weights: Mapping[bool, WeightTransferConfig] | None = None,
 ) -> ComparisonReport:
-    """Simulate all cells and put them side by side.
-
-    On Ctrl-C the cells that have ended are kept and compared; the others are left out.
+    """Simulate all cells of the table ``compare``; on Ctrl-C the cells that have ended are kept and compared.
 
     Args:
-        config: The base; its ``compare`` table says what to vary.
-        out: Folder to keep the runs and comparison.json in.
+        config: The base of all cells.
+        out: Folder of the runs and comparison.json.
         workers: Processes (count). None: one per core.
-        on_done: Called after each cell, with what went wrong with it, if anything.
+        on_done: Called after each cell, with its error, if any.
         weights: Measured weight transfers, of runs apart (False) and colocated (True); arms that state theirs keep it.
 
     Raises:
@@ -178,7 +169,6 @@ def _run_cell(cell: Cell, out: Path | None) -> CellResult:
 
 
 def _side_by_side(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> list[ScenarioReport]:
-    """Return the arms of each scenario whose runs have ended."""
     return [
         ScenarioReport(
             name=name,
@@ -234,7 +224,7 @@ def _cell_name(scenario: str, arm: str) -> str:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Put a name before what a ConfigError says."""
+    """Prefix the message of a ConfigError with a name."""
     try:
         yield
     except ConfigError as error:

@@ -19,8 +19,7 @@ import math
 from bisect import bisect_left, bisect_right
 from operator import attrgetter
 
-from sim.costs import DecodeCost
-from sim.request import Request
+from sim.interface import DecodeCost, Request
 
 UNLIMITED = 2**62
 """Capacity of a KV cache that never fills (tokens)."""
@@ -29,9 +28,7 @@ UNLIMITED = 2**62
 class DecodeBatch:
     """The requests that decode together, as they were at the last boundary (mutable).
 
-    Args:
-        decode: Duration of a step; it has an entry per slot.
-        kv_cache_tokens: Capacity (tokens); None: unlimited.
+    ``decode`` has an entry per slot; ``kv_cache_tokens`` is None where it is unlimited.
     """
 
     __slots__ = (
@@ -44,10 +41,8 @@ class DecodeBatch:
         "capacity",
         "context_tokens",
         "prefill_ticks",
-        "prefilled_ticks",
         "requests",
         "step",
-        "still_ticks",
         "tick",
     )
 
@@ -60,29 +55,23 @@ class DecodeBatch:
         self.step = 0  # decode steps done
         self.context_tokens = 0  # in the KV cache
         self.prefill_ticks = 0  # charged to the next step
-        self.prefilled_ticks = self.still_ticks = 0  # up to the boundary: of all prefill; without a step
         self.requests: dict[int, Request] = {}  # by rollout, in order of admission
         self._finishing: list[Request] = []  # in the order in which they will have all their tokens, then of admission
         self._finish_steps: list[int] = []  # the step at which each of them has
-        self._before_join = (0, 0, 0, 0, 0)  # tick, step, context, prefill and all prefill
+        self._before_join = (0, 0, 0, 0)  # tick, step, context and prefill
 
     # ---------------------------------------------------------------------------------------- requests
 
     def join(self, request: Request, prefill_ticks: int, steps: int = 0, tick: int = 0) -> None:
-        """Add a request at this boundary, or after steps none of which ends a request.
+        """Add a request at this boundary, or ``steps`` after it, none of which ends a request, at ``tick``.
 
-        Args:
-            request: The request.
-            prefill_ticks: Its prefill, charged to the next step.
-            steps: Decode steps, fewer than to ``next_change()``. 0: at this boundary.
-            tick: Of the boundary after the steps.
+        ``prefill_ticks`` are charged to the next step; ``steps`` are fewer than to ``next_change()``.
         """
         requests = self.requests
         step, context_tokens = self.step, self.context_tokens
         if steps:
-            self._before_join = (self.tick, step, context_tokens, self.prefill_ticks, self.prefilled_ticks)
+            self._before_join = (self.tick, step, context_tokens, self.prefill_ticks)
             self.tick = tick
-            self.prefilled_ticks += self.prefill_ticks
             self.step = step = step + steps
             context_tokens += steps * len(requests)
             self.prefill_ticks = prefill_ticks
@@ -90,9 +79,6 @@ class DecodeBatch:
             self.prefill_ticks += prefill_ticks
         self.context_tokens = context_tokens + request.tokens_to_prefill
         request.start_step = step
-        prefilled_ticks = self.prefilled_ticks
-        request.prefill_ticks -= prefilled_ticks
-        request.decode_ticks -= self.tick - self.still_ticks - prefilled_ticks
         requests[request.rollout_id] = request
         finish_step, finish_steps = step + request.num_left, self._finish_steps
         place = bisect_right(finish_steps, finish_step)
@@ -102,8 +88,6 @@ class DecodeBatch:
     def leave(self, request: Request) -> None:
         """Remove a request that is unfinished."""
         del self.requests[request.rollout_id]
-        request.prefill_ticks += self.prefilled_ticks
-        request.decode_ticks += self.tick - self.still_ticks - self.prefilled_ticks
         self.context_tokens -= self.cached_tokens(request)
         first = bisect_left(self._finish_steps, request.finish_step)
         place = self._finishing.index(request, first)
@@ -127,7 +111,11 @@ class DecodeBatch:
     def undo_join(self) -> None:
         """Restore the state before the last call, which must have been a ``join`` after steps."""
         self.leave(next(reversed(self.requests.values())))
-        self.tick, self.step, self.context_tokens, self.prefill_ticks, self.prefilled_ticks = self._before_join
+        self.tick, self.step, self.context_tokens, self.prefill_ticks = self._before_join
+
+    def worked_ticks(self) -> int:
+        """Return the ticks with steps, for ``TimedBatch``; not counted here."""
+        return 0
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -136,7 +124,6 @@ class DecodeBatch:
         requests, finish_steps = self.requests, self._finish_steps
         self.tick = tick
         self.step = step = self.step + steps
-        self.prefilled_ticks = prefilled_ticks = self.prefilled_ticks + self.prefill_ticks
         self.prefill_ticks = 0
         context_tokens = self.context_tokens + steps * len(requests)
         finished = []
@@ -145,20 +132,16 @@ class DecodeBatch:
             request = self._finishing.pop(0)
             del requests[request.rollout_id]
             context_tokens -= request.prompt_tokens + request.length
-            request.prefill_ticks += prefilled_ticks
-            request.decode_ticks += tick - self.still_ticks - prefilled_ticks
             finished.append(request)
         self.context_tokens = context_tokens
         return finished
 
     def stand_still(self, until: int) -> None:
         """Make no step until a tick, which is a boundary then."""
-        self.still_ticks += until - self.tick
         self.tick = until
 
     def break_off(self, at: int) -> None:
-        """Have the step that is under way end at a tick, before its time; prefill comes first in a step."""
-        self.prefilled_ticks += min(self.prefill_ticks, at - self.tick)
+        """Have the step that is under way end at a tick, before its time."""
         self.tick = at
 
     def next_change(self) -> tuple[int, int]:
@@ -202,6 +185,64 @@ class DecodeBatch:
         # Strictly before the next finish, and a step after it fits.
         before = steps < self._finish_steps[0] - self.step and context + (steps + 1) * size <= self.capacity
         return steps, start + ticks, before
+
+
+class TimedBatch(DecodeBatch):
+    """Counts the ticks of prefill and decode that each request spends in the batch: two sums, less those at its join.
+
+    Prefill comes first in a step.
+    """
+
+    __slots__ = ("_prefilled_before_join", "_prefilled_ticks", "_still_ticks")
+
+    def __init__(self, decode: DecodeCost, kv_cache_tokens: int | None) -> None:
+        super().__init__(decode, kv_cache_tokens)
+        self._prefilled_ticks = self._still_ticks = 0  # up to the boundary: of all prefill; without a step
+        self._prefilled_before_join = 0
+
+    def worked_ticks(self) -> int:
+        """Return the ticks up to the boundary, less those without a step."""
+        return self.tick - self._still_ticks
+
+    def join(self, request: Request, prefill_ticks: int, steps: int = 0, tick: int = 0) -> None:
+        """Add a request."""
+        if steps:
+            self._prefilled_before_join = self._prefilled_ticks
+            self._prefilled_ticks += self.prefill_ticks
+        super().join(request, prefill_ticks, steps, tick)
+        self._count(request, -1)
+
+    def leave(self, request: Request) -> None:
+        """Remove a request that is unfinished."""
+        super().leave(request)
+        self._count(request, 1)
+
+    def undo_join(self) -> None:
+        """Restore the state before the last call."""
+        super().undo_join()
+        self._prefilled_ticks = self._prefilled_before_join
+
+    def advance(self, steps: int, tick: int) -> list[Request]:
+        """Make decode steps."""
+        self._prefilled_ticks += self.prefill_ticks
+        finished = super().advance(steps, tick)
+        for request in finished:
+            self._count(request, 1)
+        return finished
+
+    def stand_still(self, until: int) -> None:
+        """Make no step until a tick."""
+        self._still_ticks += until - self.tick
+        super().stand_still(until)
+
+    def break_off(self, at: int) -> None:
+        """Have the step that is under way end at a tick."""
+        self._prefilled_ticks += min(self.prefill_ticks, at - self.tick)
+        super().break_off(at)
+
+    def _count(self, request: Request, sign: int) -> None:
+        request.prefill_ticks += sign * self._prefilled_ticks
+        request.decode_ticks += sign * (self.worked_ticks() - self._prefilled_ticks)
 
 
 def _steps_ticks(steps: int, first: int, growth: int) -> int:

@@ -13,7 +13,7 @@ this order:
    free and their tokens, and one more step of everybody, fit into the cache;
 5. the next step starts. It lasts the prefill of the requests admitted, and a step of the batch (``decode_batch.py``).
 
-With ``step_tokens`` prefill is chunked (``chunked_prefill.py``): each chunk is an event.
+With ``step_tokens`` prefill is chunked (``ChunkedPrefill``): each chunk is an event.
 
 A weight update replaces 3-5 once: the engine pauses to load, then it has a boundary again. ``wait`` first lets
 everything that arrived before it finish, ``abort`` ends it, ``recompute`` charges the prefill of everything in
@@ -23,12 +23,12 @@ A suspension replaces 3-5 too, from the boundary at which it is taken up until a
 engine, a suspended one then takes calls up at once.
 
 The engine sleeps until the first boundary at which a request finishes, the cache would overflow, or a call is to be
-taken up. One such boundary needs no wake-up of its own, because nobody outside sees it: a single request joins the
+taken up. One such boundary needs no wake-up of its own, since it is invisible outside: a single request joins the
 batch. The batch goes through it ahead of time (``join``); a call from outside before its tick undoes it. So a
 rollout costs one wake-up and O(log H), whatever its length.
 
-Where rollouts have turns, a request that goes on later leaves its KV cache behind, in the room that the batch does not
-need (``prefix_cache.py``). New weights drop it, unless it is kept over them.
+Between two turns the KV cache of a rollout stays in room that the batch does not need (``PrefixCache``), until new
+weights drop it, unless ``prefix_cache = "kept"``.
 
 A call that arrives exactly at a boundary is taken up at the next one. An engine with an empty batch takes calls
 up at once.
@@ -37,25 +37,206 @@ up at once.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import deque
+from dataclasses import dataclass
 
 from simpy.events import EventPriority
 
 from pipelinerl.config.environment import PrefixCaching
-from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
-from sim.chunked_prefill import ChunkedPrefill
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
-from sim.decode_batch import UNLIMITED, DecodeBatch
-from sim.prefix_cache import PrefixCache
-from sim.request import EngineHost, EngineSettings, Request
-from sim.weights import Update, WeightHistory
+from sim.decode_batch import UNLIMITED, DecodeBatch, TimedBatch
+from sim.interface import EngineHost, EngineSettings, PrefillCost, Request
+
+# --------------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Weights on their way."""
+
+    at: int
+    """Tick of their arrival."""
+    version: int
+    weight_update: WeightUpdate
+
+
+class WeightHistory:
+    """Which version sampled at which decode step (mutable): version ``versions[i]`` from step ``steps[i]`` on."""
+
+    def __init__(self) -> None:
+        self.steps = [0]
+        self.versions = [0]
+
+    def loaded(self, version: int, step: int) -> None:
+        """Record that another version samples from a step on."""
+        if self.steps[-1] == step:
+            self.versions[-1] = version
+        else:
+            self.steps.append(step)
+            self.versions.append(version)
+
+    def spans(self, request: Request, step: int) -> VersionSpans:
+        """Return the spans of all tokens that a request of the batch has at the boundary before a step."""
+        start, steps, versions = request.start_step, self.steps, self.versions
+        if step == start:
+            return request.spans
+        first, last = bisect_right(steps, start), len(steps)
+        if steps[-1] == step:
+            last -= 1  # it samples nothing before the next step
+        if first == last:
+            spans = VersionSpans((versions[first - 1],), (step - start,))
+        else:
+            ends = [one - start for one in steps[first:last]]
+            ends.append(step - start)
+            spans = VersionSpans(tuple(versions[first - 1 : last]), tuple(ends))
+        return joined(request.spans, spans) if request.spans.ends else spans
+
+
+# ------------------------------------------------------------------------------------- KV caches
+
+
+class PrefixCache:
+    """KV caches that an engine keeps of rollouts between two turns (mutable).
+
+    Before a step that would not fit otherwise, whole caches are dropped, least recently used first. (vLLM drops
+    blocks, the ends of a sequence first.) A rollout that comes back prefills only tokens that are not cached.
+    ``capacity``: the whole KV cache, running requests included (tokens).
+    """
+
+    __slots__ = ("_capacity", "_tokens", "kept")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._tokens = 0
+        self.kept: dict[int, int] = {}
+        """Tokens of each rollout, in the order in which they were left."""
+
+    def keep(self, rollout_id: int, tokens: int) -> None:
+        """Keep the cache of a rollout whose turn has ended."""
+        self._tokens += tokens - self.kept.pop(rollout_id, 0)
+        self.kept[rollout_id] = tokens
+
+    def take(self, rollout_id: int) -> int:
+        """Move the cache of a rollout to the batch, and return its tokens; 0 without one."""
+        tokens = self.kept.pop(rollout_id, 0)
+        self._tokens -= tokens
+        return tokens
+
+    def has_room(self, used: int) -> bool:
+        """Return whether the caches fit beside ``used`` tokens of running requests."""
+        return self._tokens + used <= self._capacity
+
+    def make_room(self, used: int) -> None:
+        """Drop caches until the others fit beside ``used`` tokens of running requests."""
+        while self.kept and self._tokens + used > self._capacity:
+            self.take(next(iter(self.kept)))
+
+    def clear(self) -> None:
+        """Drop all caches."""
+        self.kept.clear()
+        self._tokens = 0
+
+
+# ------------------------------------------------------------------------------- chunked prefill
+
+
+class ChunkedPrefill:
+    """A prefill that takes several steps, if one is under way (mutable).
+
+    As in vLLM (``max_num_batched_tokens``; Sarathi-Serve, arXiv:2403.02310) a step has a limit of tokens: one per
+    request of the batch, then prefill in order of admission. The rest of a prefill waits for the next step; meanwhile
+    no request is admitted. From its admission on the request holds a slot and room for all tokens and one more step,
+    which the capacity of ``batch`` excludes; it joins the batch with its last chunk. The chunks together take as long
+    as the whole prefill at once.
+    """
+
+    def __init__(self, batch: DecodeBatch, cost: PrefillCost) -> None:
+        self.request: Request | None = None
+        self.held_tokens = 0
+        """Room that it holds in the KV cache (tokens)."""
+        self._cached_tokens = 0
+        self._batch, self._cost = batch, cost
+
+    def begin(self, request: Request, cached_tokens: int) -> None:
+        """Admit a request with ``cached_tokens`` in the KV cache; ``go_on`` makes its chunks."""
+        batch, self.request, self._cached_tokens = self._batch, request, cached_tokens
+        self.held_tokens = request.tokens_to_prefill + 1
+        batch.capacity -= self.held_tokens
+        batch.prefill_ticks += self._cost.fixed_ticks
+        request.prefill_ticks -= batch.worked_ticks()
+
+    def go_on(self, request: Request, tokens: int) -> tuple[int, int | None]:
+        """Make a chunk of at most ``tokens`` in the next step; return its tokens, and the ticks of the last chunk."""
+        cached, whole = self._cached_tokens, request.tokens_to_prefill
+        self._cached_tokens = end = min(whole, cached + tokens)
+        ticks = self._cost.more_ticks(end, cached)
+        if end == whole:
+            self.release()
+            return end - cached, ticks
+        self._batch.prefill_ticks += ticks
+        return end - cached, None
+
+    def begin_again(self) -> None:
+        """Prefill from the first token again, with new weights."""
+        if self.request is not None:
+            self._cached_tokens = 0
+            self._batch.prefill_ticks += self._cost.fixed_ticks
+
+    def release(self) -> list[Request]:
+        """Revoke the admission and return the request, if there is one."""
+        if self.request is None:
+            return []
+        batch, request, self.request = self._batch, self.request, None
+        batch.capacity += self.held_tokens
+        self.held_tokens = 0
+        request.prefill_ticks += batch.worked_ticks()
+        return [request]
+
+
+# ---------------------------------------------------------------------------------------- engine
 
 NOT_PLANNED = -1
-"""Tick of a boundary that is not planned."""
 
 
 class ClosedFormEngine:
     """An engine in closed form. See the top of this file."""
+
+    # Beyond 30 attributes, access is a look-up in a dictionary.
+    __slots__ = (
+        "_aborts",
+        "_arrivals",
+        "_awake",
+        "_batch",
+        "_cache",
+        "_called",
+        "_chunked",
+        "_clock",
+        "_drops_old_caches",
+        "_engine_id",
+        "_host",
+        "_joined",
+        "_keeps_caches",
+        "_num_arrivals",
+        "_pause_end",
+        "_pause_ticks",
+        "_prefill",
+        "_priority",
+        "_recomputes",
+        "_step_tokens",
+        "_suspend_at",
+        "_suspended_since",
+        "_tokens",
+        "_update",
+        "_waiting",
+        "_wake",
+        "_wake_at",
+        "_wake_calls_at",
+        "_wake_steps",
+        "_weights",
+        "version",
+    )
 
     def __init__(self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings) -> None:
         self.version = 0
@@ -67,7 +248,8 @@ class ClosedFormEngine:
         self._pause_ticks = settings.pause_ticks
         self._tokens = settings.tokens
         self._step_tokens = UNLIMITED if settings.step_tokens is None else settings.step_tokens
-        self._batch = DecodeBatch(settings.decode, settings.kv_cache_tokens)  # at the last boundary
+        batch = TimedBatch if settings.counts_time else DecodeBatch
+        self._batch = batch(settings.decode, settings.kv_cache_tokens)  # at the last boundary
         self._cache = PrefixCache(self._batch.capacity)
         self._keeps_caches = settings.prefix_cache is not PrefixCaching.OFF
         self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
@@ -104,24 +286,18 @@ class ClosedFormEngine:
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
         self._aborts.append((self._clock.now, rollout_id))
-        self._called = True
-        if not self._awake:
-            self._plan_anew()
+        self._plan_call()
 
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
         """Have new weights arrive at tick ``at``."""
         assert self._update is None
         self._update = Update(at, version, weight_update)
-        self._called = True
-        if not self._awake:
-            self._plan_anew()
+        self._plan_call()
 
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
         self._suspend_at = self._clock.now
-        self._called = True
-        if not self._awake:
-            self._plan_anew()
+        self._plan_call()
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
@@ -141,6 +317,11 @@ class ClosedFormEngine:
         self._wake = None
         return sorted(ended, key=lambda pair: pair[0].rollout_id)
 
+    def _plan_call(self) -> None:
+        self._called = True
+        if not self._awake:
+            self._plan_anew()
+
     def _plan_anew(self) -> None:
         """Plan again because of a call; not needed in a boundary, at the end of which the engine plans anyway."""
         self._undo_join()
@@ -149,7 +330,6 @@ class ClosedFormEngine:
     # ------------------------------------------------------------------------------------ boundaries
 
     def _woken(self, wake: Wake) -> None:
-        """Go through a boundary."""
         if wake is not self._wake:
             return
         if self._wake_calls_at < self._wake_at:
@@ -157,9 +337,10 @@ class ClosedFormEngine:
             self._wake_calls_at = self._wake_at
             return
         self._awake = True
-        if self._joined is not None:
-            self._keep_join()
         batch = self._batch
+        if self._cache.kept:
+            self._keep_join()
+        self._joined = None
         now = taken_until = self._wake_at
         if self._pause_end is not None:
             taken_until = now - 1
@@ -198,19 +379,16 @@ class ClosedFormEngine:
         if self._batch.tick > self._clock.now:
             self._batch.undo_join()
             heapq.heappush(self._arrivals, self._joined)
-            self._joined = None
         else:
             self._keep_join()
-
-    def _keep_join(self) -> None:
-        """Take the cache of the request that has joined at a boundary before this one."""
-        assert self._joined is not None
-        if self._cache.kept:
-            self._cache.take(self._joined[2].rollout_id)
         self._joined = None
 
+    def _keep_join(self) -> None:
+        """Take the cache of the request that has joined at a boundary before this one, if any."""
+        if self._joined is not None:
+            self._cache.take(self._joined[2].rollout_id)
+
     def _take_calls(self, until: int) -> None:
-        """Take up the calls that have arrived up to tick ``until``."""
         while self._aborts and self._aborts[0][0] <= until:
             self._abort(self._aborts.popleft()[1])
         arrivals, update = self._arrivals, self._update
@@ -223,15 +401,12 @@ class ClosedFormEngine:
         self._called = self._update is not None or bool(self._aborts) or self._suspend_at is not None
 
     def _begin_update(self, update: Update) -> None:
-        in_batch = self._batch.requests
+        in_batch, chunked = self._batch.requests, self._chunked.request
         match update.weight_update:
             case WeightUpdate.ABORT:
-                chunked = () if self._chunked.request is None else (self._chunked.request,)
-                for rollout_id in [*in_batch, *(request.rollout_id for request in (*chunked, *self._waiting))]:
-                    self._abort(rollout_id)
-            case WeightUpdate.WAIT if self._suspended_since is None and (
-                in_batch or self._chunked.request or self._waiting
-            ):
+                for request in [*in_batch.values(), *([chunked] if chunked else []), *self._waiting]:
+                    self._abort(request.rollout_id)
+            case WeightUpdate.WAIT if self._suspended_since is None and (in_batch or chunked or self._waiting):
                 return
         self._pause_end = self._batch.tick + self._pause_ticks
 
@@ -267,20 +442,16 @@ class ClosedFormEngine:
                 self._chunk(request, left)
                 return
             left -= tokens
-            self._begin(request)
+            if self._tokens is not None:
+                self._tokens.begin(request, self.version)
             batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached))
 
-    def _begin(self, request: Request) -> None:
-        """Have a request sample with the weights of now on, as it joins the batch."""
-        if self._tokens is not None:
-            self._tokens.begin(request, self.version)
-        request.first_update = len(self._weights.versions)
-
     def _chunk(self, request: Request, left: int) -> int:
-        """Make a chunk of at most so many tokens in the next step, and return its tokens."""
+        """Make a chunk of at most ``left`` tokens in the next step, and return its tokens."""
         tokens, last_ticks = self._chunked.go_on(request, left)
         if last_ticks is not None:
-            self._begin(request)
+            if self._tokens is not None:
+                self._tokens.begin(request, self.version)
             self._batch.join(request, last_ticks)
         return tokens
 
@@ -308,8 +479,6 @@ class ClosedFormEngine:
             else:
                 return  # it has finished meanwhile
         self._host.rollout_aborted(self._engine_id, request)
-
-    # --------------------------------------------------------------------------------------- weights
 
     def _finish_update(self) -> None:
         assert self._update is not None
@@ -358,23 +527,31 @@ class ClosedFormEngine:
             return batch.next_boundary()
         call_at = self._next_call() if self._called else arrivals[0][0] if arrivals else None
         if call_at is not None:
-            to_call, at, before_change = batch.first_boundary_after(call_at)
+            steps, at, before_change = batch.first_boundary_after(call_at)
             if before_change:
+                update = self._update
                 if (
-                    self._called
-                    or self._waiting
-                    or len(arrivals) > 1
-                    or not batch.fits(request := arrivals[0][2], to_call)
+                    self._waiting
+                    or len(arrivals) != 1
+                    or (update is not None and update.at < at)
+                    or (self._called and (self._aborts or self._suspend_at is not None))
+                    or not batch.fits(request := arrivals[0][2], steps)
                     or request.tokens_to_prefill - (cached := cache.kept.get(request.rollout_id, 0))
                     > self._step_tokens - len(batch.requests)
-                    or (cache.kept and not cache.has_room(batch.context_tokens + to_call * len(batch.requests)))
+                    or (cache.kept and not cache.has_room(batch.context_tokens + steps * len(batch.requests)))
                 ):
-                    self._wake_steps = to_call
+                    self._wake_steps = steps
                     return at
                 # Nothing else happens at this boundary than that this request joins.
                 self._joined = heapq.heappop(arrivals)
-                self._begin(request)
-                batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached), to_call, at)
+                if self._tokens is not None:
+                    self._tokens.begin(request, self.version)
+                batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached), steps, at)
+                if update is not None:
+                    steps, at, before_change = batch.first_boundary_after(update.at)
+                    if before_change:
+                        self._wake_steps = steps
+                        return at
         self._wake_steps, at = batch.next_change()
         return at
 

@@ -26,16 +26,11 @@ Result = TypeVar("Result")
 def run_all(
     function: Callable[[Job], Result], jobs: Sequence[Job], *, workers: int | None = None
 ) -> Generator[Result, None, None]:
-    """Yield the result of each job as it ends. Closing the generator ends the jobs that still run.
+    """Yield the result of each job as it ends; jobs start in order, and closing the generator ends the others.
 
-    Args:
-        function: A function of a module, so that other processes find it.
-        jobs: Its arguments, started in this order.
-        workers: Processes (count). 1: this one alone, and no other is started. None: one per core.
-
-    Raises:
-        RunFailedError: If a worker died, and the others with it. All results that were ready come first.
-        ConfigError: If workers run the script that has called this, for want of a main guard.
+    ``function`` is of a module, so that other processes find it. With one of ``workers`` no process is started; None:
+    one per core. Raises RunFailedError if a worker died, and the others with it, after all results that were ready;
+    ConfigError if workers run the script that has called this, for want of a main guard.
     """
     workers = max(1, min(workers or os.cpu_count() or 1, len(jobs)))
     if workers == 1:
@@ -75,13 +70,8 @@ def run_all_on_ray(
 ) -> Generator[Result, None, None]:
     """Yield the result of each job as it ends, from a running Ray cluster on whose nodes this package is installed.
 
-    Args:
-        function: A function of a module.
-        jobs: Its arguments.
-        address: Of the cluster, or ``auto``.
-
-    Raises:
-        ConfigError: If Ray is not installed, or there is no cluster at the address.
+    ``function`` is of a module; ``address`` may be ``auto``. Raises ConfigError if Ray is not installed, or there is no
+    cluster.
     """
     try:
         import ray  # noqa: PLC0415 - needed only with a cluster

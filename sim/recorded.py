@@ -20,8 +20,7 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
 )
 from pipelinerl.util.explain import explain
-from pipelinerl.util.limits import LONGEST_S, MOST_TOKENS
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.strict_model import LONGEST_S, MOST_TOKENS, StrictModel
 
 
 class RecordedEpisode(StrictModel):
@@ -66,11 +65,11 @@ class TracedRollout:
 
 
 @dataclass(slots=True)
-class _Told:
-    """What a trace has told of a rollout so far (mutable)."""
+class _Recorded:
+    """State of a rollout so far in the trace (mutable)."""
 
     read: int
-    """Tokens of its prompt and of what it has observed."""
+    """Tokens of its prompt and observations."""
     read_L: list[int] = field(default_factory=list)
     """The same before each turn."""
     out_lens: list[int] = field(default_factory=list)
@@ -96,18 +95,11 @@ def is_trace(source: str) -> bool:
 
 
 def read_trace(source: str, *, key: str, group_size: int) -> list[list[TracedRollout]]:
-    """Read the rollouts of a run, simulated or real, that were scored: whole groups, in the order of their numbers.
+    """Return the rollouts of a run, simulated or real, that were scored: whole groups, in the order of their numbers.
 
-    What an environment took for a turn holds its failed tries. A run without turns does not record the lengths of its
-    prompts: they are its ``workload.prompt_tokens``.
-
-    Args:
-        source: The folder of the run, or its trace.
-        key: Where that is said, for messages.
-        group_size: Rollouts of a group that are wanted, at least (count).
-
-    Raises:
-        ConfigError: If it cannot be read, or has no such group.
+    ``source`` is the run's folder or trace, ``key`` the setting in messages. The seconds of an environment hold its
+    failed tries. A run without turns does not record the lengths of its prompts: they are its
+    ``workload.prompt_tokens``. Raises ConfigError if it cannot be read, or has no group of ``group_size`` rollouts.
     """
     path = Path(source) / TRACE_FILE if Path(source).is_dir() else Path(source)
     try:
@@ -131,26 +123,25 @@ def read_trace(source: str, *, key: str, group_size: int) -> list[list[TracedRol
 
 
 def _scored(trace: Trace, *, key: str) -> dict[int, TracedRollout]:
-    """Return the rollouts of a trace that were scored, by number."""
     group_size = trace.config.workload.group_size
-    told: dict[int, _Told] = defaultdict(lambda: _Told(trace.config.workload.prompt_tokens))
+    recorded: dict[int, _Recorded] = defaultdict(lambda: _Recorded(trace.config.workload.prompt_tokens))
     scored: dict[int, TracedRollout] = {}
     for record in trace.records():
         match record.event:
             case ObservationReady(rollout_id=number, read_tokens=tokens):
                 if tokens is None:
                     raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
-                one = told[number]
+                one = recorded[number]
                 one.read = tokens
                 if one.out_lens:
                     one.tool_times.append(record.time_s - one.turn_end_s)
             case TurnFinished(rollout_id=number, spans=spans):
-                told[number].end_turn(record.time_s, spans)
+                recorded[number].end_turn(record.time_s, spans)
             case RolloutFinished(rollout_id=number, engine=engine, spans=spans, reward=reward):
                 if engine is not None:
-                    told[number].end_turn(record.time_s, spans)
+                    recorded[number].end_turn(record.time_s, spans)
                 if reward is not None:
-                    scored[number] = told.pop(number).rollout(number, group_size=group_size, reward=reward)
+                    scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
             case RolloutScored(rollout_id=number, reward=reward):
-                scored[number] = told.pop(number).rollout(number, group_size=group_size, reward=reward)
+                scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
     return scored

@@ -19,6 +19,7 @@ from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
 from pipelinerl.records.step_ledger import Step, StepLedger
 from pipelinerl.records.steps import StepRow
+from pipelinerl.scheduler.kinds import check_lags
 from sim.cluster import SimulatedCluster
 
 
@@ -31,20 +32,18 @@ def simulate(
 ) -> RunReport:
     """Simulate a run; the same configuration gives the same numbers and the same bytes.
 
-    On Ctrl-C the run ends at the next event, and what happened until then is kept.
+    On Ctrl-C the run ends at the next event, and its output until then is kept.
 
     Args:
         config: What to simulate.
-        out: Folder to keep the run in; None keeps only the summary returned.
+        out: Folder to keep the run in; None keeps only the report returned.
         trace: Whether the folder gets the trace of every event and command.
         on_step: Called with each row as soon as its optimizer step is done.
 
-    Returns:
-        The numbers of the run and its steps; ``to_dict`` gives the content of summary.json.
-
     Raises:
         ConfigError: If a file of the configuration is wrong, or the folder holds a run; nothing is written.
-        RunFailedError: If the run could not reach its end; the folder holds what happened until then.
+        RunFailedError: If the run could not reach its end; the folder holds the events until then.
+        SchedulerError: If its lags break the promise of its kind of schedule.
     """
     cluster = SimulatedCluster(config)  # before anything is written: it finds what is wrong with the input
     if config.policy is not None:
@@ -55,19 +54,14 @@ def simulate(
             cluster.run(recording.recorder)
     finally:
         report = recording.finish()
+    check_lags(config.scheduler, report.lag.max, optimizer_steps=report.optimizer_steps)
     return report
 
 
 def simulate_steps(config: RunConfig, *, enough: Callable[[Sequence[Step]], bool] = lambda _: False) -> list[Step]:
-    """Simulate a run and return its optimizer steps; nothing else is kept.
+    """Simulate a run, until its end or its steps are ``enough``, and return its optimizer steps.
 
-    Args:
-        config: What to simulate.
-        enough: Called with the steps there are after each; the run ends once it returns True.
-
-    Raises:
-        ConfigError: If a file of the configuration is wrong.
-        RunFailedError: If the run could not reach its end.
+    Raises as ``simulate``.
     """
     cluster = SimulatedCluster(config)
 
@@ -78,6 +72,8 @@ def simulate_steps(config: RunConfig, *, enough: Callable[[Sequence[Step]], bool
     ledger = StepLedger(step_done)
     with no_garbage_collection(), suppress(RunInterruptedError):
         cluster.run(ledger)
+    lag_max = max((step.lag_max for step in ledger.steps), default=0)
+    check_lags(config.scheduler, lag_max, optimizer_steps=len(ledger.steps))
     return ledger.steps
 
 

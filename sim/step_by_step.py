@@ -1,8 +1,8 @@
 """An inference engine that takes every decode step one by one: slow, and obviously right.
 
-It exists only for tests, which prove with it that the closed form of ``sim.engine`` is exact, and for the
-comparison of speed. It follows the boundary rules at the top of that file to the letter and shares none of its
-arithmetic: one SimPy event per boundary, one entry in a list per token, every sum made afresh.
+Tests prove with it that the closed form of ``sim.engine`` is exact, and it is the base of the comparison of speed. It
+follows the boundary rules at the top of that file to the letter and shares none of its arithmetic: one SimPy event per
+boundary, one entry in a list per token, every sum made afresh.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from simpy.events import EventPriority
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
-from sim.request import EngineHost, EngineSettings, Request
+from sim.interface import EngineHost, EngineSettings, Request
 
 
 class StepByStepEngine:
@@ -132,7 +132,6 @@ class StepByStepEngine:
             self._host.rollout_finished(self._engine_id, request, spans)
 
     def _take_calls(self, until: int) -> None:
-        """Take up what has arrived up to tick ``until``: aborts, rollouts, the weights."""
         while self._aborts and self._aborts[0][0] <= until:
             _, rollout_id = self._aborts.pop(0)
             for request in [one for one in self._all() if one.rollout_id == rollout_id]:
@@ -177,7 +176,7 @@ class StepByStepEngine:
                 self._prefill_ticks += self._settings.prefill.fixed_ticks
 
     def _admit(self) -> None:
-        """Prefill in order of admission: what is under way, then waiting rollouts, first come first served."""
+        """Prefill in order of admission: started prompts, then waiting rollouts, first come first served."""
         most = self._settings.step_tokens
         left = 2**62 if most is None else max(1, most - len(self._running))
         if self._chunked is not None:
@@ -301,15 +300,14 @@ class StepByStepEngine:
         return request.prompt_tokens + len(self._tokens(request))
 
     def _context(self) -> int:
-        """Return the tokens in the KV cache of what runs."""
+        """Return the tokens in the KV cache of running sequences."""
         return sum(self._cached(request) for request in self._running)
 
     def _used(self) -> int:
-        """Return the tokens in the KV cache after the next step, with the room of what is prefilled in chunks."""
+        """Return the tokens in the KV cache after the next step, room for chunked prefills included."""
         held = 0 if self._chunked is None else self._cached(self._chunked) + 1
         return self._context() + len(self._running) + held
 
     def _all(self) -> list[Request]:
-        """Return the rollouts that it has."""
         chunked = [] if self._chunked is None else [self._chunked]
         return [*self._running, *chunked, *self._waiting, *(request for _, request in self._arrivals)]

@@ -20,15 +20,9 @@ BLOCKS_KEPT = 4
 
 
 def named_stream(seed: int, name: str, block: int) -> np.random.Generator:
-    """Return the generator of a block of a stream.
+    """Return a fresh generator of a block of a stream; numbers are 0 at least.
 
-    Args:
-        seed: Seed of the run, at least 0.
-        name: Name of the stream.
-        block: Number of the block, at least 0.
-
-    Returns:
-        A fresh generator; its bit generator is named here, since numpy's default may change.
+    Its bit generator is named here, since numpy's default may change.
     """
     key = (zlib.crc32(name.encode()), block)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
@@ -37,11 +31,7 @@ def named_stream(seed: int, name: str, block: int) -> np.random.Generator:
 class DispatchDelays:
     """Delays of the rollouts of a group on the way to their engines, by random access.
 
-    Args:
-        fixed_s: Delay of every rollout (s).
-        jitter_s: Mean of the exponential delay on top (s); 0 draws nothing.
-        group_size: Rollouts per group (count).
-        seed: Seed of the run, at least 0.
+    ``fixed_s`` for every rollout, and an exponential delay of mean ``jitter_s`` on top (s); 0 draws nothing.
     """
 
     def __init__(self, *, fixed_s: float, jitter_s: float, group_size: int, seed: int) -> None:

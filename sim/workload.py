@@ -38,12 +38,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from pipelinerl.config.workload import LengthConfig, WorkloadConfig
+from pipelinerl.config.run import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean
-from pipelinerl.util.limits import MOST_TOKENS
 from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.strict_model import MOST_TOKENS, StrictModel
 from pipelinerl.util.table import read_table
 from sim.recorded import is_trace, read_trace
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
@@ -52,7 +51,6 @@ CV_RANGE = (1e-6, 1e3)
 """Log-normal ``cv`` for which the closed form neither divides by zero nor overflows."""
 
 SHIPPED_FOLDER = Path(__file__).parent / "data"
-"""Folder of the shipped length sets."""
 
 
 class AnswerRow(StrictModel):
@@ -88,19 +86,14 @@ class SourcePrompt:
     lengths: NDArray[np.int64]
     """Length of each answer, at least 1, shape [number of answers] (tokens)."""
     rewards: NDArray[np.float64] | None
-    """1 for a correct answer, 0 for a wrong one, same shape. None: the source does not say."""
+    """1 for a correct answer, 0 for a wrong one, same shape. None: unknown."""
 
 
 class Workload:
     """The groups of a run, by random access.
 
-    Args:
-        config: What is generated.
-        seed: Seed of the run, at least 0.
-
-    Raises:
-        ConfigError: If the length source is unknown, cannot be read or has a fault, or if no distribution of
-            the kind asked for has the mean asked for.
+    Raises ConfigError if the length source is unknown, cannot be read or has a fault, or if no distribution of the kind
+    has the mean asked for.
     """
 
     def __init__(self, config: WorkloadConfig, *, seed: int) -> None:
@@ -134,17 +127,10 @@ class Workload:
         return prompt + self._config.length.max
 
     def group(self, group_id: int, prompt_id: int) -> DrawnGroup:
-        """Return the lengths and rewards of the rollouts of a group.
+        """Return the lengths and rewards of the rollouts of a group; equal numbers (0 at least) give equal groups.
 
         The prompt decides what all groups that answer it have in common; the group decides which answers are given.
         So a prompt that is started again in a new group gets other answers.
-
-        Args:
-            group_id: Number of the group, at least 0.
-            prompt_id: Number of the prompt, at least 0.
-
-        Returns:
-            The group; equal arguments give equal groups, whatever was drawn before.
         """
         block, row = divmod(group_id, self._groups_per_block)
         if not self._prompts:
@@ -216,18 +202,10 @@ class Workload:
 
 
 def growth_factor(config: LengthConfig, *, version: int, optimizer_steps: int) -> float:
-    """Return the factor on all lengths of rollouts that start at a version.
+    """Return the factor on all lengths of rollouts that start at a version (optimizer steps done).
 
     Linear from 1 at version 0, which the first optimizer step trains, to ``config.growth`` at version
     ``optimizer_steps - 1``, which the last one trains; the version after that keeps the last factor.
-
-    Args:
-        config: Holds ``growth``.
-        version: Weight version of the engine when the rollout starts (optimizer steps done).
-        optimizer_steps: Optimizer steps of the run (count).
-
-    Returns:
-        A factor above 0; exactly 1 where ``growth`` is 1.
     """
     if optimizer_steps == 1:
         return 1.0
@@ -235,17 +213,9 @@ def growth_factor(config: LengthConfig, *, version: int, optimizer_steps: int) -
 
 
 def grown_length(length_tokens: int, *, factor: float, max_tokens: int) -> int:
-    """Return a length after growth, rounded to a whole number and cut again.
+    """Return a length after growth, rounded and cut: from 1 to ``max_tokens``.
 
     An answer that was already cut at ``max_tokens`` counts as that long, so a factor below 1 shortens it.
-
-    Args:
-        length_tokens: Length before growth (tokens).
-        factor: From ``growth_factor``.
-        max_tokens: Longest answer (tokens).
-
-    Returns:
-        From 1 to ``max_tokens`` (tokens).
     """
     return min(max_tokens, max(1, round(length_tokens * factor)))
 
@@ -317,20 +287,12 @@ def shipped_sets() -> tuple[str, ...]:
 
 
 def read_source(source: str, *, prompt_tokens: int = 0, group_size: int = 1) -> tuple[SourcePrompt, ...]:
-    """Read a length source: a CSV file with a row per answer; equal ``prompt_id`` makes a group.
+    """Return the prompts of a length source, unscaled, in its order; a prompt without a length has ``prompt_tokens``.
 
-    Args:
-        source: The name of a shipped set, or the path of a file that ends in ``.csv``: UTF-8, commas, a header
-            with ``prompt_id, response_tokens`` and, if known, ``prompt_tokens, correct``; every cell filled.
-            0 ``response_tokens`` count as 1. Or the folder or the trace of a run without turns.
-        prompt_tokens: Length of every prompt if the source does not say (tokens).
-        group_size: Answers of a prompt that a run must have, at least (count).
-
-    Returns:
-        The prompts in the order of the file, unscaled.
-
-    Raises:
-        ConfigError: At the first fault: file, line, column, what is allowed, value.
+    ``source`` is the name of a shipped set, or the path of a file that ends in ``.csv``, a row per answer: UTF-8,
+    commas, a header with ``prompt_id, response_tokens`` and, if known, ``prompt_tokens, correct``; every cell filled;
+    0 ``response_tokens`` count as 1. Or the folder or the trace of a run without turns, in which a prompt must have
+    ``group_size`` answers at least. Raises ConfigError at the first fault: file, line, column, allowed values, value.
     """
     shipped = shipped_sets()
     if source not in shipped and is_trace(source):
@@ -358,7 +320,6 @@ def read_source(source: str, *, prompt_tokens: int = 0, group_size: int = 1) -> 
 
 
 def _read_run(source: str, *, group_size: int) -> tuple[SourcePrompt, ...]:
-    """Return the prompts of a run without turns, in their order."""
     key = "workload.length.source"
     groups = read_trace(source, key=key, group_size=group_size)
     if any(len(rollout.episode.out_lens) > 1 for group in groups for rollout in group):
@@ -374,7 +335,7 @@ def _read_run(source: str, *, group_size: int) -> tuple[SourcePrompt, ...]:
 
 
 def _prompt_of(answers: Sequence[AnswerRow], *, prompt_tokens: int) -> SourcePrompt:
-    """Return a prompt from its rows, with ``prompt_tokens`` if they do not say."""
+    """Return a prompt from its rows, with ``prompt_tokens`` if they have no length."""
     lengths = np.array([max(1, answer.response_tokens) for answer in answers], dtype=np.int64)
     correct = [answer.correct for answer in answers if answer.correct is not None]
     stated = answers[0].prompt_tokens

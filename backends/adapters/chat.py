@@ -1,9 +1,8 @@
 """Messages to tokens by a chat template, so that no generated token is ever made of text again.
 
-A conversation is kept as tokens: the prompt, what the model generated, the messages that came next, and so on. The
-tokens of new messages are those that the template writes *after* an answer of the model, with the mark of the next
-answer at their end. They do not depend on what the model wrote: the template is given a placeholder for it. So a
-template that changes answers once they are history, by leaving out their reasoning, changes nothing here.
+A conversation is kept as tokens. New messages give the tokens that the template writes *after* an answer, with the
+mark of the next answer at their end. The template is given a placeholder for the answer: so a template that changes
+answers once they are history, by leaving out their reasoning, changes nothing here.
 """
 
 from __future__ import annotations
@@ -16,20 +15,12 @@ from pipelinerl.errors import ConfigError, install
 from pipelinerl.util.user_code import first_line
 
 Message = Mapping[str, Any]
-"""A message of a chat: ``role``, ``content`` and what else the template reads."""
+"""``role``, ``content`` and further keys of the template."""
 _ANSWER = "PIPELINERL-ANSWER-PLACEHOLDER"
 
 
 class ChatTokens:
-    """A tokenizer with a chat template.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        tools: JSON schemas of the tools that the model may call, for the template.
-
-    Raises:
-        ConfigError: If it has no chat template, or one that does not show the model's answers.
-    """
+    """A tokenizer whose chat template shows answers (else ``ConfigError``), perhaps the JSON schemas of ``tools``."""
 
     def __init__(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -48,12 +39,7 @@ class ChatTokens:
         return self._encode(self._text(messages))
 
     def after(self, generated: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens that follow an answer: its end, if it was cut before it, new messages, and the next mark.
-
-        Args:
-            generated: Tokens that the model generated, the end token included if there is one.
-            messages: What it reads next.
-        """
+        """Return the tokens after generated ones: an end, if they have none, new messages, the next mark."""
         tokens = self._encode(self._behind_answer(messages))
         if not (self._ended(generated) and generated[-1] in tokens):
             return tokens
@@ -72,7 +58,6 @@ class ChatTokens:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _behind_answer(self, messages: Sequence[Message]) -> str:
-        """Return what the template writes behind an answer that is followed by messages."""
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
         _, shown, text = self._text(answered).partition(_ANSWER)
         if not shown:
@@ -86,11 +71,7 @@ class ChatTokens:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer in a folder.
-
-    Raises:
-        ConfigError: If it cannot be loaded, or transformers is not installed.
-    """
+    """Return the tokenizer in a folder; ``ConfigError`` if it cannot be loaded, or transformers is not installed."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Environments behind a server of OpenEnv, https://github.com/meta-pytorch/OpenEnv.
 
-A server has a session for each connection: a WebSocket at ``/ws``, with JSON in both directions. That is all that is
-used of OpenEnv, so the server may have any version of it, and lives in an environment or container of its own.
-(OpenEnv 0.10 cannot be installed beside vLLM 0.32: one wants mcp below 2, the other from 2 on.)
+A session is a connection: a WebSocket at ``/ws``, with JSON in both directions. The server may have any version of
+OpenEnv, in an environment or container of its own. (OpenEnv 0.10 cannot be installed beside vLLM 0.32: one wants mcp
+below 2, the other from 2 on.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
 MAX_MESSAGE_BYTES = 2**24
-"""Longest message of a server that is read; a longer one fails the rollout."""
+"""Of a server; a longer one fails the rollout."""
 
 
 class OpenEnv:

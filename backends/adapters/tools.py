@@ -29,35 +29,28 @@ class ToolCall:
     """A call of a tool that a model has written."""
 
     name: str
-    """Of the tool."""
     arguments: str
     """JSON of an object, as the model wrote it: it may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model has written in a turn."""
+    """Content and calls of a model's turn."""
 
     content: str
-    """Text beside the calls."""
     calls: tuple[ToolCall, ...]
     """In order."""
 
 
 Parser = Callable[[str], Answer]
-"""Text of a turn, special tokens included, to what it says."""
+"""From the text of a turn, special tokens included."""
 
 
 def load_parser(name: str, tokenizer: Any) -> Parser:
-    """Return a parser of tool calls.
+    """Return a parser of tool calls; ``ConfigError`` if there is none of this name.
 
-    Args:
-        name: ``hermes``: JSON in ``<tool_call>``, as Qwen and Hermes write it. ``vllm:NAME``: one of vLLM's, which
-            makes every environment's process import vLLM.
-        tokenizer: That of the model.
-
-    Raises:
-        ConfigError: If there is no such parser.
+    ``hermes``: JSON in ``<tool_call>``, as Qwen and Hermes write it. ``vllm:NAME``: one of vLLM's, which makes every
+    environment's process import vLLM.
     """
     if name == "hermes":
         return hermes
@@ -74,7 +67,7 @@ def load_parser(name: str, tokenizer: Any) -> Parser:
 
 
 def hermes(text: str) -> Answer:
-    """Parse ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``; what is no such JSON is text."""
+    """Parse ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``; any other text is content."""
     calls = []
     for one in HERMES.findall(text):
         try:
@@ -92,7 +85,7 @@ class ToolEnvironment:
         tokenizer: Folder of the model's tokenizer, which has a chat template.
         task: The table of the task as in ``train.task``: ``name``, ``settings``.
         tools: Functions, ``module:attribute``. Type hints and a Google docstring describe each to the model; it may be
-            a coroutine. What it returns is written as text, what it raises as "error: ...".
+            a coroutine. Its result is written as text, its exception as "error: ...".
         parser: See ``load_parser``.
         system: What stands above the problem.
 
@@ -121,7 +114,7 @@ class ToolEnvironment:
 
     @property
     def num_held_out(self) -> int | None:
-        """Distinct held-out problems of the task (count)."""
+        """Distinct ones of the task."""
         return self._task.num_held_out
 
     async def reset(self, index: int, *, held_out: bool) -> tuple[int, ...]:

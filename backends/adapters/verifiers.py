@@ -2,16 +2,10 @@
 
 Theory of operation. Such an environment runs its own loop, the harness, and asks for answers over HTTP, by the protocol
 of OpenAI's chat completions. So there is a server here, on this machine only: a request of the harness is the end of
-``reset`` or ``step``, and the next turn answers it. Of its messages only those behind the last answer are made into
-tokens. A harness that changes what was said before, or that has several conversations at a time, fails its rollout:
-what was generated would not be what is trained on.
-
-===============  ===========================================  ==========================
-what             waits for                                    ended by
-===============  ===========================================  ==========================
-a request        the next turn                                ``reset``, ``close``
-``reset, step``  a request, or the end of the episode         our caller's time-out
-===============  ===========================================  ==========================
+``reset`` or ``step``, and the next turn answers it. Only messages behind the last answer are made into tokens. A
+harness that changes the conversation so far, or that has several at a time, fails its rollout: the tokens generated
+would not be the tokens trained on. A request waits for the next turn, until ``reset`` or ``close``; ``reset`` and
+``step`` wait for a request or the end of the episode, until the caller's time-out.
 """
 
 from __future__ import annotations
@@ -29,9 +23,7 @@ from pipelinerl.rl.environments import Observation, Turn
 from pipelinerl.util.user_code import kind_and_line
 
 MAX_REQUEST_BYTES = 2**26
-"""Longest request of a harness."""
 SHUTDOWN_S = 1.0
-"""Longest wait for requests that nobody answers any more (s)."""
 
 
 class Verifiers:
@@ -95,7 +87,7 @@ class Verifiers:
         return self._chat.prompt(messages)
 
     async def step(self, turn: Turn) -> Observation:
-        """Answer the harness, and return what it asks next, or the reward."""
+        """Answer the harness; return its next request, or the reward."""
         assert self._episode is not None
         assert self._answered is not None
         before: Sequence[Message] = self._body["messages"]
@@ -108,12 +100,11 @@ class Verifiers:
         return Observation(reward=sum(one.reward for one in episode.traces if one.agent.trainable), done=True)
 
     async def close(self) -> None:
-        """End what runs."""
+        """End the running episode."""
         await self._end_episode()
         await self._resources.aclose()
 
     async def _open(self) -> None:
-        """Start the server, and what all episodes of the environment share."""
         from aiohttp import web
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import EvalClientConfig
@@ -143,7 +134,6 @@ class Verifiers:
             asks.cancel()
 
     async def _handle(self, request: Any) -> Any:
-        """Answer the harness when the model has."""
         from aiohttp import web
 
         body = await request.json()
@@ -165,7 +155,6 @@ class Verifiers:
 
 
 def _new(messages: Sequence[Message], before: Sequence[Message]) -> list[Message]:
-    """Return the messages that follow the answer to those before."""
     old, rest = messages[: len(before)], messages[len(before) :]
     if list(old) != list(before) or not rest or rest[0].get("role") != "assistant" or len(rest) == 1:
         raise ValueError("the harness changed its conversation, or has another one: that cannot be trained on")
@@ -173,7 +162,6 @@ def _new(messages: Sequence[Message], before: Sequence[Message]) -> list[Message
 
 
 def _plain(message: Message) -> Message:
-    """Return a message whose content is a text."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)  # others than texts: no text model reads them
@@ -181,7 +169,6 @@ def _plain(message: Message) -> Message:
 
 
 def _completion(answer: Answer, *, stream: bool) -> dict[str, Any]:
-    """Return an answer in the form of OpenAI's chat completions."""
     calls = [
         {
             "index": place,

@@ -1,1 +1,1 @@
-"""``train --check``: what a user runs first, on the machines that are to train."""
+"""``train --check``: the first command on the machines of a run."""

@@ -3,35 +3,115 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
-from backends.check.expected import Expected, reduce_bytes_s
-from backends.facts import PlaceFacts, RankFacts, SelfTest
-from backends.interface import Sample, TrainResult
+from backends.interface import PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
 from backends.preflight import trainer_ranks
+from pipelinerl.config.resolve import stated_coefficients
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.catalogue import Gpu
-from pipelinerl.hardware.coefficients import Coefficients
-from pipelinerl.records.check_report import CheckRow, unchecked, wrong
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_model, gpu_of_device
+from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
+from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training, derive_transport, ring_bytes_s
+from pipelinerl.hardware.transport import STREAMED, WeightTransferConfig
+from pipelinerl.records.check_report import CheckRow, Finding, unchecked, wrong
 from pipelinerl.rl.segments import Segment, generated_tokens
+
+NOT_KNOWN = "nothing: the hardware catalogue does not have this device"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The catalogue's expectation of a run on these machines: its central level; slow is below the pessimistic one."""
+
+    config: RunConfig
+    gpu: Gpu | None
+    model: LanguageModel | None
+
+    @classmethod
+    def of(cls, config: RunConfig, device_name: str) -> Self:
+        """Return expectations for a run on devices with this driver name."""
+        assert config.train is not None
+        try:
+            model = find_model(f"{config.train.model.path}/config.json")
+        except ConfigError:  # of a kind whose parameters the catalogue cannot count
+            model = None
+        return cls(config, gpu_of_device(device_name), model)
+
+    def rate(self, what: str, gb_s: float, least: Callable[[Gpu, Coefficients], float], advice: str) -> CheckRow:
+        """Return the row of a speed (GB/s), given the catalogue's (bytes/s)."""
+        text = f"{gb_s:.3g} GB/s"
+        if self.gpu is None:
+            return CheckRow(what=what, measured=text, expected=NOT_KNOWN)
+        central, floor = (least(self.gpu, self._values(level)) / 1e9 for level in (Level.CENTRAL, Level.PESSIMISTIC))
+        expected = f"{central:.3g} GB/s; slow below {floor:.3g}"
+        return _row(what, text, expected, slow=gb_s < floor, advice=advice)
+
+    def seconds(
+        self, what: str, text: str, seconds: float, most: Callable[[Coefficients], float], advice: str
+    ) -> CheckRow:
+        """Return the row of a time (seconds), given the catalogue's."""
+        if self.gpu is None or self.model is None:
+            return CheckRow(what=what, measured=text, expected=NOT_KNOWN)
+        central, limit = (most(self._values(level)) for level in (Level.CENTRAL, Level.PESSIMISTIC))
+        expected = f"{central:.3g} s; slow above {limit:.3g} s"
+        return _row(what, text, expected, slow=seconds > limit, advice=advice)
+
+    def pack_s(self, lengths: list[int]) -> Callable[[Coefficients], float]:
+        """Return the seconds of an optimizer step of one pack on every rank, without the fixed part (``step_s``)."""
+
+        def seconds(values: Coefficients) -> float:
+            assert self.gpu is not None and self.model is not None  # noqa: PT018  # not a test
+            ranks = trainer_ranks(self.config)
+            values = values.model_copy(update=NOTHING_BESIDE)
+            cost = derive_training(self.gpu, self.model, training_accelerators=ranks, coefficients=values)
+            squares = sum(length**2 for length in lengths)
+            return cost.micro_batch_s + cost.token_s * sum(lengths) + cost.token_squared_s * squares
+
+        return seconds
+
+    def weights(self, values: Coefficients) -> WeightTransferConfig:
+        """Return the seconds of a weight update by the run's transport."""
+        assert self.gpu is not None and self.model is not None and self.config.train is not None  # noqa: PT018
+        return derive_transport(
+            self.gpu,
+            self.model,
+            self.config.train.chosen_transport(colocated=self.config.colocated),
+            tensor_parallel=self.config.cluster.tensor_parallel,
+            training_accelerators=trainer_ranks(self.config),
+            colocated=self.config.colocated,
+            zero_stage=self.config.train.trainer.zero_stage,
+            coefficients=values,
+        )
+
+    def usable_gb(self, memory_gb: float) -> float:
+        """Return what may be used of a device's memory (GB)."""
+        return self._values(Level.CENTRAL).memory_share * memory_gb
+
+    def _values(self, level: Level) -> Coefficients:
+        return coefficients(level, stated_coefficients(self.config))
+
+
+def reduce_bytes_s(*, one_node: bool) -> Callable[[Gpu, Coefficients], float]:
+    """Return the bandwidth of the link in an all-reduce (bytes/s)."""
+    return lambda gpu, values: values.allreduce_share * ring_bytes_s(gpu, one_node=one_node)
+
+
+def _row(what: str, text: str, expected: str, *, slow: bool, advice: str) -> CheckRow:
+    finding = Finding.SLOW if slow else Finding.OK
+    return CheckRow(what=what, measured=text, expected=expected, finding=finding, advice=advice if slow else "")
+
 
 ATTENTION_ERROR = {"cpu": 1e-5, "gpu": 2e-2}
 """Largest error of attention over its largest value: float32 and bfloat16 have 2^-24 and 2^-9, and some hops."""
 
 
 def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights_gb: float) -> list[CheckRow]:
-    """Compare what the machines say of themselves.
-
-    Args:
-        config: What is to be run; ``config.train`` is there.
-        test: What they say.
-        own: Versions on the driver's machine.
-        weights_gb: Of the model, in the type of the engines (GB).
-    """
+    """Compare the reports of the machines; ``own`` are the driver's versions, ``weights_gb`` as engines hold them."""
     assert config.train is not None
     others = {
         f"{one.machine}: {name} {one.versions.get(name)}"
@@ -50,8 +130,9 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
             wrong("--out", f"{blind} does not see it", "take a folder that all machines share: ranks write checkpoints")
         )
     free_gb = min(one.free_memory_gb for one in test.places)
-    if free_gb < weights_gb and config.train.chosen_transport(colocated=config.colocated) != "streamed":
-        advice = f"weights of {weights_gb:.1f} GB lie there in every update; train.transport = 'streamed' needs no room"
+    if free_gb < weights_gb and not config.train.chosen_transport(colocated=config.colocated).standing_still:
+        advice = f"weights of {weights_gb:.1f} GB lie there in every update; "
+        advice += f"train.transport = {STREAMED.name!r} needs no room"
         rows.append(wrong("host memory", f"{free_gb:.1f} GB are free", advice))
     rows += _rank_rows(config, test.ranks, one_node=len(test.places) == 1)
     if test.to_engines_gb_s is not None:
@@ -109,12 +190,7 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
 
 
 def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample], list[int]]:
-    """Return what fills the longest row of every rank and teaches nothing, and the lengths of one row (tokens).
-
-    Args:
-        config: What is to be run; ``config.train`` is there.
-        prompt: Tokens that the model knows, repeated as often as needed.
-    """
+    """Return samples that fill every rank's longest row with repeated ``prompt``, and the lengths of a row (tokens)."""
     assert config.train is not None
     pack_tokens, prompts = config.train.trainer.pack_tokens, config.train.task.max_prompt_tokens
     longest = config.room_tokens
@@ -140,9 +216,9 @@ def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample]
 
 
 def taught(samples: Sequence[Sample], result: TrainResult) -> list[Sample]:
-    """Return what has been trained on as if the policy had sampled it, all of it good: every loss has a gradient then.
+    """Return trained samples as if the policy had sampled them, all of them good: every loss has a gradient then.
 
-    So training on it changes weights, without which no direct copies are proven (``backends/vllm/direct_copies.py``).
+    So training on them changes weights, without which no direct copies are proven (``backends/vllm/direct_copies.py``).
     """
     return [
         replace(
@@ -159,15 +235,7 @@ def taught(samples: Sequence[Sample], result: TrainResult) -> list[Sample]:
 def pack_rows(
     config: RunConfig, result: TrainResult, lengths: list[int], rank: RankFacts, preflight_gb: float | None
 ) -> list[CheckRow]:
-    """Judge the training on one longest pack.
-
-    Args:
-        config: What is to be run; ``config.train`` is there.
-        result: Of the trainer.
-        lengths: Sequences of the row of a rank (tokens).
-        rank: One of them.
-        preflight_gb: What the preflight counted (GB). None: it does not count on this device.
-    """
+    """Judge training on one longest pack (tokens); ``preflight_gb`` None: no estimate for this device."""
     expected, metrics = Expected.of(config, rank.device), result.metrics
     phases = {name: _slowest(metrics, f"{name}_s") for name in ("forward", "backward", "optimizer")}
     spent_s = sum(phases.values())
@@ -194,5 +262,4 @@ def pack_rows(
 
 
 def _slowest(metrics: dict[str, Any], name: str) -> float:
-    """Return a metric of the rank that has most of it; nan if none has it."""
     return max((value for key, value in metrics.items() if key.rpartition("/")[2] == name), default=math.nan)

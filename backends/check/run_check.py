@@ -1,44 +1,128 @@
 """``train --check``: all of it, in the order in which it can fail.
 
-Theory of operation. First what needs no package: the task and its data. Then a run of a few optimizer steps on the
+Theory of operation. The task and its data need no package and come first. Then a run of a few optimizer steps on the
 engines and the trainer of the run file, where they will be; when they are up, and before the first rollout, the
 machines are measured. So every number is one of the calls that the run itself makes.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from backends.check.environment_rows import environment_rows
-from backends.check.expected import Expected
-from backends.check.machine_rows import longest_pack, machine_rows, pack_rows, taught
-from backends.check.run_rows import run_rows
-from backends.check.task_rows import task_rows
+from backends.check.machine_rows import Expected, longest_pack, machine_rows, pack_rows, taught
+from backends.check.task_rows import environment_rows, task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
-from backends.place_facts import versions
+from backends.kinds import RayBackend, backend_of
 from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
-from backends.run import backend_of, drive
-from backends.vllm_deepspeed import NEEDED
+from backends.run import drive
 from pipelinerl.calibration.calibrate import calibrate_trace
 from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts, hardware_toml, write_hardware
-from pipelinerl.calibration.hardware_fit import HardwareFit
-from pipelinerl.config.check import check_config
-from pipelinerl.config.run import RunConfig
+from pipelinerl.calibration.solve import HardwareFit
+from pipelinerl.config.run import RunConfig, check_config
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, RunInterruptedError, install
+from pipelinerl.hardware.costs import loading_s
+from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.check_report import CheckReport, CheckRow, unchecked, wrong
-from pipelinerl.records.run_folder import CHECK_FILE, LOGS_FOLDER, check_vacant, make_folder, write_json
+from pipelinerl.records.reports import RunReport, UpdateReport
+from pipelinerl.records.run_folder import CHECK_FILE, LOGS_FOLDER, TRACE_FILE, check_vacant, make_folder, write_json
 from pipelinerl.records.steps import StepRow
+from pipelinerl.records.trace import Trace
 from pipelinerl.rl.problems import Task
+from pipelinerl.scheduler.events import RolloutScored, StartRollout
+
+MOST_LOST = 0.1
+"""Share of the effective sample size that arithmetic may cost: more, and engine and trainer have different weights.
+
+Weights w = pi/mu of log-normal spread have KL = s^2 / 2 and ESS = exp(-s^2), so ESS = exp(-2 KL).
+"""
+
+
+def run_rows(
+    report: RunReport, folder: Path, expected: Expected, *, weights: dict[str, Any], weights_gb: float
+) -> list[CheckRow]:
+    """Judge a run of a few steps, recorded in ``folder``.
+
+    ``weights``: the table ``hardware.weights`` fitted to them; empty: nothing was published. ``weights_gb``: as an
+    engine holds them.
+    """
+    text = f"{report.optimizer_steps}, {report.tokens_per_s:,.0f} tokens/s, {report.rollouts.failed} rollouts failed"
+    rows = [CheckRow(what="optimizer steps", measured=text)]
+    if weights and report.updates is not None:
+        rows += _weight_rows(report.updates, expected, weights, weights_gb)
+    rows += _agreement(report, expected.config)
+    return [*rows, _signal_row(expected.config, folder)]
+
+
+def _weight_rows(
+    update: UpdateReport, expected: Expected, weights: dict[str, Any], weights_gb: float
+) -> list[CheckRow]:
+    way_s = loading_s(WeightTransferConfig.model_validate(weights))
+    text = f"{weights_gb:.3g} GB in {way_s:.3g} s ({weights_gb / way_s if way_s else math.inf:.3g} GB/s)"
+    advice = "look at the network that leads to rank 0's address, at train.transport, and at rank 0's log"
+
+    times = {name: getattr(update, name) for name in ("pause_s", "transfer_s", "resume_s")}
+    still = ", ".join(f"{name[:-2]} {seconds:.3g} s" for name, seconds in times.items())
+    return [
+        expected.seconds(
+            "weights, trainer to all engines", text, way_s, lambda values: loading_s(expected.weights(values)), advice
+        ),
+        expected.seconds(
+            "  an engine stands still",
+            still,
+            sum(times.values()),
+            lambda values: expected.weights(values).pause_s,
+            advice,
+        ),
+    ]
+
+
+def _agreement(report: RunReport, config: RunConfig) -> list[CheckRow]:
+    assert config.train is not None
+    floor = None if report.mismatch is None else report.mismatch.kl_at_lag_0
+    if floor is None:
+        return []
+    most = -math.log(1 - MOST_LOST) / 2
+    text = f"{floor:.1e} nats per token between engine and trainer, of the same weights"
+    if config.train.sampling.leaves_words_out:
+        return [CheckRow(what="agreement", measured=text, expected="nothing: sampling leaves words out")]
+    if not floor <= most:
+        return [wrong("agreement", text, f"above {most:.2g} it is no rounding: engines have other weights or settings")]
+    return [
+        CheckRow(what="agreement", measured=text, expected=f"at most {most:.2g}: {MOST_LOST:.0%} of the samples' worth")
+    ]
+
+
+def _signal_row(config: RunConfig, folder: Path) -> CheckRow:
+    prompts: dict[int, int] = {}
+    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    for record in Trace(folder / TRACE_FILE).records():
+        if isinstance(record.command, StartRollout):
+            prompts[record.command.rollout_id] = record.command.prompt_id
+        elif isinstance(record.event, RolloutScored):
+            rewards[prompts[record.event.rollout_id]].append(record.event.reward)
+    size = config.workload.group_size
+    whole = [some for some in rewards.values() if len(some) == size]
+    equal = sum(len(set(some)) == 1 for some in whole)
+    text = f"{equal} of {len(whole)} groups have equal rewards"
+    if size == 1 or not equal:
+        return CheckRow(what="signal", measured=text)
+    if equal == len(whole):
+        return wrong("signal", text, "nothing can be learned: take other problems, or another model")
+    filtered = config.scheduler.filter_no_signal
+    advice = "" if filtered else "scheduler.filter_no_signal = true trains on the others only"
+    return CheckRow(what="signal", measured=text, advice=advice)
+
 
 MARKER = ".seen"
-"""A file in the folder that all machines are asked for."""
+"""All machines are asked for this file of the folder."""
 LINK_BYTES = {"cpu": 64_000_000, "gpu": 1_000_000_000}
-"""Bytes that links are measured with, by device."""
 
 
 def check(
@@ -49,17 +133,10 @@ def check(
     backend: Backend | None = None,
     on_step: Callable[[StepRow, dict[str, float]], None] | None = None,
 ) -> CheckReport:
-    """Check a run on the machines that are to carry it out.
+    """Check a run on the machines that are to carry it out; without the packages of training only its task.
 
-    Args:
-        config: The run.
-        out: New folder for the report, a hardware.toml and the few steps.
-        shared: Whether all machines must see that folder.
-        backend: Makes engines, trainer and the rest; None: the one that the run file names.
-        on_step: Called with the row and the metrics of each optimizer step.
-
-    Returns:
-        What was found. Without the packages of training only the task is checked.
+    ``out``: new folder for the report, a hardware.toml and the few steps, seen by all machines if ``shared``.
+    ``backend`` None: of the run file.
 
     Raises:
         ConfigError: If the input is wrong; nothing has been started or written then.
@@ -68,8 +145,8 @@ def check(
     train = check_run(config)
     task = task_of(config)
     evaluation_task(config, task)
-    missing = [] if backend else [name for package, name in NEEDED.items() if find_spec(package) is None]
     backend = backend or backend_of(train)
+    missing = backend.missing() if isinstance(backend, RayBackend) else []
     if not missing:
         backend.check(config)
     _check_vacant(out)
@@ -95,7 +172,6 @@ def _check_vacant(out: Path) -> None:
 
 
 def _codec(path: str) -> tuple[Codec | None, str]:
-    """Return the model's tokenizer, or why there is none."""
     if not Path(path).is_dir():  # a name would be looked for in the network
         return None, f"train.model.path={path!r} is no folder"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -108,7 +184,7 @@ def _codec(path: str) -> tuple[Codec | None, str]:
 
 
 class _Trial:
-    """A run of a few steps with measurements before it (mutable)."""
+    """A run of a few steps with measurements before it."""
 
     def __init__(
         self,
@@ -128,7 +204,7 @@ class _Trial:
         self._weights_gb = sum(file.stat().st_size for file in Path(self._train.model.path).glob("*.safetensors")) / 1e9
 
     def rows(self) -> list[CheckRow]:
-        """Run, and return what was found; the row of what has failed is the last one."""
+        """Run; return the findings, a failure last."""
         short, began_s = check_config(self._config), time.monotonic()
         try:
             with self._backend.open(short, logs=self._out / LOGS_FOLDER) as parts:
@@ -145,7 +221,7 @@ class _Trial:
         except (RunFailedError, BackendError) as error:
             return [
                 *self._rows,
-                wrong("run", str(error), "mend this first; see docs/training.md, When something fails"),
+                wrong("run", str(error), "mend this first; see docs/training_faults.md"),
             ]
         fitted = self._fitted()
         weights = {} if fitted is None else fitted.table.get("weights", {})
@@ -154,10 +230,11 @@ class _Trial:
         return [*self._rows, self._hardware_row(fitted)]
 
     async def _measure(self, parts: Parts) -> None:
-        """Measure machines and links, and train on one longest pack."""
         if parts.self_test is None:
             self._rows.append(unchecked("machines and links", "this backend does not measure them"))
             return
+        from backends.ray.placement import versions
+
         marker = self._out / MARKER
         marker.touch()
         try:
@@ -172,12 +249,11 @@ class _Trial:
         self._rows += pack_rows(self._config, result, lengths, test.ranks[0], self._preflight_gb())
 
     def _preflight_gb(self) -> float | None:
-        """Return what the preflight counted for a GPU."""
         if self._train.device == "cpu":
             return None
         from transformers import AutoConfig
 
-        from backends.deepspeed.footprint import footprint_of
+        from backends.trainer.footprint import footprint_of
 
         return footprint_of(self._config, AutoConfig.from_pretrained(self._train.model.path)).total / 1e9
 

@@ -1,8 +1,7 @@
 """The promises of ``interface.py`` as checks: what passes them is a backend.
 
-Each public coroutine of ``EngineContract``, ``ReferenceContract`` and ``TrainerContract`` is one promise. It fails with
-an ``AssertionError``, or with whatever its object raises. The promises of one contract share an object that has been
-started, may run in any order, and leave it as the next can use it. With pytest::
+Each public coroutine of ``EngineContract``, ``ReferenceContract`` and ``TrainerContract`` is one promise. The promises
+of one contract share a started object, may run in any order, and leave it as the next can use it. With pytest::
 
     @pytest.mark.parametrize("promise", promises(EngineContract))
     def test_an_engine_keeps_its_promises(contract, runner, promise):

@@ -1,18 +1,84 @@
-"""The contract of every engine."""
+"""The contract of every engine, and helpers of all contracts: plain asserts and numpy."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from backends.contract.checks import PROMPT, ROUNDING, OvertakenError, check_close, raises, tried_again
 from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
+
+Of = TypeVar("Of")
+
+PROMPT = (3, 13, 4, 11)
+BATCH = 8
+ROUNDING = 1e-5
+"""Largest difference of a log-probability that is computed in another order (nats)."""
+
+
+def promises(contract: type) -> list[str]:
+    """Return the names of a contract's promises, in order."""
+    return [name for name, value in vars(contract).items() if inspect.iscoroutinefunction(value) and name[0] != "_"]
+
+
+def check_close(actual: ArrayLike, expected: ArrayLike) -> None:
+    """Check that log-probabilities are the same up to ``ROUNDING``."""
+    one, other = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    np.testing.assert_allclose(one, other, rtol=0, atol=ROUNDING, equal_nan=False)
+
+
+FOLLOWING = ("loss", "kl_loss", "value_loss", "gradient_norm", "learning_rate")
+"""Metrics that follow from weights and samples; the others are measured, or sums of their own."""
+
+
+def check_metrics(actual: Mapping[str, float], expected: Mapping[str, float], *, rel: float) -> None:
+    """Check that metrics have the same names and, those in ``FOLLOWING``, up to a share ``rel`` the same values."""
+    assert actual.keys() == expected.keys()
+    following = expected.keys() & set(FOLLOWING)
+    one, other = (np.array([metrics[name] for name in following]) for metrics in (actual, expected))
+    np.testing.assert_allclose(one, other, rtol=rel, atol=1e-12, equal_nan=False)
+
+
+class OvertakenError(Exception):
+    """The request under test ended before the promise could be observed."""
+
+
+TRIES = 10
+
+
+def tried_again(promise: Callable[[Of], Awaitable[None]]) -> Callable[[Of], Awaitable[None]]:
+    """Have a promise tried again where it was overtaken: the machine is slow, or stands still for seconds."""
+
+    @functools.wraps(promise)
+    async def until_shown(contract: Of) -> None:
+        for _ in range(TRIES):
+            with suppress(OvertakenError):
+                return await promise(contract)
+        raise AssertionError(f"{promise.__name__}: answers were whole too early, {TRIES} times")
+
+    return until_shown
+
+
+@contextmanager
+def raises(error: type[Exception], *, but_not: type[Exception] | None = None, begins: str = "") -> Iterator[None]:
+    """Check that the block raises an error, none of the kind ``but_not``, with a text that begins so."""
+    raised: Exception | None = None
+    try:
+        yield
+    except error as expected:
+        raised = expected
+    assert raised is not None, f"{error.__name__} was not raised"
+    assert but_not is None or not isinstance(raised, but_not), repr(raised)
+    assert str(raised).startswith(begins), repr(raised)
 
 
 def request(rollout_id: int, num_tokens: int, *, seed: int | None = None, temperature: float = 1.0) -> GenerateRequest:
@@ -22,7 +88,7 @@ def request(rollout_id: int, num_tokens: int, *, seed: int | None = None, temper
 
 
 def check(generated: Generated, asked: int, *, aborted: bool = False) -> None:
-    """Check what is true of every answer of an engine whose model never ends one by itself."""
+    """Check the invariants of answers, for a model that never ends one by itself."""
     num_tokens = len(generated.tokens_T)
     assert 0 <= num_tokens < asked if aborted else num_tokens == asked
     assert generated.aborted is aborted
@@ -36,11 +102,7 @@ def check(generated: Generated, asked: int, *, aborted: bool = False) -> None:
 
 
 async def ends(tasks: list[asyncio.Task[Generated]], shows: Callable[[Generated], bool]) -> list[Generated]:
-    """Return the answers.
-
-    Raises:
-        OvertakenError: If one does not show what it is to show.
-    """
+    """Return the answers; ``OvertakenError`` if a request ended before its promise could be observed."""
     answers = await asyncio.gather(*tasks)
     if not all(map(shows, answers)):
         raise OvertakenError
@@ -48,13 +110,7 @@ async def ends(tasks: list[asyncio.Task[Generated]], shows: Callable[[Generated]
 
 
 class EngineContract:
-    """An engine that has been started, has ``num_slots`` slots, and a model that never ends an answer by itself.
-
-    Args:
-        engine: The engine.
-        weights_of: Makes the weights of a version.
-        num_slots: Sequences in progress, at most (count); at least 5.
-    """
+    """A started engine with ``num_slots`` slots (at least 5) and a model that never ends an answer."""
 
     def __init__(self, engine: Engine, weights_of: Callable[[int], Weights], *, num_slots: int) -> None:
         self.engine, self.weights_of, self.num_slots = engine, weights_of, num_slots
@@ -65,11 +121,7 @@ class EngineContract:
         return await self.engine.update(self.weights_of(self.version), kind)
 
     async def _in_progress(self, num_tokens: int) -> list[asyncio.Task[Generated]]:
-        """Return four requests that have some tokens by now, and need more.
-
-        Raises:
-            OvertakenError: If one of them needs none.
-        """
+        """Return four requests that have some tokens by now, and need more; else ``OvertakenError``."""
         tasks = [asyncio.create_task(self.engine.generate(request(number, num_tokens))) for number in range(4)]
         await self.engine.generate(request(100, 20))
         if any(task.done() for task in tasks):
@@ -85,7 +137,7 @@ class EngineContract:
         assert generated.spans == VersionSpans((self.version,), (30,))
         check(await self.engine.generate(request(0, 1)), 1)
 
-    async def seconds_that_an_answer_tells_are_some_of_those_that_it_took(self) -> None:
+    async def seconds_of_an_answer_are_some_of_those_that_it_took(self) -> None:
         begin_s = time.monotonic()
         seconds = (await self.engine.generate(request(0, 30))).seconds
         if seconds is not None:
@@ -185,7 +237,7 @@ class EngineContract:
             assert generated.spans.versions == (self.version - 1,)
         assert (await self.engine.generate(request(0, 20))).spans == VersionSpans((self.version,), (20,))
 
-    async def an_engine_says_what_it_has_loaded(self) -> None:
+    async def an_engine_reports_what_it_has_loaded(self) -> None:
         await self._update(WeightUpdate.WAIT)
         assert await self.engine.checksums() == self.weights_of(self.version).checksums
         assert (await self.engine.generate(request(0, 20))).spans == VersionSpans((self.version,), (20,))

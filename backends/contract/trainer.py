@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.contract.checks import BATCH, PROMPT, ROUNDING, check_close, check_metrics, raises
-from backends.contract.engine import EngineContract, request
+from backends.contract.engine import (
+    BATCH,
+    PROMPT,
+    ROUNDING,
+    EngineContract,
+    check_close,
+    check_metrics,
+    raises,
+    request,
+)
 from backends.interface import Reference, Sample, Trainer, TrainResult, Weights
 from pipelinerl.errors import ReferenceLostError
 from pipelinerl.rl.segments import Segment, extended
@@ -92,13 +100,7 @@ class ReferenceContract:
 
 
 class TrainerContract:
-    """A trainer that has been started, with ``BATCH`` sequences per optimizer step.
-
-    Args:
-        trainer: The trainer.
-        read: Returns the checksums of published weights as they are now.
-        folder: Where to write.
-    """
+    """A started trainer of ``BATCH`` sequences a step; ``read`` returns the checksums of published weights."""
 
     def __init__(self, trainer: Trainer, read: Callable[[Weights], dict[str, str]], folder: Path) -> None:
         self.trainer, self.read, self.folder = trainer, read, folder
@@ -124,7 +126,6 @@ class TrainerContract:
         self.version = self.saved[number]
 
     async def _step(self, seed: int = 0, *, cuts: tuple[int, ...] = ()) -> tuple[list[Any], dict[str, float]]:
-        """Make an optimizer step, cut into micro-batches; return log-probabilities and metrics, added up."""
         batch, logprobs, metrics, loss = samples(seed), [], {}, 0.0
         for start, end in zip((0, *cuts), (*cuts, BATCH), strict=True):
             result = await self._train(batch[start:end], completes_step=end == BATCH)
@@ -258,7 +259,7 @@ class TrainerContract:
 
 
 async def a_published_version_is_what_an_engine_samples_with(engine: EngineContract, trainer: TrainerContract) -> None:
-    """Train on what the engine has generated after the trainer's last step: all importance weights are 1."""
+    """Train on answers generated after the trainer's last step: all importance weights are 1."""
     for _ in range(2):
         await trainer._step(5)
     weights = await trainer._publish()

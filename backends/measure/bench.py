@@ -1,16 +1,15 @@
 """Micro-benchmarks of the accelerator at hand: matrix products, decode steps, training steps.
 
 Theory of operation. Every measurement is a function without arguments that is called a few times to warm up and then
-several times between two synchronisations; the median counts. On a GPU the time is taken by events of the device, so
-that the time to launch kernels counts only where the device waits for it. Each number is written as soon as it is
-measured, so that Ctrl-C keeps it.
+several times between two synchronisations; the median counts. A GPU's events take the time, so that launches count
+only where the device waits for them. Each number is written as soon as it is measured: Ctrl-C keeps it.
 
 =================  =====================================================================================================
 ``utilisation``    products (h x d)(d x d') of all matrices of a layer, for h = 1 .. 1024: FLOP/s over the peak (the
                    paper's U(h)); the peak is the catalogue's for a GPU that is in it, else the best that was reached
 ``decode``         one decode step of ``batch`` sequences with ``ctx`` tokens of context each: in vLLM, the difference
                    of two generations over the difference of their lengths; without it, of a plain model in torch
-``request``        the rest of the shorter of these generations: what vLLM does once for each request, and prefill
+``request``        the rest of the shorter of these generations: vLLM's work once for each request, and prefill
 ``prefill``        one forward pass over prompts
 ``train``          forward and backward passes, and a step of Adam, on ``tokens`` tokens in ``batch`` sequences
 =================  =====================================================================================================
@@ -19,6 +18,7 @@ measured, so that Ctrl-C keeps it.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import platform
 import statistics
@@ -29,28 +29,145 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
+from torch.nn import functional
 
-from backends.measure.plain_transformer import PlainModel, PlainShape, parameter_count
-from pipelinerl.calibration.step_times import COLUMNS
+from pipelinerl.calibration.table import COLUMNS
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.records.run_folder import make_folder, write_json
 
+# Legend of shapes: B sequences; L tokens of each; C tokens of context of each; V words; D width; H heads; K heads of
+# keys and values; E size of a head.
+
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainShape:
+    """Sizes of a model."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    """Width inside the feed-forward part."""
+    vocabulary: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Read a Hugging Face model's shape; ``ConfigError`` if config.json lacks a size. Experts are not supported."""
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
+            return cls(
+                layers=int(config["num_hidden_layers"]),
+                width=width,
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_size=int(config.get("head_dim") or width // heads),
+                inner=int(config["intermediate_size"]),
+                vocabulary=int(config["vocab_size"]),
+            )
+        except OSError as error:
+            raise ConfigError(f"--model must be a folder in Hugging Face format, {path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--model must be a folder of a dense model, {path} lacks {error}") from None
+
+    def products(self) -> list[tuple[int, int]]:
+        """Return the sizes of the matrices of a layer."""
+        attention, kv = self.heads * self.head_size, 2 * self.kv_heads * self.head_size
+        return [
+            (self.width, attention + kv),
+            (attention, self.width),
+            (self.width, 2 * self.inner),
+            (self.inner, self.width),
+        ]
+
+
+def parameter_count(shape: PlainShape) -> int:
+    """Return the parameters of the model: matrices, and embeddings that are not shared (count)."""
+    return shape.layers * sum(rows * columns for rows, columns in shape.products()) + 2 * shape.vocabulary * shape.width
+
+
+class PlainModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """Attention with grouped heads and a gated feed-forward part per layer; no positions, no biases."""
+
+    def __init__(self, shape: PlainShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape = shape
+
+        def matrix(rows: int, columns: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(rows, columns, device=device, dtype=dtype) / rows**0.5)
+
+        self.embedding = matrix(shape.vocabulary, shape.width)
+        self.head = matrix(shape.width, shape.vocabulary)
+        layers = ([matrix(*size) for size in shape.products()] for _ in range(shape.layers))
+        self.layers = torch.nn.ModuleList(torch.nn.ParameterList(layer) for layer in layers)
+
+    def hidden(self, token_BL: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states of whole sequences, shape [B, L, D]."""
+        x_BLD = self.embedding[token_BL]
+        for layer in self.layers:
+            x_BLD = self._layer(layer, x_BLD, None)
+        return x_BLD
+
+    def loss(self, token_BL: torch.Tensor) -> torch.Tensor:
+        """Return the mean negative log-likelihood of every next token (nats)."""
+        logit_BLV = _norm(self.hidden(token_BL[:, :-1])) @ self.head
+        return functional.cross_entropy(logit_BLV.flatten(0, 1).float(), token_BL[:, 1:].flatten())
+
+    def decode(self, token_B: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Return the likeliest next token of every sequence after one more; the last place of the cache is written."""
+        x_BLD = self.embedding[token_B][:, None]
+        for layer, kv in zip(self.layers, cache, strict=True):
+            x_BLD = self._layer(layer, x_BLD, kv)
+        return (_norm(x_BLD[:, 0]) @ self.head).argmax(dim=-1)
+
+    def empty_cache(self, batch: int, ctx: int) -> Cache:
+        """Return keys and values of ``ctx`` tokens of context and the one to come, each of shape [B, K, C + 1, E]."""
+        shape = self.shape
+        size = (batch, shape.kv_heads, ctx + 1, shape.head_size)
+        like = self.embedding
+        return [(like.new_zeros(size), like.new_zeros(size)) for _ in range(shape.layers)]
+
+    def _layer(
+        self, layer: torch.nn.ParameterList, x_BLD: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        shape = self.shape
+        into, out, up, down = layer
+        heads = (_norm(x_BLD) @ into).unflatten(-1, (-1, shape.head_size)).transpose(1, 2)
+        q_BHLE, k_BKLE, v_BKLE = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        if kv is not None:
+            kv[0][:, :, -1:], kv[1][:, :, -1:] = k_BKLE, v_BKLE
+            k_BKLE, v_BKLE = kv
+        attended = functional.scaled_dot_product_attention(
+            q_BHLE, k_BKLE, v_BKLE, is_causal=kv is None, enable_gqa=shape.heads != shape.kv_heads
+        )
+        x_BLD = x_BLD + attended.transpose(1, 2).flatten(2) @ out
+        gate, value = (_norm(x_BLD) @ up).chunk(2, dim=-1)
+        return x_BLD + (functional.silu(gate) * value) @ down
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(x, x.shape[-1:])
+
+
 STEP_TIMES_FILE = "step_times.csv"
-"""Table that ``calibrate`` reads."""
+"""Read by ``calibrate``."""
 UTILISATION_FILE = "utilisation.csv"
-"""Table that ``hardware.decode`` of kind ``utilisation`` reads."""
+"""Read by ``hardware.decode`` of kind ``utilisation``."""
 CONDITIONS_FILE = "conditions.json"
-"""Conditions of the measurement: device, model, versions."""
 MOST_REPEATS = 200
-"""Calls that are timed, at most (count)."""
+"""Calls that are timed, at most."""
 SEED = 0
-"""Seed of weights and tokens."""
 MOST_READ = 65_536
-"""Tokens of prompts that every generation of vLLM reads anew, at most; more stay in its cache (tokens)."""
+"""Tokens of prompts that every generation of vLLM reads anew, at most; more stay in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +183,13 @@ class Sizes:
     train: tuple[tuple[int, int], ...]
     """Sequences, tokens of each."""
     vllm_steps: tuple[int, int] = (8, 40)
-    """Tokens of the two generations whose difference is timed."""
+    """The difference of two generations of so many tokens is timed."""
     warm_up: int = 2
-    """Calls that are not timed (count)."""
+    """Calls that are not timed."""
     repeats: int = 5
-    """Calls that are timed, at least (count)."""
+    """Calls that are timed, at least."""
     least_s: float = 0.2
-    """Calls are timed until they have taken as long (seconds), or ``MOST_REPEATS``."""
+    """Calls are timed until they have taken as long, or ``MOST_REPEATS``."""
 
 
 GPU_SIZES = Sizes(
@@ -83,19 +200,17 @@ GPU_SIZES = Sizes(
     warm_up=3,
     repeats=7,
 )
-"""For a GPU."""
 CPU_SIZES = Sizes(
     products=tuple(2**power for power in range(11)),
     decode=tuple((batch, ctx) for batch in (1, 4, 16, 32, 64) for ctx in (64, 256, 1024)),
     prefill=((1, 64), (1, 256), (1, 1024), (4, 256)),
     train=((1, 128), (4, 128), (8, 128), (1, 512), (2, 512), (1, 1024)),
 )
-"""For a CPU."""
 SHAPES = {
     "cpu": PlainShape(layers=4, width=512, heads=8, kv_heads=2, head_size=64, inner=1408, vocabulary=8192),
     "gpu": PlainShape(layers=28, width=1536, heads=12, kv_heads=2, head_size=128, inner=8960, vocabulary=151936),
 }
-"""Models measured where none is given: on a GPU the shape of Qwen2.5-1.5B."""
+"""Where no model is given: on a GPU the shape of Qwen2.5-1.5B."""
 
 
 class Bench:
@@ -139,20 +254,12 @@ def measure(
     device: Literal["auto", "cpu", "gpu"] = "auto",
     model: Path | None = None,
     sizes: Sizes | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure the accelerator at hand, and write the tables.
+    """Measure the accelerator at hand and write the tables into ``out``; return the conditions, with the rows by kind.
 
-    Args:
-        out: Folder for the tables.
-        device: ``auto``: the GPU if there is one.
-        model: Folder of a model in Hugging Face format: its shape is measured, and itself if vLLM is installed.
-            None: ``SHAPES``.
-        sizes: What is measured; None: what fits the device.
-        say: Called with a line about each measurement.
-
-    Returns:
-        The conditions, with the number of rows of each kind.
+    ``model``: folder in Hugging Face format, whose shape is measured, and itself if vLLM is installed; None:
+    ``SHAPES``. ``sizes`` None: as fit the device.
 
     Raises:
         ConfigError: If there is no GPU where one is asked for, the model has no config.json that can be read, or the
@@ -181,7 +288,7 @@ def measure(
                 kind = str(row["kind"])
                 counts[kind] = counts.get(kind, 0) + 1
                 what = ", ".join(f"{name} {value}" for name, value in row.items() if name != "kind")
-                say(f"{kind}: {what}")
+                on_progress(f"{kind}: {what}")
             counts["complete"] = 1
     conditions |= {
         "rows": {kind: count for kind, count in counts.items() if kind != "complete"},
@@ -246,9 +353,8 @@ def _decode_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
 def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
     """Yield decode steps of vLLM: the difference of a long and a short generation, over their further tokens.
 
-    What the short one takes besides its decode steps is that of its requests; not where prompts stay in the cache.
-    Prompts are ``ctx`` tokens long less half of the further ones, so that ``ctx`` is the mean context while these are
-    sampled.
+    The rest of the short one is that of its requests; not where prompts stay in the cache. Prompts are ``ctx`` tokens
+    less half of the further ones, so that ``ctx`` is the mean context while these are sampled.
     """
     from backends.vllm.offline import OfflineEngine
 
@@ -296,14 +402,13 @@ def _prefill_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
 
 
 def _if_it_fits(seconds: Callable[[], float]) -> float | None:
-    """Measure without gradients; None if the memory is too small."""
     with torch.inference_mode(), suppress(torch.OutOfMemoryError):
         return seconds()
     return None
 
 
 def _train_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
-    """Yield whole optimizer steps; weights, gradients and Adam's states in the precision of the device."""
+    """Weights, gradients and Adam's states are in the precision of the device."""
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-6)
     for batch, tokens in bench.sizes.train:
         token_BL = torch.randint(plain.shape.vocabulary, (batch, tokens), device=bench.device)
@@ -330,7 +435,6 @@ def _chosen(device: Literal["auto", "cpu", "gpu"]) -> Literal["cpu", "gpu"]:
 
 
 def _catalogue_peak(bench: Bench) -> float | None:
-    """Return the bf16 FLOP/s of the GPU, if the catalogue knows it."""
     if bench.device.type != "cuda":
         return None
     # "NVIDIA H100 80GB HBM3": the word that the catalogue knows.

@@ -1,219 +1,188 @@
-"""Weights from the trainer's rank 0 to all machines of all engines, host to host, while the engines generate.
+"""A snapshot of the weights in rank 0's host memory, sent to every machine while engines generate and ranks train.
 
-Theory of operation. A *group* is rank 0, which sends, and all workers of all engines. One worker of every machine
-receives, into a row of bytes that all workers of that machine see (``shared_row.py``). Every worker has a line to the
-sender, for messages; the bytes go along a chain, from the sender to one machine and on to the next, so every weight
-leaves every machine once. What the row holds is said when the group is made, not with every version.
+Theory of operation. All ranks gather the parameters; rank 0 copies them into a row of bytes, made once and used for
+every version; the trainer stands still for that copy only. On GPUs the row is pinned, and checksums are computed
+where the parameters lie, before they cross to the host. ``group.py`` sends the row. In a worker a thread of its own
+receives unasked: neither the begin nor the end of a transfer disturbs decode. Whether a version has arrived is read
+from the row's label when it is to be loaded. One worker of every machine receives; the thread of any other ends when
+it has opened the row.
 
-==========  ===========================================  ======================================================
-step        sender                                       receiver
-==========  ===========================================  ======================================================
-join        waits for all; says who receives             makes its machine's row, or sees it
-notice      version, checksum of every parameter         waits for it, for as long as it takes
-bytes       from its row, without a copy                 into its row; hands on; verifies what is whole meanwhile
-verdict     waits for all                                right, or refused; labels its row if right
-==========  ===========================================  ======================================================
-
-When all say that it is right the weights can be loaded everywhere. When one refuses they can be sent again. Where
-anything else goes wrong (a member has died, or does not answer in ``timeout_s``) the group is left, and a new one made.
-Whoever knows before these time-outs that a member is lost has the sender leave at once, from another thread; and a
-receiver leaves when the sender has, whatever it waits for.
-
-Plain connections, because they can be closed under whoever waits, and report the death of the other end; with several
-sends under way gloo ends the whole process then. The bytes stay in the host's memory. A GPU reads them there to verify
-them, on a stream of its own: none of its kernels waits for a peer, beside those of decode.
-
-Where all stand still, and every worker receives, the bytes can go from GPU to GPU instead (``communicator.py``): a
-sender that asks ``rows_on`` where to put them together finds out whether.
+Each group has a thread and a ``Staging`` of its own: nobody sees an abandoned thread's work. The next thread waits for
+it before it makes a row: there are never two. A joining thread waits ``timeout_s`` for the thread before and for the
+others. A receiving one waits without limit for the sender's notice, then ``timeout_s`` per bucket; the end of the
+sender, or being abandoned, ends it at once.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Sequence
+import contextlib
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from backends.transfer.communicator import COMMUNICATORS, HOST, Communicator, agree
-from backends.transfer.layout import BUCKET_BYTES, Parameters, cuts
-from backends.transfer.lines import Door, Line, come_in, empty
+from backends.interface import TRANSFER_ATTEMPTS, Weights
+from backends.transfer.checksum64 import checksum64
+from backends.transfer.group import Receiver
+from backends.transfer.row import Place, SharedRow, digest, label, layout, machine, row_bytes, view_of
+from backends.transfer.transport import Membership, SenderContext, TransportEnds, WeightSource, place_of
 from pipelinerl.errors import BackendError
+from pipelinerl.hardware import transport
 
-JOIN_TIMEOUT_S = 180.0
-"""Longest wait for the workers of a group: they have been told of it, but join in threads that let all others go first
-(seconds)."""
-CHAIN = 0
-"""Stands for the sender where workers are counted from 1."""
-BLAME_TIMEOUT_S = 2.0
-"""Time to look for the member that is to blame when a transfer has failed (seconds)."""
-LOG = logging.getLogger("pipelinerl")
+NICER = 19
+"""Niceness of the thread: the engine's scheduler and front end, which decode waits for, go before it."""
 
 
-class Sender:
-    """Rank 0's end: to ``meet`` first.
+class BroadcastSender:
+    """Rank 0 keeps the snapshot and sends it."""
 
-    Args:
-        door: What the members meet at.
-        names: What messages call them: the sender, then every worker of every engine.
-        parameters: What will be sent, every time.
-        timeout_s: Longest wait for the others, when joining and in every step of a transfer (seconds).
-    """
+    def __init__(self, context: SenderContext) -> None:
+        self._receives, self._group = context.receives, context.group
+        self._row: SharedRow | None = None
+        self._held: tuple[int, list[int]] | None = None  # version and checksums in the row
 
-    def __init__(self, door: Door, *, names: Sequence[str], parameters: Parameters, timeout_s: float) -> None:
-        self._door, self._names, self._parameters, self._timeout_s = door, names, parameters, timeout_s
-        self._lines: dict[int, Line] = {}  # by worker; CHAIN: to the first machine
-        self._leaders: list[int] = []
-        self._awaited: list[int] = []  # leaders that have not said whether what they received is right
-        self._why_left: str | None = None  # None: it has not been left
-        self._communicator: Communicator | None = None
-        self._tried = False
+    def publish(self, source: WeightSource, version: int) -> Weights | None:
+        """Copy the weights into the row; ``BackendError`` if the host has no memory for it."""
+        self._held = None
+        places: dict[str, Place] = {place.name: place for place in layout(source.parameters)} if self._receives else {}
+        if self._receives and self._row is None:
+            self._row = SharedRow.make(row_bytes(list(places.values())), source.device)
+        on_gpu = source.device.type == "cuda"
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+            sums: dict[str, Any] = {}
+            for bucket in source.buckets():
+                for name, weight in bucket.items():
+                    assert self._row is not None
+                    kept, sent = view_of(self._row.row, places[name]), weight.detach()
+                    kept.copy_(sent, non_blocking=on_gpu)
+                    sums[name] = checksum64(sent) if on_gpu else threads.submit(checksum64, kept)
+                if on_gpu:
+                    torch.cuda.synchronize()
+        if not self._receives:
+            return None
+        in_order = [sums[name] if on_gpu else sums[name].result() for name in places]
+        self._held = version, in_order
+        checksum = digest(source.parameters, in_order)
+        location = f"{transport.BROADCAST.name}:{label(version, checksum)}"
+        return Weights(version, location, {"all parameters": checksum})
 
-    @property
-    def left(self) -> bool:
-        """Whether the group has been left: it is of no use then."""
-        return self._why_left is not None
-
-    def meet(self) -> None:
-        """Return when all workers have joined.
-
-        Raises:
-            BackendError: If not all come in time, or one refuses the list of parameters, or the group is left.
-        """
-        began = time.perf_counter()
+    def send(self, source: WeightSource, version: int) -> str | None:  # noqa: ARG002
+        """Send the row to all members of the group."""
+        group = self._group.sender
+        if group is None or self._row is None or self._held is None or self._held[0] != version:
+            return f"version {version} cannot be sent: {'no group' if group is None else 'it is not held'}"
         try:
-            self._meet()
-        except Exception as error:
-            absent = [name for worker, name in enumerate(self._names) if worker and worker not in self._lines]
-            who = f"{', '.join(absent)} did not come; " if absent else ""
-            raise self._broken("join", began, error, who) from error
-        finally:
-            self._door.close()
+            for _ in range(TRANSFER_ATTEMPTS):
+                num_refusing = group.send(self._row.row, version=version, sums=self._held[1])
+                if not num_refusing:
+                    return None
+        except BackendError as error:
+            return str(error)
+        return f"version {version} was refused {TRANSFER_ATTEMPTS} times (machines: {num_refusing})"
 
-    def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int], parts: Sequence[int] | None = None) -> int:
-        """Send a row of bytes to all machines.
+    def close(self) -> None:
+        """Do nothing: the row goes with the process."""
 
-        Args:
-            row: Parameters as ``layout`` has them, where ``rows_on`` says; it must stay as it is until this returns.
-            version: Optimizer steps done.
-            sums: ``checksum64`` of each parameter.
-            parts: Which of the parameters they are, in their order. None: all.
 
-        Returns:
-            How many machines refuse what they have received.
+class BroadcastReceiver:
+    """A worker's end: the row that has arrived."""
 
-        Raises:
-            BackendError: If a machine does not say, or the group is left. It is of no use then.
-        """
-        if self._why_left is not None:
-            raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
-        began = time.perf_counter()
+    def __init__(self, model_path: str) -> None:  # noqa: ARG002
+        self._staging: Staging | None = None
+
+    def join(self, member: Membership) -> None:
+        """Begin to join a group."""
+        self._staging = Staging(member, before=self._staging)
+
+    def receive(self, weights: Weights) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the parameters as they lie in the row."""
+        return self._staged(weights).items()
+
+    def loaded(self, weights: Weights) -> None:
+        """Check that the row still holds these weights; else the model may be a mixture."""
+        self._staged(weights)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._staging is not None:
+            self._staging.abandon()
+            self._staging = None
+
+    def _staged(self, weights: Weights) -> dict[str, torch.Tensor]:
+        if self._staging is None:
+            raise BackendError("the engine has joined no group")
+        return self._staging.staged(place_of(weights, transport.BROADCAST))
+
+
+BROADCAST = TransportEnds(BroadcastSender, BroadcastReceiver)
+
+
+class Staging:
+    """The thread of one group in a worker, started here, and the row that it receives into; ``before`` is abandoned."""
+
+    def __init__(self, member: Membership, *, before: Staging | None = None) -> None:
+        self._member = member
+        self._abandoned = False
+        self._receiver: Receiver | None = None
+        self._failure = "it has not been joined yet"
+        decoding = os.sched_getaffinity(0)  # of the worker's own loop: this is called from there
+        if before is not None:
+            before.abandon()
+        self._thread = threading.Thread(target=self._run, args=(decoding, before), name="weights", daemon=True)
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Have the thread end, without waiting for it."""
+        self._abandoned = True
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def staged(self, label: str) -> dict[str, torch.Tensor]:
+        """Return the parameters in the row, no copies; ``BackendError`` if not these, complete and verified."""
+        receiver = self._receiver
+        if receiver is None:
+            raise BackendError(f"no weights are staged: {self._failure}")
+        if (there := receiver.row.label) != label:
+            what = f"{there[:16]} are" if there else "nothing that is complete and right is"
+            raise BackendError(f"weights {label[:16]} are not staged: {what}")
+        return {place.name: view_of(receiver.row.row, place) for place in layout(receiver.parameters)}
+
+    # ------------------------------------------------------------------------------------ in the thread
+
+    def _run(self, decoding: set[int], before: Staging | None) -> None:
+        # A thread begins on the cores of whoever starts it: it would take turns with decode.
+        with contextlib.suppress(OSError):  # there are no others
+            os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - decoding)
+        os.nice(NICER)  # this thread and those that it starts: on Linux threads have priorities of their own
         try:
-            self._awaited = list(self._leaders)
-            for worker in self._leaders:
-                self._lines[worker].tell(version=version, sums=sums, parts=parts)
-            self._send_bytes(row)
-            num_refusing = 0
-            while self._awaited:
-                num_refusing += self._lines[self._awaited[0]].hear()["refused"]
-                self._awaited.pop(0)
-            return num_refusing
-        except Exception as error:
-            raise self._broken("send", began, error, "" if self.left else self._to_blame()) from error
+            if self._member.device.type == "cuda":
+                torch.cuda.set_device(self._member.device)
+            self._receiver = receiver = self._join(before)
+            while receiver.leads and not self._abandoned:
+                receiver.receive(receiver.next_transfer())
+        except Exception as error:  # the sender is told by the group, the engine when it is to load
+            self._failure = str(error)
+        finally:  # the row stays
+            if self._receiver is not None:
+                self._receiver.close()
 
-    def rows_on(self, device: torch.device, room_bytes: int) -> torch.device:
-        """Return where rows to be sent lie: on this device, if bytes can go from it to those of all workers.
+    def _join(self, before: Staging | None) -> Receiver:
+        reuse: SharedRow | None = None
+        if before is not None:
+            before._thread.join(self._member.timeout_s)
+            if before._thread.is_alive():
+                raise BackendError(f"the group before is still being waited for, after {self._member.timeout_s:g} s")
+            reuse = before._take_row()
+        return Receiver(self._member, place=machine(), reuse=reuse)
 
-        That is found out once, while all stand still and wait for a transfer; a line of the log says why not.
-
-        Args:
-            device: Of the sender; workers have one of the same kind each.
-            room_bytes: Memory of each that what is sent needs at a time (bytes).
-
-        Raises:
-            BackendError: If a worker does not say, or the group is left. It is of no use then.
-        """
-        if not self._tried and device.type in COMMUNICATORS:
-            began, self._tried = time.perf_counter(), True
-            try:
-                workers = {worker: self._lines[worker] for worker in self._leaders}
-                self._communicator, faults = agree(workers, device, room_bytes, self._timeout_s)
-            except Exception as error:
-                raise self._broken("connect", began, error, "") from error
-            if faults:
-                why = "; ".join(f"{self._names[rank]}: {fault}" for rank, fault in faults.items())
-                LOG.warning("weights go through the host's memory, not from device to device: %s", why)
-        return HOST if self._communicator is None else device
-
-    def leave(self, why: str = "") -> None:
-        """Leave the group, also under a thread that meets or sends: whatever anybody waits for fails at once.
-
-        A second call does nothing.
-        """
-        if self._why_left is None:
-            self._why_left = why
-        self._door.close()
-        for line in list(self._lines.values()):
-            line.close()
-        if self._communicator is not None:
-            self._communicator.close()
-
-    def _send_bytes(self, row: torch.Tensor) -> None:
-        if self._communicator is None:
-            content = memoryview(row.numpy())
-            for begin, end in cuts(row.numel(), BUCKET_BYTES):
-                empty(self._lines[CHAIN].connection, content[begin:end])
-            return
-        self._communicator.broadcast(row, check=self._check_there, timeout_s=self._timeout_s)
-
-    def _check_there(self) -> None:
-        for worker in self._leaders:
-            self._lines[worker].check_there()
-
-    def _meet(self) -> None:
-        until_s = time.monotonic() + min(self._timeout_s, JOIN_TIMEOUT_S)
-        hellos: dict[int, dict[str, Any]] = {}
-        while len(hellos) + 1 < len(self._names):
-            line, hello = self._door.let_in(until_s=until_s, timeout_s=self._timeout_s)
-            self._keep(hello["worker"], line)
-            hellos[hello["worker"]] = hello
-        workers = sorted(hellos)
-        places = [hellos[worker]["place"] for worker in workers]
-        self._leaders = [workers[index] for index, place in enumerate(places) if place not in places[:index]]
-        rows: dict[str, str] = {}
-        for worker, after in zip(self._leaders, [*self._leaders[1:], None], strict=True):
-            meeting = None if after is None else hellos[after]["meeting"]
-            self._lines[worker].tell(parameters=self._parameters, leads=True, after=meeting)
-        for worker in self._leaders:
-            rows[hellos[worker]["place"]] = self._lines[worker].hear()["row"]
-        mates = [worker for worker in workers if worker not in self._leaders]
-        for worker in mates:
-            self._lines[worker].tell(parameters=self._parameters, leads=False, row=rows[hellos[worker]["place"]])
-        for worker in mates:
-            self._lines[worker].hear()
-        self._keep(CHAIN, come_in(hellos[self._leaders[0]]["meeting"], timeout_s=self._timeout_s))
-
-    def _keep(self, worker: int, line: Line) -> None:
-        self._lines[worker] = line
-        if self.left:  # meanwhile, by another thread
-            line.close()
-
-    def _to_blame(self) -> str:
-        """Say which members have gone or have failed, if any."""
-        said, until_s = [], time.monotonic() + BLAME_TIMEOUT_S
-        for worker in self._awaited:
-            try:
-                Line(self._lines[worker].connection, max(0.01, until_s - time.monotonic())).hear()
-            except ConnectionError:
-                said.append(f"{self._names[worker]} has gone; ")
-            except (OSError, ValueError, BackendError) as error:
-                said.append(f"{self._names[worker]}: {error}; ")
-        return "".join(said)
-
-    def _broken(self, phase: str, began: float, error: Exception, who: str) -> BackendError:
-        seconds = time.perf_counter() - began
-        why = f"{who}{error}" if self._why_left is None else self._why_left
-        failure = f"transfer failed: phase={phase} at {self._names[0]} after {seconds:.1f} s; {why}"
-        self.leave(failure)
-        return BackendError(failure)
+    def _take_row(self) -> SharedRow | None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return None
+        if not receiver.leads:
+            receiver.row.close()
+            return None
+        return receiver.row

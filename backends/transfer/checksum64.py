@@ -1,6 +1,6 @@
 """A 64-bit checksum of a tensor's bytes: the same bits on every device, computed where the tensor lies.
 
-It guards transfers against faults, not against an adversary: files keep SHA-256 (``weights_check.py``). With all
+It guards transfers against faults, not against an adversary: files keep SHA-256 (``verify.py``). With all
 arithmetic modulo 2**64, bytes as little-endian words x, the last one filled up with zeros, word i of chunk k::
 
     y = ((x + (k + 1) * C1) ^ w_i) * C2,    y = (y ^ (y >> 32)) * w_i,    checksum = sum of y + number of bytes
@@ -9,8 +9,7 @@ arithmetic modulo 2**64, bytes as little-endian words x, the last one filled up 
 signs, for 2**63 times an odd number, twice, is 0. The order of a sum does not matter, so neither does how many chunks
 are computed at a time.
 
-torch has signed words: constants from 2**63 on are given as negative numbers, and ``>>`` keeps the sign, which a mask
-takes off again.
+torch has signed words: constants from 2**63 on are negative, and a mask takes off the sign that ``>>`` keeps.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ import functools
 import torch
 
 CHUNK_WORDS = 2**15
-"""Words after which the factors repeat (words of 8 bytes); temporaries of one chunk stay in a CPU's cache."""
+"""Words (8 bytes) after which the factors repeat; temporaries of one chunk stay in a CPU's cache."""
 CHUNKS_AT_A_TIME = {"cpu": 1, "cuda": 256}
-"""Chunks computed at a time, by kind of device: a GPU wants large steps, each of 64 MiB (count)."""
+"""A GPU wants large steps, each of 64 MiB."""
 WORD_BYTES = 8
 LOW_HALF = 2**32 - 1
 
 
 def _signed(value: int) -> int:
-    """Return what a 64-bit word is as a signed number."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -51,13 +49,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum64(tensor: torch.Tensor, *, computed_on: torch.device | None = None) -> int:
-    """Return the checksum of a tensor's bytes in row-major order, a signed 64-bit number.
+    """Return the checksum of a tensor's bytes in row-major order, a signed 64-bit number, whatever its shape and type.
 
-    Shape and type do not enter, only bytes: the same numbers in another type have another checksum.
-
-    Args:
-        tensor: Of any type, on any device.
-        computed_on: Where the bytes are copied to, a few chunks at a time, to be summed. None: where they lie.
+    ``computed_on``: where the bytes are copied to, a few chunks at a time, to be summed. None: where they lie.
     """
     row = as_bytes(tensor)
     device = computed_on or row.device

@@ -1,17 +1,22 @@
-"""How the members of a group come to send bytes from device to device, where all of them can.
+"""NCCL communicators between rank 0's GPU and those of all workers, with a fall-back through the host.
 
-Theory of operation. The sender asks all workers to make a communicator with it. Everybody makes one, tries it with 16
-MB, and says what went wrong, if something did; the sender tells all whether it is used. So a GPU that two members
-share, one without room for what will come, or a network that NCCL cannot cross, costs a line in the log and not the
-run: bytes go through the host's memory. A member that has gone meanwhile ends the group. Messages cross the lines of
-the group all the same, and a line that is closed ends the wait for bytes, too.
+Theory of operation. The sender asks all workers to make a communicator with it. Each member makes one, tries it with 16
+MB and reports its fault; the sender announces whether it is used. So a GPU shared by two members, one without room for
+the weights, or a network that NCCL cannot cross costs a warning in the log: bytes go through the host's memory. A
+member that has gone meanwhile ends the group. All of it happens while engines stand still: kernels that wait for peers
+would stall beside decode's own collectives.
 
-It is done while all stand still: on a GPU it waits for others, as decode's own communication does.
+``Nccl.broadcast`` does not wait in CUDA. It polls the kernel's end and the group's connections (``check``); where a
+member has gone it aborts the communicator, which ends the kernel, and raises. The watchdog of torch's process groups
+would end the process. Only making a communicator, and its first row, wait in NCCL: a thread does both, which can be
+abandoned. The library is torch's; only the calls used are bound here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,113 +26,188 @@ from typing import Any, Protocol
 
 import torch
 
-from backends.transfer.lines import Line
-from backends.transfer.nccl import Nccl
+from backends.transfer.connection import Connection
 from pipelinerl.errors import BackendError
 from pipelinerl.util.user_code import kind_and_line
 
-PROBE_BYTES, PROBE = 2**24, 0x5A
-"""Size of what a new communicator is tried with (bytes), and each of its bytes."""
-CHECK_S = 0.1
-"""Time between two looks at whether the others are there, while it is made (seconds)."""
-MAKE_TIMEOUT_S = 60.0
-"""Longest wait for all to have made it (seconds)."""
-HOST = torch.device("cpu")
-"""Where rows of bytes lie that cross by connections."""
+LIBRARY = "libnccl.so.2"
+ID_BYTES = 128
+BYTE = 1
+"""``ncclUint8``."""
+OK, IN_PROGRESS = 0, 7
+"""``ncclSuccess``, ``ncclInProgress``."""
+LOOK_S = 2e-4
+"""Between two polls of a broadcast."""
 
 
-class Communicator(Protocol):
-    """What bytes cross by, from device to device."""
+class _Id(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
+
+
+@functools.cache
+def _library() -> Any:
+    """Return NCCL; ``OSError`` if it is not there."""
+    library, pointer = ctypes.CDLL(LIBRARY), ctypes.c_void_p
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclGetErrorString.argtypes = [ctypes.c_int]
+    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_Id)]
+    library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), ctypes.c_int, _Id, ctypes.c_int]
+    library.ncclBroadcast.argtypes = [
+        pointer, pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer
+    ]  # fmt: skip
+    library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(ctypes.c_int)]
+    library.ncclCommAbort.argtypes = [pointer]
+    return library
+
+
+def _checked(what: str, result: int) -> None:
+    if result not in (OK, IN_PROGRESS):
+        raise BackendError(f"NCCL: {what}: {_library().ncclGetErrorString(result).decode()}")
+
+
+class Nccl:
+    """A ``Communicator`` of GPUs."""
 
     @staticmethod
     def new_id() -> str:
-        """Return what its members have in common."""
+        """Return a ``ncclUniqueId`` in hexadecimal digits."""
+        common = _Id()
+        _checked("ncclGetUniqueId", _library().ncclGetUniqueId(ctypes.byref(common)))
+        return bytes(common).hex()
 
     def __init__(self, common: str, rank: int, size: int, device: torch.device) -> None:
-        """Return when all others have been made, too.
-
-        Raises:
-            BackendError: If it cannot be made.
-        """
+        self._device, self._handle = device, ctypes.c_void_p()
+        self._in_use = threading.Lock()
+        known = _Id.from_buffer_copy(bytes.fromhex(common))
+        with torch.cuda.device(device):
+            _checked("ncclCommInitRank", _library().ncclCommInitRank(ctypes.byref(self._handle), size, known, rank))
 
     def broadcast(self, row: torch.Tensor, *, check: Callable[[], None], timeout_s: float) -> None:
-        """Send what rank 0 has in a row of bytes to the rows of all others; returns when this one's is as it should be.
+        """Copy rank 0's row to every member."""
+        with self._in_use:
+            if not self._handle:
+                raise ConnectionError("the group has been left")
+            try:
+                self._broadcast(row, check, time.monotonic() + timeout_s)
+            except BaseException:
+                self._abort()
+                raise
 
-        Args:
-            row: On its device; nothing writes to it any more.
-            check: Raises OSError if a member has gone, or the group has been left.
-            timeout_s: Longest wait for the others (seconds).
+    def _broadcast(self, row: torch.Tensor, check: Callable[[], None], until_s: float) -> None:
+        memory, state = row.data_ptr(), ctypes.c_int()
+        with torch.cuda.device(self._device):
+            stream, arrived = side_stream(self._device, "transfer"), torch.cuda.Event()
+            handles = self._handle, stream.cuda_stream
+            _checked("ncclBroadcast", _library().ncclBroadcast(memory, memory, row.numel(), BYTE, 0, *handles))
+            arrived.record(stream)
+            while not arrived.query():
+                check()
+                _checked("asynchronously", _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
+                _checked("asynchronously", state.value)
+                if time.monotonic() > until_s:
+                    raise TimeoutError("timed out")
+                time.sleep(LOOK_S)
+
+    def close(self) -> None:
+        """Abort it, unless another thread uses it, which does so itself when it sees that the group has been left."""
+        if self._in_use.acquire(blocking=False):
+            try:
+                self._abort()
+            finally:
+                self._in_use.release()
+
+    def _abort(self) -> None:
+        if self._handle:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+            _library().ncclCommAbort(handle)
+
+
+@functools.cache
+def side_stream(device: torch.device, use: str) -> torch.cuda.Stream:  # noqa: ARG001  # a key of the cache
+    """Return a GPU's one stream for this use: torch keeps memory for every stream that was ever used."""
+    return torch.cuda.Stream(device)
+
+
+PROBE_BYTES, PROBE = 2**24, 0x5A
+CHECK_S = 0.1
+"""Between two checks of the other members while it is made."""
+MAKE_TIMEOUT_S = 60.0
+"""Longest wait for all to have made it."""
+HOST = torch.device("cpu")
+
+
+class Communicator(Protocol):
+    """Sends bytes from device to device."""
+
+    @staticmethod
+    def new_id() -> str:
+        """Return a new identifier, which all members are made with."""
+
+    def __init__(self, common: str, rank: int, size: int, device: torch.device) -> None:
+        """Return when all members have been made; ``BackendError`` if it cannot be made."""
+
+    def broadcast(self, row: torch.Tensor, *, check: Callable[[], None], timeout_s: float) -> None:
+        """Copy rank 0's row of bytes, unchanged meanwhile, to every member; return when this member's row is complete.
 
         Raises:
-            OSError: If a member has gone, or it takes longer: it is of no use then.
+            OSError: If ``check`` raises it, as a member has gone or the group has been left, or after ``timeout_s``.
+                The communicator is unusable then.
             BackendError: If it fails.
         """
 
     def close(self) -> None:
-        """Give back what it has; a second call does nothing."""
+        """Free its resources; a second call does nothing."""
 
 
 COMMUNICATORS: dict[str, type[Communicator]] = {"cuda": Nccl}
-"""What bytes cross by, by kind of device. Any other: the host's memory and connections."""
+"""By kind of device; others use TCP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a communicator that is to be made."""
+    """A member of a communicator."""
 
     common: str
-    """What rank 0 has made with ``new_id``."""
+    """From ``new_id`` on rank 0."""
     rank: int
     """0 sends."""
     size: int
-    """Members (count)."""
     room_bytes: int
-    """Memory that what is sent needs at a time, on every device (bytes)."""
+    """For the weights under way, on every device."""
     device: torch.device
 
 
 def agree(
-    workers: Mapping[int, Line], device: torch.device, room_bytes: int, timeout_s: float
+    workers: Mapping[int, Connection], device: torch.device, room_bytes: int, timeout_s: float
 ) -> tuple[Communicator | None, dict[int, str]]:
-    """Have all members make a communicator; return it, or why it cannot be, by rank (the sender's part).
+    """Make a communicator with all workers (by rank, from 1); return it, or the faults by rank (the sender's part).
 
-    Args:
-        workers: Line to each worker, by its rank: 1 and more.
-        device: Of the sender.
-        room_bytes: Memory that what is sent needs at a time, on every device (bytes).
-        timeout_s: Longest wait for the others (seconds).
-
-    Raises:
-        OSError: If a member has gone, or does not say.
+    ``room_bytes``: for weights under way, per device. ``OSError`` if a member has gone, or is silent for ``timeout_s``.
     """
     try:
         member = Member(COMMUNICATORS[device.type].new_id(), 0, 1 + len(workers), room_bytes, device)
     except (BackendError, OSError) as error:
         return None, {0: str(error)}
-    for rank, line in workers.items():
-        line.tell(communicator=member.common, rank=rank, size=member.size, room_bytes=room_bytes)
+    for rank, connection in workers.items():
+        connection.send(communicator=member.common, rank=rank, size=member.size, room_bytes=room_bytes)
     made, fault = _tried(member, list(workers.values()), timeout_s)
     with _closed_on_error(made):
-        for line in workers.values():
-            line.check_there()
-        said = {0: fault} | {rank: line.hear()["fault"] for rank, line in workers.items()}
-        faults = {rank: fault for rank, fault in said.items() if fault}
-        for line in workers.values():
-            line.tell(use=not faults)
+        for connection in workers.values():
+            connection.check_open()
+        replies = {0: fault} | {rank: connection.recv()["fault"] for rank, connection in workers.items()}
+        faults = {rank: fault for rank, fault in replies.items() if fault}
+        for connection in workers.values():
+            connection.send(use=not faults)
     return _kept(made, use=not faults), faults
 
 
-def answer(sender: Line, asked: Mapping[str, Any], device: torch.device, timeout_s: float) -> Communicator | None:
-    """Make a communicator as the sender has asked; return it, unless a member cannot (a worker's part).
-
-    Raises:
-        OSError: If the sender has gone.
-    """
+def answer(sender: Connection, asked: Mapping[str, Any], device: torch.device, timeout_s: float) -> Communicator | None:
+    """Join the sender's communicator; None if any member cannot. ``OSError`` if the sender has gone."""
     member = Member(asked["communicator"], asked["rank"], asked["size"], asked["room_bytes"], device)
     made, fault = _tried(member, [sender], timeout_s)
     with _closed_on_error(made):
-        sender.tell(fault=fault)
-        use: bool = sender.hear()["use"]
+        sender.send(fault=fault)
+        use: bool = sender.recv()["use"]
     return _kept(made, use=use)
 
 
@@ -146,21 +226,15 @@ def _kept(made: Communicator | None, *, use: bool) -> Communicator | None:
     return made if use else None
 
 
-def _tried(member: Member, others: Sequence[Line], timeout_s: float) -> tuple[Communicator | None, str]:
-    """Make a communicator and try it; return it, or what went wrong.
-
-    Args:
-        member: Whose.
-        others: Lines that are closed if a member has gone.
-        timeout_s: Longest wait of the others for what this one says (seconds).
-    """
+def _tried(member: Member, others: Sequence[Connection], timeout_s: float) -> tuple[Communicator | None, str]:
+    """Make a communicator and try it; return it, or its fault, while lines to ``others`` are open."""
     limit_s = min(timeout_s / 2, MAKE_TIMEOUT_S)  # who is done at once waits for the others as long as it takes them
     until_s = time.monotonic() + limit_s
     tried: Future[Communicator] = Future()
 
     def check() -> None:
-        for line in others:
-            line.check_there()
+        for connection in others:
+            connection.check_open()
 
     def make_and_try() -> None:
         try:
@@ -181,7 +255,6 @@ def _tried(member: Member, others: Sequence[Line], timeout_s: float) -> tuple[Co
 
 
 def _right(member: Member, check: Callable[[], None], timeout_s: float) -> Communicator:
-    """Make a communicator that has been tried."""
     device = member.device
     communicator = COMMUNICATORS[device.type](member.common, member.rank, member.size, device)
     try:
@@ -203,6 +276,6 @@ def _closed(tried: Future[Communicator]) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for what a GPU has been asked for by any thread of this process, on any stream."""
+    """Wait for all work of this process on a GPU, of any thread and stream."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,124 +1,481 @@
-"""The weight sync group: rank 0 of the trainer and the workers of engines, as weights are sent to them.
+"""The weight sync group: rank 0 of the trainer sends bytes to all workers of all engines.
 
-Theory of operation. A group never changes; when its members do, a new one is made. That is found out before weights
-are sent: every transfer is to the engines that are up at that time, and if these are not the members of the group at
-hand, trainer and engines join a new one first. An engine that has been started again gets the newest weights alone,
-in a group of two; the next publication finds it up, and makes a group of all.
+Theory of operation. Rank 0 sends the weights to one worker per machine (its *leader*), which writes them to memory that
+the machine's workers share (``row.py``) and forwards them to the next machine: every weight leaves every machine once.
+Every worker has a connection to the sender for messages. The list of parameters is sent once, when the group is formed.
 
-Engines generate and the trainer trains while weights are sent. Where an engine is lost in the middle of a transfer, the
-sender ends it at once, as it would wait for an engine that is silent; the others go on with the weights that they have,
-and get the new ones in a group without it.
+==========  ===========================================  ======================================================
+step        sender                                       receiver
+==========  ===========================================  ======================================================
+join        waits for all; names the leaders             leader: makes its machine's row; others: open it
+notice      version, checksum of every parameter         waits without limit
+bytes       from its row, without a copy                 into its row; forwards; verifies complete parameters
+verdict     waits for all leaders                        accepted or refused; labels its row if accepted
+==========  ===========================================  ======================================================
 
-=============  =============================================  ===================================================
-call           waits for                                      bounded by
-=============  =============================================  ===================================================
-``turn``       the transfer before                            its own time-outs
-``form``       engines, to begin to join; then the trainer    ``update_timeout_s``
-``send``       engines, to receive and verify                 ``update_timeout_s`` per bucket; the loss of one
-=============  =============================================  ===================================================
+A refused transfer can be repeated. After any other failure (a member died, or is silent for ``timeout_s``) the group is
+closed and a new one is formed. ``leave`` ends a transfer at once, from any thread; a receiver leaves when the sender
+has, whatever it waits for.
+
+Plain TCP: a connection can be closed under a waiting thread and reports the death of its peer; gloo aborts the whole
+process when several sends are under way. A GPU verifies the bytes in the host's memory on its own stream: beside decode
+no kernel may wait for a peer.
+
+Where all engines stand still and every worker is a leader, bytes can go from GPU to GPU (``communicator.py``):
+``rows_on`` finds out.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from backends.interface import GroupMembers, Weights
-from backends.transfer.misfit import is_misfit
-from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
+import torch
 
+from backends.transfer.checksum64 import checksum64
+from backends.transfer.communicator import COMMUNICATORS, HOST, Communicator, agree, answer, side_stream
+from backends.transfer.connection import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
+from backends.transfer.row import (
+    BUCKET_BYTES,
+    Place,
+    SharedRow,
+    cuts,
+    digest,
+    label,
+    layout,
+    row_bytes,
+    view_of,
+)
+from backends.transfer.transport import Membership, Parameters
+from backends.transfer.verify import check_names
+from pipelinerl.errors import BackendError
+
+JOIN_TIMEOUT_S = 180.0
+"""Longest wait for the workers of a group, whose joining threads yield to all others."""
+CHAIN = 0
+"""Key of the connection to the first machine; workers count from 1."""
+BLAME_TIMEOUT_S = 2.0
+"""For finding the failed member of a transfer."""
 LOG = logging.getLogger("pipelinerl")
 
 
-class WeightSyncGroup:
-    """The weight sync group at hand, and how a new one is made.
+class Sender:
+    """Rank 0's end; call ``meet`` first.
 
-    Args:
-        members: Who can be in it.
+    ``names`` for messages: the sender, then every worker of every engine. ``timeout_s``: longest wait for the others,
+    when joining and in every step of a transfer.
     """
 
-    def __init__(self, members: GroupMembers) -> None:
-        self._trainer, self._receivers = members.sender, members.receivers
-        self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
-        self._members: tuple[tuple[int, int], ...] | None = None
-        self._meeting = ""
-        self.turn = asyncio.Lock()
-        """Held while weights are put together or sent: what is sent must not change."""
+    def __init__(
+        self, server: RendezvousServer, *, names: Sequence[str], parameters: Parameters, timeout_s: float
+    ) -> None:
+        self._server, self._names, self._parameters, self._timeout_s = server, names, parameters, timeout_s
+        self._connections: dict[int, Connection] = {}  # by worker; CHAIN: to the first machine
+        self._leaders: list[int] = []
+        self._awaited: list[int] = []  # leaders that have not said whether what they received is right
+        self._why_left: str | None = None  # None: it has not been left
+        self._communicator: Communicator | None = None
+        self._tried = False
 
     @property
-    def formed(self) -> bool:
-        """Whether there is a group to send to."""
-        return self._members is not None
+    def left(self) -> bool:
+        """Whether the group has been left, and is unusable."""
+        return self._why_left is not None
 
-    async def form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
-        """Have the trainer and these engines form a group, unless they are one; return the engines that are lost.
-
-        Raises:
-            TrainerLostError: If the trainer is lost.
-            WeightsRefusedError: If an engine's model has other weights.
-        """
-        members = tuple((engine, self._receivers[engine].num_started) for engine in engines)
-        if members == self._members:
-            return {}
-        self._members = None
-        if not members:
-            return {}
-        self._meeting = await self._trainer.open_group()
-        names = ["trainer", *(name for engine in engines for name in self._names(engine))]
-        joins = [
-            self._receivers[engine].join_group(self._meeting, first_worker=1 + place * self._workers_each)
-            for place, engine in enumerate(engines)
-        ]
-        ends = await asyncio.gather(*joins, return_exceptions=True)
-        lost = {engine: end for engine, end in zip(engines, ends, strict=True) if isinstance(end, EngineLostError)}
-        for end in ends:
-            if isinstance(end, BaseException) and not isinstance(end, EngineLostError):
-                raise end
-        if lost:
-            return lost
+    def meet(self) -> None:
+        """Wait for all workers; ``BackendError`` if one is late or refuses the parameters, or the group is left."""
+        began = time.perf_counter()
         try:
-            await self._while_there(members, self._trainer.join_group(names, timeout_s=self._timeout_s))
-        except TransferError as error:
-            if is_misfit(str(error)):
-                raise WeightsRefusedError(str(error)) from None
-            LOG.warning("no group: %s", error)
-        else:
-            self._members = members
-        return {}
-
-    async def send(self, weights: Weights) -> bool:
-        """Send to the group that ``form`` has formed; return whether all of it have the weights, verified.
-
-        Raises:
-            TrainerLostError: If the trainer is lost.
-        """
-        if self._members is None:
-            return False
-        try:
-            await self._while_there(self._members, self._trainer.send(weights))
-        except TransferError as error:
-            self._members = None
-            LOG.warning("version %d did not reach the engines: %s", weights.version, error)
-            return False
-        return True
-
-    async def _while_there(self, members: Iterable[tuple[int, int]], work: Coroutine[Any, Any, None]) -> None:
-        """Have the sender do its part; it ends at once when a member is lost."""
-        watching = [asyncio.ensure_future(self._abort_without(engine)) for engine, _ in members]
-        try:
-            await work
+            self._meet()
+        except Exception as error:
+            absent = [name for worker, name in enumerate(self._names) if worker and worker not in self._connections]
+            who = f"{', '.join(absent)} did not come; " if absent else ""
+            raise self._broken("join", began, error, who) from error
         finally:
-            for one in watching:
-                one.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)  # without the trainer its part has failed, too
+            self._server.close()
 
-    async def _abort_without(self, engine: int) -> None:
-        await self._receivers[engine].until_lost()
-        await self._trainer.abort_group(self._meeting, f"engine {engine} is lost")
+    def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int], parts: Sequence[int] | None = None) -> int:
+        """Send a row of bytes to all machines; return the number that refused the weights.
 
-    def _names(self, engine: int) -> list[str]:
-        if self._workers_each == 1:
-            return [f"engine {engine}"]
-        return [f"engine {engine} worker {worker}" for worker in range(self._workers_each)]
+        Args:
+            row: Parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
+            version: Optimizer steps done.
+            sums: ``checksum64`` of each parameter.
+            parts: Indices of the parameters in the row, in its order. None: all.
+
+        Raises:
+            BackendError: If a machine does not answer, or the group is left. It is unusable then.
+        """
+        if self._why_left is not None:
+            raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
+        began = time.perf_counter()
+        try:
+            self._awaited = list(self._leaders)
+            for worker in self._leaders:
+                self._connections[worker].send(version=version, sums=sums, parts=parts)
+            self._send_bytes(row)
+            num_refusing = 0
+            while self._awaited:
+                num_refusing += self._connections[self._awaited[0]].recv()["refused"]
+                self._awaited.pop(0)
+            return num_refusing
+        except Exception as error:
+            raise self._broken("send", began, error, "" if self.left else self._to_blame()) from error
+
+    def rows_on(self, device: torch.device, room_bytes: int) -> torch.device:
+        """Return the device of rows to send: the sender's, if it can send to the workers' devices of its kind.
+
+        Tried once, while all engines stand still; a warning in the log says why not. ``room_bytes``: for weights under
+        way, on each. ``BackendError`` if a worker does not answer, or the group is left; it is unusable then.
+        """
+        if not self._tried and device.type in COMMUNICATORS:
+            began, self._tried = time.perf_counter(), True
+            try:
+                workers = {worker: self._connections[worker] for worker in self._leaders}
+                self._communicator, faults = agree(workers, device, room_bytes, self._timeout_s)
+            except Exception as error:
+                raise self._broken("connect", began, error, "") from error
+            if faults:
+                why = "; ".join(f"{self._names[rank]}: {fault}" for rank, fault in faults.items())
+                LOG.warning("weights go through the host's memory, not from device to device: %s", why)
+        return HOST if self._communicator is None else device
+
+    def leave(self, why: str = "") -> None:
+        """Leave the group, also under another thread, whose wait fails at once; a second call does nothing."""
+        if self._why_left is None:
+            self._why_left = why
+        self._server.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+        if self._communicator is not None:
+            self._communicator.close()
+
+    def _send_bytes(self, row: torch.Tensor) -> None:
+        if self._communicator is None:
+            content = memoryview(row.numpy())
+            for begin, end in cuts(row.numel(), BUCKET_BYTES):
+                send_bytes(self._connections[CHAIN].sock, content[begin:end])
+            return
+        self._communicator.broadcast(row, check=self._check_there, timeout_s=self._timeout_s)
+
+    def _check_there(self) -> None:
+        for worker in self._leaders:
+            self._connections[worker].check_open()
+
+    def _meet(self) -> None:
+        until_s = time.monotonic() + min(self._timeout_s, JOIN_TIMEOUT_S)
+        hellos: dict[int, dict[str, Any]] = {}
+        while len(hellos) + 1 < len(self._names):
+            connection, hello = self._server.accept(until_s=until_s, timeout_s=self._timeout_s)
+            self._keep(hello["worker"], connection)
+            hellos[hello["worker"]] = hello
+        workers = sorted(hellos)
+        places = [hellos[worker]["place"] for worker in workers]
+        self._leaders = [workers[index] for index, place in enumerate(places) if place not in places[:index]]
+        rows: dict[str, str] = {}
+        for worker, after in zip(self._leaders, [*self._leaders[1:], None], strict=True):
+            rendezvous = None if after is None else hellos[after]["rendezvous"]
+            self._connections[worker].send(parameters=self._parameters, leads=True, after=rendezvous)
+        for worker in self._leaders:
+            rows[hellos[worker]["place"]] = self._connections[worker].recv()["row"]
+        mates = [worker for worker in workers if worker not in self._leaders]
+        for worker in mates:
+            self._connections[worker].send(parameters=self._parameters, leads=False, row=rows[hellos[worker]["place"]])
+        for worker in mates:
+            self._connections[worker].recv()
+        self._keep(CHAIN, connect(hellos[self._leaders[0]]["rendezvous"], timeout_s=self._timeout_s))
+
+    def _keep(self, worker: int, connection: Connection) -> None:
+        self._connections[worker] = connection
+        if self.left:  # meanwhile, by another thread
+            connection.close()
+
+    def _to_blame(self) -> str:
+        """Return the members that have gone or failed, as the start of a message."""
+        causes, until_s = [], time.monotonic() + BLAME_TIMEOUT_S
+        for worker in self._awaited:
+            try:
+                Connection(self._connections[worker].sock, max(0.01, until_s - time.monotonic())).recv()
+            except ConnectionError:
+                causes.append(f"{self._names[worker]} has gone; ")
+            except (OSError, ValueError, BackendError) as error:
+                causes.append(f"{self._names[worker]}: {error}; ")
+        return "".join(causes)
+
+    def _broken(self, phase: str, began: float, error: Exception, who: str) -> BackendError:
+        seconds = time.perf_counter() - began
+        why = f"{who}{error}" if self._why_left is None else self._why_left
+        failure = f"transfer failed: phase={phase} at {self._names[0]} after {seconds:.1f} s; {why}"
+        self.leave(failure)
+        return BackendError(failure)
+
+
+class GroupHost:
+    """Rank 0's group at hand; opened, joined, used and aborted from different threads."""
+
+    def __init__(self) -> None:
+        self.sender: Sender | None = None
+        self._server: RendezvousServer | None = None
+        self._rendezvous = self._why_aborted = ""
+        self._changing = threading.Lock()
+
+    def open(self) -> str:
+        """Leave the group before; return the rendezvous of a new one."""
+        from backends.transfer.rendezvous import own_address  # Ray, which vLLM's workers do without
+
+        with self._changing:
+            self._leave()
+            self._server = RendezvousServer.open(own_address())
+            self._rendezvous, self._why_aborted = self._server.rendezvous, ""
+        return self._rendezvous
+
+    def abort(self, rendezvous: str, why: str) -> None:
+        """Break off transfers in this group, but in no later one, from another thread; they report ``why``."""
+        with self._changing:
+            if rendezvous == self._rendezvous:
+                self._why_aborted = why
+                if self.sender is not None:
+                    self.sender.leave(why)
+
+    def join(self, names: Sequence[str], parameters: Parameters, timeout_s: float) -> str | None:
+        """Join the group that was opened last; return the fault, if any, when all have joined.
+
+        ``names``: rank 0, then all workers of all engines. ``timeout_s``: longest wait, now and in every transfer.
+        """
+        assert self._server is not None
+        with self._changing:
+            sender = Sender(self._server, names=names, parameters=parameters, timeout_s=timeout_s)
+            if self._why_aborted:
+                sender.leave(self._why_aborted)
+            self.sender = sender
+        try:
+            sender.meet()
+        except BackendError as error:
+            return str(error)
+        return None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._leave(keep=True)
+
+    def _leave(self, *, keep: bool = False) -> None:
+        if self.sender is not None:
+            self.sender.leave()
+            self.sender = self.sender if keep else None
+        if self._server is not None:
+            self._server.close()
+
+
+# ------------------------------------------------------------------------------------------------- a worker's end
+
+HASH_THREADS = 4
+
+
+class Receiver:
+    """A worker's end. Its constructor returns when its machine has a row that the sender knows.
+
+    Args:
+        member: Its membership.
+        place: Of the machine, common to all workers that can open each other's rows.
+        reuse: A row of an earlier group, used again if it fits.
+        keeps: Whether the row holds all parameters; else it is empty, and ``take`` gets its memory from the caller.
+
+    Raises:
+        BackendError: If the others do not come in time, or the parameters are not the model's.
+    """
+
+    def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None, keeps: bool = True) -> None:
+        self._connections: list[Connection] = []
+        self._closed = False
+        self._communicator: Communicator | None = None
+        began = time.perf_counter()
+        rendezvous, timeout_s = member.rendezvous, member.timeout_s
+        self._timeout_s = timeout_s
+        address, _, password = rendezvous.split(":")
+        server = RendezvousServer.open(address_towards(address), password)
+        try:
+            introduction = {"worker": member.worker, "place": place, "rendezvous": server.rendezvous}
+            self._device = member.device
+            self._sender = self._kept(connect(rendezvous, timeout_s=timeout_s, **introduction))
+            threading.Thread(target=self._close_with_sender, name="weights-sender", daemon=True).start()
+            reply = self._sender.recv()
+            self.parameters: Parameters = reply["parameters"]
+            self.leads: bool = reply["leads"]
+            """Whether this worker receives for its machine."""
+            self.row = self._row(reply, member, reuse, keeps=keeps)
+            self._sender.send(row=self.row.path)
+            self._after = self._kept(connect(reply["after"], timeout_s=timeout_s)) if reply.get("after") else None
+            if self.leads:
+                before, _ = server.accept(until_s=time.monotonic() + timeout_s, timeout_s=timeout_s, host=self._sender)
+                self._before = self._kept(before)
+        except Exception as error:
+            self.close()
+            seconds = time.perf_counter() - began
+            where = rendezvous.rpartition(":")[0]
+            raise BackendError(f"transfer failed: phase=join at {where} after {seconds:.1f} s; {error}") from error
+        finally:
+            server.close()
+
+    def close(self) -> None:
+        """Leave the group, also while a thread waits in it; a second call does nothing."""
+        self._closed = True
+        for connection in list(self._connections):
+            connection.close()
+        if self._communicator is not None:
+            self._communicator.close()
+
+    def _close_with_sender(self) -> None:
+        """Leave when the sender has: the machine before, whose bytes are waited for, may be silent for ever."""
+        self._sender.wait_closed()
+        self.close()
+
+    def next_transfer(self) -> dict[str, Any]:
+        """Return the next transfer's header, without limit; ``OSError`` if the sender has gone, or after ``close``."""
+        while "communicator" in (notice := self._sender.recv(patiently=True)):
+            self._communicator = answer(self._sender, notice, self._device, self._timeout_s)
+        return notice
+
+    @property
+    def rows_on(self) -> torch.device:
+        """Where the rows lie that ``take`` is given."""
+        return HOST if self._communicator is None else self._device
+
+    def receive(self, notice: Mapping[str, Any]) -> bool:
+        """Receive weights into the row; send and return the verdict. ``OSError`` makes the group unusable."""
+        self.row.label = ""
+        sums = self.take(layout(self.parameters), self.row.row)
+        right = bool(sums == notice["sums"])
+        if right:
+            self.row.label = label(notice["version"], digest(self.parameters, sums))
+        self.judge(right)
+        return right
+
+    def take(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
+        """Receive parameters into a row and hand them on; return their checksums. An error makes the group unusable.
+
+        ``OSError`` if a member has gone or is silent, ``BackendError`` if bytes cannot go from device to device.
+        """
+        try:
+            return self._received(places, row)
+        except (OSError, BackendError) as error:
+            with contextlib.suppress(OSError):
+                self._sender.send(error=str(error))
+            raise
+
+    def judge(self, right: bool) -> None:
+        """Send the verdict on the received weights to the sender."""
+        self._sender.send(refused=not right)
+
+    def _received(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
+        if self._communicator is not None:
+            self._communicator.broadcast(row, check=self._sender.check_open, timeout_s=self._timeout_s)
+            return [self._sum(view_of(row, place)) for place in places]
+        content = memoryview(row.numpy())
+        threads = min(HASH_THREADS, len(os.sched_getaffinity(0))) if self._device.type == "cpu" else 1
+        with ThreadPoolExecutor(threads) as hashing, ThreadPoolExecutor(1) as handing_on:
+            sums: list[Future[int]] = []
+            handed_on: list[Future[None]] = []
+            for begin, end in [(0, 0), *cuts(row_bytes(places), BUCKET_BYTES)]:
+                recv_bytes(self._before.sock, content[begin:end])
+                if self._after is not None:
+                    handed_on.append(handing_on.submit(send_bytes, self._after.sock, content[begin:end]))
+                while len(sums) < len(places) and places[len(sums)].end <= end:
+                    sums.append(hashing.submit(self._sum, view_of(row, places[len(sums)])))
+            for one in handed_on:
+                one.result()
+            return [one.result() for one in sums]
+
+    def _sum(self, tensor: torch.Tensor) -> int:
+        """A GPU sums beside decode: on a CPU it is many small steps, each of which waits for the engine's thread."""
+        if self._device.type == "cpu":
+            return checksum64(tensor)
+        with torch.cuda.device(self._device), torch.cuda.stream(side_stream(self._device, "verify")):
+            return checksum64(tensor, computed_on=self._device)
+
+    def _row(self, reply: Mapping[str, Any], member: Membership, reuse: SharedRow | None, *, keeps: bool) -> SharedRow:
+        """Return the row of this machine; if the sender's layout is not the model's, tell all members."""
+        try:
+            sent = {name: tuple(shape) for name, _, shape in self.parameters}
+            check_names(sent, member.shapes, source="weights to be sent")
+            num_bytes = row_bytes(layout(self.parameters)) if keeps else 0
+            if reuse is not None and (not self.leads or reuse.num_bytes != num_bytes):
+                reuse.close()
+                reuse = None
+            if not self.leads:
+                return SharedRow.open(reply["row"], num_bytes, member.device)
+            row = reuse or SharedRow.make(num_bytes, member.device)
+            row.label = ""
+            return row
+        except BackendError as error:
+            self._sender.send(error=str(error))
+            raise
+
+    def _kept(self, connection: Connection) -> Connection:
+        self._connections.append(connection)
+        if self._closed:  # meanwhile, by another thread
+            connection.close()
+        return connection
+
+
+# -------------------------------------------------------- bandwidth to the engines' machines, for ``train --check``
+
+PART_BYTES = 2**24
+REPEATS = 2
+"""Of sending, after once to warm up; the fastest counts: others may use the network, too."""
+TIMEOUT_S = 300.0
+"""Longest wait for the others, which import torch first."""
+
+
+class LinkSender:
+    """Rank 0's part."""
+
+    def open(self) -> str:
+        """Return the rendezvous for the other members."""
+        from backends.transfer.rendezvous import own_address  # Ray, which vLLM's workers do without
+
+        self._server = RendezvousServer.open(own_address())
+        return self._server.rendezvous
+
+    def gb_s(self, num_machines: int, num_bytes: int) -> float:
+        """Return how fast all machines get so many bytes, verified (GB/s); ``BackendError`` if one does not."""
+        names = ["rank 0", *(f"machine {number} of engines" for number in range(1, 1 + num_machines))]
+        sender = Sender(self._server, names=names, parameters=_parts(num_bytes), timeout_s=TIMEOUT_S)
+        row = torch.zeros(num_bytes, dtype=torch.uint8)
+        sums = [checksum64(view_of(row, place)) for place in layout(_parts(num_bytes))]
+        best_s = math.inf
+        sender.meet()
+        try:
+            for number in range(1 + REPEATS):
+                begin_s = time.perf_counter()
+                if sender.send(row, version=0, sums=sums):
+                    raise BackendError("what reached the machines of the engines was not what was sent")
+                best_s = min(best_s, time.perf_counter() - begin_s) if number else best_s
+        finally:
+            sender.leave()
+        return num_bytes / 1e9 / best_s
+
+
+def receive(rendezvous: str, worker: int, num_bytes: int) -> None:
+    """Be the end of a machine of engines, whose number among them is ``worker``, from 1."""
+    shapes = {name: tuple(shape) for name, _, shape in _parts(num_bytes)}
+    member = Membership(
+        rendezvous=rendezvous, worker=worker, shapes=shapes, device=torch.device("cpu"), timeout_s=TIMEOUT_S
+    )
+    receiver = Receiver(member, place=f"machine {worker}")
+    try:
+        for _ in range(1 + REPEATS):
+            receiver.receive(receiver.next_transfer())
+    finally:
+        receiver.close()
+        receiver.row.close()
+
+
+def _parts(num_bytes: int) -> Parameters:
+    return [(f"{begin}", "uint8", (end - begin,)) for begin, end in cuts(num_bytes, PART_BYTES)]

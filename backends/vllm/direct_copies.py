@@ -1,19 +1,19 @@
 """New weights by direct copies: a table of which part of which parameter sent goes to which part of the model.
 
-Theory of operation. The model's own loader says what goes where: it is run once, and its copies are noted in place of
-being made. Slices of tensor parallelism, packed projections and tied parameters come out of it as they are. A model is
-*plain* if the table holds nothing but copies and covers every parameter.
+Theory of operation. The model's own loader is run once and its copies are recorded instead of made. Slices of tensor
+parallelism, packed projections and tied parameters come out of it as they are. A model is *plain* if the table holds
+only copies and covers every parameter.
 
-A model may also keep numbers that it has derived from its parameters. So the first update is carried out twice, by the
-table and by a full reload, and every tensor of the model is compared bit for bit after each. Where they are equal the
-table alone is used from then on, else the reload.
+A model may also keep numbers derived from its parameters. So the first update is carried out twice, by the table and by
+a full reload, and every tensor of the model is compared bit for bit after each. Where they are equal the table alone is
+used from then on, else the reload.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.transfer.checksum64 import checksum64
+from backends.transfer.transport import Tensors
 
 LOG = logging.getLogger("pipelinerl")
 
-Tensors = Mapping[str, torch.Tensor]
-
 DEPTH = 3
-"""How many objects deep a module's own tensors are looked for (count)."""
+"""How many objects deep a module's own tensors are looked for."""
 KV_CACHE = "kv_cache"
 """Attribute of vLLM's attention layers that no weights are in."""
 
@@ -38,7 +37,7 @@ class NotPlainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One copy: the part of a parameter sent, and where to."""
+    """The part of a parameter sent, and where to."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,12 +51,7 @@ class _Copy:
 
 
 class Swap:
-    """How a model gets new weights (mutable: it learns at the first update).
-
-    Args:
-        model: The model.
-        reload: Loads parameters, by their names in the checkpoint, in full.
-    """
+    """How a model gets new weights, by copies or the full ``reload`` (mutable: it learns at the first update)."""
 
     def __init__(self, model: torch.nn.Module, reload: Callable[[Tensors], None]) -> None:
         self._model, self._reload = model, reload
@@ -70,11 +64,7 @@ class Swap:
         return self._table is not None
 
     def __call__(self, tensors: Tensors) -> None:
-        """Bring parameters in.
-
-        Args:
-            tensors: By their names in the checkpoint.
-        """
+        """Bring parameters in, by their names in the checkpoint."""
         with torch.no_grad():
             if self._table is not None:
                 for copy in self._table:
@@ -108,12 +98,7 @@ class Swap:
 
 
 def noted_copies(model: torch.nn.Module, tensors: Tensors) -> list[_Copy]:
-    """Return the copies that the model's loader would make; nothing is changed.
-
-    Raises:
-        NotPlainError: If it would do anything else to a parameter, or leave a part of one as it is.
-        Exception: What the loader raises.
-    """
+    """Return the copies that the model's loader would make; ``NotPlainError`` if it does more, or skips a part."""
     notes = _Notes(model, tensors)
     with notes:
         model.load_weights(iter(tensors.items()))

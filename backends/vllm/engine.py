@@ -30,10 +30,8 @@ from collections.abc import Awaitable
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from backends.cores import keep_to
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
-from backends.process_log import log_to
-from backends.transfer.misfit import is_misfit
+from backends.transfer.transport import is_mismatch, place_of
 from backends.vllm.process import (
     VLLMSettings,
     check_model,
@@ -43,6 +41,7 @@ from backends.vllm.process import (
     shared_memory_of,
 )
 from backends.vllm.version.client import Client, EngineDiedError, start_client
+from backends.workers.main import log_to
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.util.user_code import kind_and_line
@@ -50,7 +49,7 @@ from pipelinerl.util.user_code import kind_and_line
 T = TypeVar("T")
 
 WATCH_PERIOD_S = 0.2
-"""Seconds between two looks at whether vLLM's processes live."""
+"""Between two looks at whether vLLM's processes live."""
 
 
 class VLLMEngine:
@@ -73,14 +72,13 @@ class VLLMEngine:
     # ------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Load the model and generate one token, so that what is compiled on first use is compiled.
+        """Load the model and generate one token, which compiles everything that is compiled on first use.
 
         Raises:
             ConfigError: If vLLM is not installed, or the model cannot be updated on this device.
             EngineLostError: If the engine cannot be started, or not in ``start_timeout_s``.
         """
         settings = self._settings
-        keep_to(settings.kept_to)
         log_to(settings.log_file)
         check_model(settings)
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
@@ -110,7 +108,7 @@ class VLLMEngine:
         self._vllm = start_client(self._settings)
 
     async def shutdown(self) -> None:
-        """End all processes, and with them what is in progress; a second call does nothing."""
+        """End all processes and their requests; a second call does nothing."""
         self._lose(f"engine lost: engine={self._settings.engine_id} has been shut down")
         if self._watcher is not None:
             self._watcher.cancel()
@@ -130,11 +128,7 @@ class VLLMEngine:
         remove_shared_memory(shared)
 
     async def is_there(self) -> None:
-        """Do nothing: that this returns is a sign of life.
-
-        Raises:
-            EngineLostError: If vLLM's processes are lost.
-        """
+        """Return as a sign of life; ``EngineLostError`` if vLLM's processes are lost."""
         self._alive()
 
     async def shared_memory(self) -> set[str]:
@@ -168,7 +162,6 @@ class VLLMEngine:
         self._lose(f"engine lost: engine={self._settings.engine_id}; {what}, start the engine again")
 
     def _alive(self) -> Client:
-        """Return vLLM's engine, unless it is lost."""
         if self._loss is not None or self._vllm is None:
             raise EngineLostError(self._loss or f"engine lost: engine={self._settings.engine_id} has not been started")
         return self._vllm
@@ -182,12 +175,7 @@ class VLLMEngine:
         return EngineLostError(reason)
 
     async def _until(self, call: Awaitable[T]) -> T:
-        """Await a call into vLLM while the engine lives, for ``update_timeout_s`` at most.
-
-        Raises:
-            EngineLostError: If the engine has been lost meanwhile.
-            TimeoutError: If the call takes longer.
-        """
+        """Await a call into vLLM; ``EngineLostError`` if that is lost, ``TimeoutError`` after ``update_timeout_s``."""
         task, lost = asyncio.ensure_future(call), asyncio.ensure_future(self._lost.wait())
         try:
             timeout_s = self._settings.update_timeout_s
@@ -253,14 +241,11 @@ class VLLMEngine:
 
     # --------------------------------------------------------------------------------- weights
 
-    async def join_group(self, meeting: str, *, first_worker: int) -> None:
-        """See ``interface.Receiver``.
-
-        Raises:
-            EngineLostError: If it does not succeed in ``update_timeout_s``.
-        """
+    async def join_group(self, rendezvous: str, *, first_worker: int) -> None:
+        """See ``interface.Receiver``; ``EngineLostError`` if it does not succeed in ``update_timeout_s``."""
         info = {
-            "meeting": meeting,
+            "ends": self._settings.transport.ends,
+            "rendezvous": rendezvous,
             "first_worker": first_worker,
             "timeout_s": self._settings.update_timeout_s,
         }
@@ -274,7 +259,7 @@ class VLLMEngine:
             TransferError: If weights that are loaded while they are sent have not all come. The engine stands still
                 until another update succeeds.
             EngineLostError: If the update fails in any other way. The engine is then never resumed.
-            WeightsRefusedError: If they are not those of the engine's model; it is lost then, too.
+            WeightsRefusedError: If names or shapes differ from the engine's model; the engine is lost then.
         """
         async with self._updating:
             client = self._alive()
@@ -298,7 +283,7 @@ class VLLMEngine:
                     f"weight update failed: phase={phase} engine={self._settings.engine_id} version={weights.version}"
                     f" after {time.perf_counter() - clock_s[0]:.1f} s; {error}; start the engine again"
                 )
-                if is_misfit(str(error)):
+                if is_mismatch(str(error)):
                     raise WeightsRefusedError(str(lost)) from error
                 if isinstance(error, Exception):
                     raise lost from error
@@ -307,7 +292,6 @@ class VLLMEngine:
             return UpdateTimes(*(after - before for before, after in pairwise(clock_s)))
 
     async def _pause(self, client: Client, weight_update: WeightUpdate) -> None:
-        """Stop between two decode steps."""
         in_progress = list(self._running.values())
         await client.pause(weight_update)
         if weight_update is WeightUpdate.ABORT:
@@ -315,23 +299,21 @@ class VLLMEngine:
                 await ended.wait()
 
     async def _receive(self, client: Client, weights: Weights) -> None:
-        """Have all workers verify a file, or find that the weights have arrived, verified, or load what is sent.
-
-        Only in the last case a worker's model is touched here; in the others another attempt is safe.
-        """
-        scheme, _, place = weights.location.partition(":")
-        if scheme != self._settings.transport:
-            raise BackendError(f"location must begin with {self._settings.transport}:, got {weights.location}")
-        infos: dict[str, dict[str, Any]] = {
-            "file": {"checksums": weights.checksums, "path": place},
-            "broadcast": {"label": place},
-            "streamed": {"version": weights.version},
+        """Have all workers receive and verify; another attempt is safe unless models load weights as they arrive."""
+        transport = self._settings.transport
+        place_of(weights, transport)
+        info = {
+            "ends": transport.ends,
+            "standing_still": transport.standing_still,
+            "version": weights.version,
+            "location": weights.location,
+            "checksums": weights.checksums,
         }
         attempts_left = TRANSFER_ATTEMPTS
         while True:
             try:
-                await self._until(client.receive(infos[scheme]))
-                if scheme == "streamed" and (faults := await self._until(client.transfer_faults())):
+                await self._until(client.receive(info))
+                if transport.standing_still and (faults := await self._until(client.transfer_faults())):
                     raise TransferError(f"engine {self._settings.engine_id}: {faults[0]}")
                 return
             except (EngineLostError, TimeoutError, TransferError):
@@ -339,7 +321,7 @@ class VLLMEngine:
             except Exception as error:
                 attempts_left -= 1
                 # vLLM leaves the answers of the other workers of a call that failed to the next call.
-                if not attempts_left or self._settings.tensor_parallel > 1 or is_misfit(str(error)):
+                if not attempts_left or self._settings.tensor_parallel > 1 or is_mismatch(str(error)):
                     raise
 
     async def checksums(self) -> dict[str, str]:

@@ -11,18 +11,10 @@ from typing import Any, Literal
 from backends.vllm.version.client import ENVIRONMENT
 
 CPU_KV_CACHE_GIB = 2
-"""KV cache on CPU (GiB)."""
 
 
 class OfflineEngine:
-    """One engine in this process, without its own process for the scheduler.
-
-    Args:
-        model: Folder in Hugging Face format.
-        device: GPU: bfloat16. CPU: float32.
-        num_slots: Sequences at a time, at most (count).
-        max_tokens: Longest prompt and answer together (tokens).
-    """
+    """One engine in this process, without one for the scheduler; in bfloat16 on GPU, float32 on CPU."""
 
     def __init__(self, model: Path, *, device: Literal["cpu", "gpu"], num_slots: int, max_tokens: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -52,16 +44,7 @@ class OfflineEngine:
         return bool(tokens <= self._max_tokens and batch * (tokens + 16) <= self._capacity)
 
     def generate_s(self, batch: int, prompt_tokens: int, new_tokens: int, *, forget: bool = True) -> float:
-        """Return the seconds in which a batch of prompts of one length gets equally many tokens each.
-
-        No two prompts have a block of the cache in common: each sequence reads keys and values of its own.
-
-        Args:
-            batch: Prompts (count).
-            prompt_tokens: Tokens of each.
-            new_tokens: Tokens of each answer.
-            forget: Whether the prompts are read anew. Else the same ones are in the cache since the last time.
-        """
+        """Return the seconds of a batch; prompts share no block of the cache. ``forget``: none is cached before."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -82,5 +65,4 @@ class OfflineEngine:
 
 
 def _prompt(number: int, tokens: int) -> list[int]:
-    """Return a prompt that begins with its own number, in digits that every vocabulary has."""
     return [1 + number % 7, 1 + number // 7 % 7, 1 + number // 49 % 7, *[1] * tokens][:tokens]

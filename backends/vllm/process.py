@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import Transport
+from pipelinerl.hardware.transport import FILE, WeightTransport
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where shared memory and semaphores are; of a killed process nobody removes them."""
+"""Of shared memory and semaphores; of a killed process nobody removes them."""
 SHARED_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
 """Python's of both, and what vLLM's workers on a CPU reduce in."""
 SHUTDOWN_TIMEOUT_S = 10.0
-"""Seconds that vLLM's processes have to end before they are killed."""
+"""Then vLLM's processes are killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,43 +26,35 @@ class VLLMSettings:
     """Settings of an engine."""
 
     engine_id: int
-    """The engine's id, for messages."""
     model_path: str
-    """Folder in Hugging Face format; its weights are version 0."""
+    """In Hugging Face format; its weights are version 0."""
     num_slots: int
-    """Sequences in progress at a time (count). Paper symbol H."""
+    """Sequences in progress. Paper symbol H."""
     max_tokens: int
-    """Longest prompt and answer together (tokens)."""
+    """Longest prompt and answer together."""
     device: Literal["cpu", "gpu"]
     """GPU: bfloat16. CPU: float32, the only type that vLLM's CPU build runs everywhere."""
-    transport: Transport = "file"
-    """Transport of weights; every ``Weights.location`` begins with it."""
+    transport: WeightTransport = FILE
+    """Every ``Weights.location`` begins with its name."""
     tensor_parallel: int = 1
-    """Accelerators of the engine: they share the model, but for vLLM's ``data_parallel_size`` replicas (count)."""
+    """Accelerators of the engine: they share the model, but for vLLM's ``data_parallel_size`` replicas."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that the engine takes (no unit)."""
     colocated: bool = False
-    """Whether the trainer uses the same GPUs, in turn: then ``sleep`` and ``wake`` do something."""
+    """The trainer uses the same GPUs, in turn: ``sleep`` and ``wake`` do something."""
     cpu_kv_cache_gib: int = 1
-    """KV cache on CPU (GiB)."""
     cpu_in_place: bool = False
-    """On CPU: leave parameters as they are loaded, as on a GPU, so that direct copies can be tried. Decode is 2 to 3
-    times slower."""
+    """On CPU: leave parameters as they are loaded, as on a GPU, to try direct copies. Decode is 2 to 3 times slower."""
     request_times: bool = False
-    """Whether answers say where their time on the engine has gone; costs its front end some 5 us a token."""
+    """Whether answers carry their prefill and decode times; costs the front end some 5 us a token."""
     cpu_cores: str | None = None
-    """Cores that the workers compute on, such as ``0`` or ``0-3``; of several workers one after the other, such as
-    ``0|1``. None: vLLM chooses."""
-    kept_to: frozenset[int] | None = None
-    """Cores that all its processes keep to. None: any."""
+    """Of the workers, such as ``0`` or ``0-3``; of several one after the other, such as ``0|1``. None: vLLM chooses."""
     log_file: str | None = None
-    """Where all its processes print to. None: to where this one does, errors only."""
+    """Of all its processes. None: they print to where this one does, errors only."""
     start_timeout_s: float = 1200.0
-    """Seconds the start may take."""
     update_timeout_s: float = 600.0
-    """Seconds each phase of an update, and every other call but ``generate``, may take."""
+    """Of each phase of an update, and every other call but ``generate``."""
     generate_timeout_s: float = 300.0
-    """Seconds without a decode step while requests are in progress, after which the engine hangs."""
+    """Without a decode step while requests are in progress; then the engine hangs."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """More arguments of vLLM's engine, by name; see ``version/arguments.py``."""
 
@@ -84,7 +76,7 @@ def check_model(settings: VLLMSettings) -> None:
 
 
 def process_tree(before: set[multiprocessing.process.BaseProcess]) -> list[Any]:
-    """Return the child processes that have been started since ``before``, and all of theirs."""
+    """Return the child processes started since ``before``, and all of theirs."""
     import psutil
 
     tree: list[Any] = []
@@ -96,10 +88,7 @@ def process_tree(before: set[multiprocessing.process.BaseProcess]) -> list[Any]:
 
 
 def shared_memory_of(processes: list[Any]) -> set[str]:
-    """Return the files of shared memory and semaphores that processes, and this one, have in use (Linux).
-
-    They are known by their inodes: that of a semaphore is mapped under another name.
-    """
+    """Return shared memory and semaphores in use (Linux), by inode: a semaphore is mapped under another name."""
     mapped = set()
     for pid in (os.getpid(), *(process.pid for process in processes)):
         with contextlib.suppress(OSError):
@@ -115,14 +104,14 @@ def shared_memory_of(processes: list[Any]) -> set[str]:
 
 
 def remove_shared_memory(paths: set[str]) -> None:
-    """Remove what the processes that used it, which have ended, have left."""
+    """Remove shared memory left by dead processes."""
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
 def end_processes(processes: list[Any]) -> None:
-    """Tell processes to end, and kill those that do not; blocks until there are none."""
+    """Terminate processes, then kill the rest; blocks until none is left."""
     if not processes:
         return
     import psutil

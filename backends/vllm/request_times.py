@@ -8,14 +8,11 @@ from collections import deque
 from pipelinerl.scheduler.events import EngineSeconds
 
 MOST_STOPS = 64
-"""Latest times that the engine stood still, of which it is known how long (count)."""
+"""Latest stops of the engine that are kept."""
 
 
 class RequestTimes:
-    """The seconds of requests, less those in which the engine stood still for weights (mutable).
-
-    The clock is the same in all processes of a machine, vLLM's among them.
-    """
+    """The seconds of requests, less those in which the engine stood still (mutable). A machine has one clock."""
 
     def __init__(self) -> None:
         self._stops: deque[tuple[float, float]] = deque(maxlen=MOST_STOPS)
@@ -35,7 +32,7 @@ class RequestTimes:
         """Return where the time of a request that has ended has gone; a time is 0 if it did not come to that.
 
         Prefill lasts from when the request was scheduled to its first token, decode from there to its last one. The
-        prefills of others that a decode step holds besides count as decode.
+        prefills of others in a decode step count as decode.
         """
         if not first_token_s:  # aborted before
             return EngineSeconds(0.0, 0.0)

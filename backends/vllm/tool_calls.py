@@ -10,11 +10,7 @@ from pipelinerl.util.user_code import first_line
 
 
 def tool_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
-    """Return what makes the text of an answer into its content and its calls: name, and JSON of the arguments.
-
-    Raises:
-        ConfigError: If vLLM is not installed, or has no such parser.
-    """
+    """Return a parser: answer -> content and calls (name, JSON of arguments); ``ConfigError`` if vLLM has none."""
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager

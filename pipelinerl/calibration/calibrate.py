@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelinerl.calibration.hardware_fit import (
+from pipelinerl.calibration.solve import (
     HardwareFit,
     fixed_coefficients,
     rounded,
 )
-from pipelinerl.calibration.step_times import Rows, read_step_times
-from pipelinerl.calibration.trace_times import DecodeTimes, TraceTimes, TrainingTimes, read_times
+from pipelinerl.calibration.table import Rows, read_step_times
+from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
@@ -25,18 +25,15 @@ from pipelinerl.util.arrays import FloatArray
 
 ROWS = 200
 """Rows of measured decode steps, about (count)."""
-SHARED = 0.1
-"""Share of the decode steps' seconds from which on the front end's work counts as part of them (no unit)."""
 QUIET = 0.02
 """Mean error up to which single lives of rollouts count as free of noise (no unit)."""
 
 
 def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
-    """Fit the hardware to the trace of a run.
+    """Fit the hardware to a trace, or a run's folder; GPU and model, or tables, are those of ``run``, else the trace's.
 
-    Args:
-        source: Folder of a run, or its trace.
-        run: Its ``hardware`` says what to fit: GPU and model, or tables. None: that of the trace.
+    An engine is taken to have its accelerator, or core, to itself. Where its front end works on the same core, as on a
+    CPU with few, steps last longer by the requests sent meanwhile, and the fit is off by as much.
 
     Raises:
         TraceError: If the trace is missing or broken.
@@ -50,13 +47,7 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     result = HardwareFit(run.hardware, fixed_coefficients(run))
     report = RunReport.read(source / SUMMARY_FILE) if (source / SUMMARY_FILE).is_file() else None
     if report is not None and report.decode_steps and times.config.environment is None:
-        shared = _front_end_share(report.decode_steps)
-        times.windows = _measured(report.decode_steps, with_front_end=shared >= SHARED)
-        if shared >= SHARED:
-            result.notes.append(
-                f"decode: an engine shares its core with its front end, whose work took {shared:.0%} of the steps' "
-                "seconds: prefill.sequence_s holds it, too"
-            )
+        times.windows = _measured(report.decode_steps)
     half_step_s = fit_decode(result, times, front_end_s=_front_end_s(report, times.config))
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
@@ -64,51 +55,25 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     return result
 
 
-def _measured(sums: list[DecodeSteps], *, with_front_end: bool) -> DecodeTimes:
-    """Return what a real run has measured of its decode steps; a size that has more of them has more rows.
-
-    Args:
-        sums: The steps.
-        with_front_end: Whether they last as long as the front end's work besides. It works for requests that are sent
-            meanwhile, not for those in the step, so that these are what the rows count.
-    """
-    columns = ("steps", "sequences", "context", "sent" if with_front_end else "started", "read_tokens", "seconds")
+def _measured(sums: list[DecodeSteps]) -> DecodeTimes:
+    """Return the decode steps that a real run has measured; a size with more of them has more rows."""
+    columns = ("steps", "sequences", "context", "started", "read_tokens", "seconds")
     some = np.array([[getattr(one, name) for name in columns] for one in sums], dtype=np.float64)
     some = np.repeat(some, np.ceil(ROWS * some[:, 0] / some[:, 0].sum()).astype(int), axis=0)
     steps, sequences, context, requests, read_tokens, seconds = some.T
-    if with_front_end:
-        read_tokens = np.zeros(len(some))
     squares = np.divide(read_tokens**2, requests, out=np.zeros(len(some)), where=requests > 0)
     return DecodeTimes(steps, sequences, context, requests, read_tokens, squares, seconds, *np.zeros((2, len(some))))
 
 
-def _front_end_share(sums: list[DecodeSteps]) -> float:
-    """Return the share of the steps' seconds in which the front ends worked on the cores of their engines.
-
-    0 of a run that did not count what was sent.
-    """
-    total = sum(sums, DecodeSteps())
-    return total.front_end_worked_s / total.seconds if total.sent and total.seconds else 0.0
-
-
 def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:
-    """Return the seconds per rollout of what takes one rollout after the other; None: not measured.
-
-    That is the front end of each engine, or the driver, which serves all engines: whichever is slower.
-    """
+    """Return the seconds per rollout of an engine's front end or the driver, whichever is slower; None: unmeasured."""
     if report is None or report.front_end_busy_s_per_rollout is None or report.driver_busy_s_per_rollout is None:
         return None
     return max(report.front_end_busy_s_per_rollout, report.driver_busy_s_per_rollout * config.num_engines)
 
 
 def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | None = None) -> float:
-    """Fit the decode step, prefill and the way of a rollout to its engine and back; return half a step (seconds).
-
-    Args:
-        result: Takes what is found.
-        times: The trace.
-        front_end_s: Measured seconds of an engine's front end per rollout. None: those of the run file.
-    """
+    """Fit decode step, prefill and the way to the engine; return half a step (s). ``front_end_s`` None: run file's."""
     size = float(times.config.cluster.tensor_parallel)
     request_s = result.given.latency.request_s if front_end_s is None else front_end_s
     always_full = not times.config.scheduler.schedule.has_rl_steps
@@ -148,15 +113,7 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
 
 
 def _take_way(result: HardwareFit, times: TraceTimes, way_s: float, half_step_s: float, request_s: float) -> None:
-    """Keep what a rollout's time holds besides its steps: the front end, the way back, and the rest is the way there.
-
-    Args:
-        result: Takes what is found.
-        times: The trace.
-        way_s: The way there and back, without the front end (seconds).
-        half_step_s: Half a decode step (seconds).
-        request_s: The front end (seconds).
-    """
+    """Split a rollout's ``way_s``, there and back, beside its steps; ``request_s`` is the front end, not part of it."""
     latency = result.given.latency.model_dump(exclude={"dispatch_jitter_s"}, exclude_defaults=True)
     if times.late_s is not None:
         # When the pause begins a step is running, and those whose last it is are counted, too: half a step too much.
@@ -167,7 +124,6 @@ def _take_way(result: HardwareFit, times: TraceTimes, way_s: float, half_step_s:
 
 
 def _take_waits(result: HardwareFit, times: TraceTimes, half_step_s: float) -> None:
-    """Keep what a trace tells directly: publication, pause, transfer, phase switch, scoring."""
     if times.publish_s and times.pause_s:
         weights = {"publish_s": _mean(times.publish_s), "pause_s": _mean(times.pause_s)}
         if times.transfer_s:
@@ -190,14 +146,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
-    """Fit the hardware to a table of step times.
+    """Fit GPU and model, or tables, of ``run`` (None: tables) to a CSV table of step times (see ``table``).
 
-    Args:
-        source: The CSV file (see ``steptimes``).
-        run: Its ``hardware`` says what to fit: GPU and model, or tables. None: tables.
-
-    Raises:
-        ConfigError: If the table cannot be used, or GPU or model are unknown.
+    Raises ConfigError if the table cannot be used, or GPU or model are unknown.
     """
     result = HardwareFit(HardwareConfig.model_construct())
     if run is not None:
@@ -244,7 +195,6 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
 
 def _engine_sizes(source: Path, rows: Rows, result: HardwareFit) -> FloatArray:
-    """Return the accelerators of each row's engine; tables of a run file can hold one number of them only."""
     if result.model is None and len(np.unique(rows.accelerators)) > 1:
         sizes = ", ".join(f"{size:g}" for size in np.unique(rows.accelerators))
         raise ConfigError(

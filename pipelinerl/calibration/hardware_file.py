@@ -7,28 +7,22 @@ from typing import Any
 
 import tomli_w
 
-from pipelinerl.calibration.coefficient_fit import is_inverse
-from pipelinerl.calibration.hardware_fit import HardwareFit
 from pipelinerl.calibration.least_squares import Fit
+from pipelinerl.calibration.solve import HardwareFit, is_inverse
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import RUN_FILE
 
 HARDWARE_FILE = "hardware.toml"
-"""Name of the result in a folder."""
 AT_PEAK = 1e-6
 """Distance from 1 within which a fitted share of the peak counts as at its bound (no unit)."""
 POOR = 0.2
-"""Mean error from which on a fit is called poor (no unit).
-
-The hardware model without any measurement is 20 to 35 % off where it could be checked; a good fit is 2 %, one on a
-noisy machine 10 %.
-"""
+"""Mean error from which on a fit is called poor (no unit): a good fit is 2 %, one on a noisy machine 10 %."""
 FAR = 2.0
 """Factor on the hardware model's times, or its inverse, from which on a warning asks whether the input is right."""
 
 
 def hardware_toml(result: HardwareFit, source: str) -> str:
-    """Return the table ``[hardware]`` as TOML, with what is to know about it as comments."""
+    """Return the table ``[hardware]`` as TOML, its notes as comments."""
     lines = [f"# Calibrated from {source}. Replaces the table [hardware] of a run file."]
     for part in result.parts:
         lines.append(f"# {part.what}: fitted to {part.data}; {error_text(part.fit)}")
@@ -38,15 +32,9 @@ def hardware_toml(result: HardwareFit, source: str) -> str:
 
 
 def write_hardware(out: Path, text: str, *, run: str | None = None) -> None:
-    """Write the table into a folder as ``hardware.toml``, or into a file whose name ends in ``.toml``.
+    """Write the table as ``hardware.toml`` into a folder, beside a whole ``run`` as ``run.toml``, or into a ``.toml``.
 
-    Args:
-        out: The folder or the file.
-        text: The table.
-        run: A whole run file, for ``run.toml`` in the folder.
-
-    Raises:
-        ConfigError: If that cannot be done, or there is such a file.
+    Raises ConfigError if that cannot be done, or there is such a file.
     """
     path = out if out.suffix == ".toml" else out / HARDWARE_FILE
     files = {path: text} if run is None else {path: text, out / RUN_FILE: run}
@@ -69,10 +57,7 @@ def error_text(one: Fit) -> str:
 
 
 def doubts(result: HardwareFit) -> list[str]:
-    """Return a line for each number just out of reach, factor far from 1, poor fit, and share of a peak at its bound.
-
-    A time that comes out at its bound, 0, is no reason to doubt: there are systems without it.
-    """
+    """Return a line per number just out of reach, factor far from 1, poor fit, and share of a peak at its bound."""
     lines = list(result.warnings)
     lines += [
         f"{what} lasts {factor:.2g} times as long as the hardware model says: check GPU, model, tensor_parallel and "

@@ -35,13 +35,12 @@ class Column:
     """One coefficient and its factor in every row."""
 
     name: str
-    """Name of the coefficient in reports."""
     factors: FloatArray
-    """Factors of the coefficient, shape [rows]."""
+    """Shape [rows]."""
     kept: float = 0.0
     """Its value where the data do not determine it."""
     least: float = 0.0
-    """The least it may be."""
+    """Its lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class Fit:
     """Coefficients and how good they are."""
 
     values: dict[str, float]
-    """Every coefficient by name, fitted or kept."""
+    """Fitted or kept."""
     undetermined: dict[str, str]
-    """Coefficients that the data cannot determine and that were kept, each with the reason."""
+    """Kept coefficients, each with the reason."""
     rows: int
     """Measurements (count)."""
     mean_error: float
@@ -73,11 +72,8 @@ def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None 
 
     Args:
         columns: At most a handful, the surest first.
-        seconds: Measured times, above 0, shape [rows] (seconds).
+        seconds: Measured times, above 0, shape [rows] (seconds). ValueError if there is none.
         base: The known part of these times, same shape (seconds). None: 0.
-
-    Raises:
-        ValueError: If there is no row.
     """
     if not len(seconds):
         raise ValueError("seconds must have a row, got none")
@@ -124,12 +120,11 @@ class _Problem:
         return cls(triangle[:, :-1], triangle[:, -1], mean_C, len(goal_R))
 
     def loss(self, values_C: FloatArray) -> float:
-        """Return the root mean square error over all rows."""
         return float(np.linalg.norm(self.share_RC @ values_C - self.goal_R) / np.sqrt(self.num_rows))
 
 
 def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column]) -> tuple[FloatArray, dict[str, str]]:
-    """Return the coefficients that bring ``share_RC`` nearest to ``goal_R``, and those kept, with the reason."""
+    """Return the coefficients nearest to ``goal_R``, and the reasons for kept ones."""
     kept: dict[int, float] = {}
     undetermined = {}
     for index, column in enumerate(columns):
@@ -154,11 +149,7 @@ def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column
 
 
 def _bounded(problem: _Problem, columns: Sequence[Column], kept: dict[int, float]) -> tuple[FloatArray, float]:
-    """Return the best coefficients that are not below their bounds, and their root mean square error.
-
-    At the solution some coefficients stand at their bound and the others solve the plain least-squares problem, so
-    trying all sets of the others finds it.
-    """
+    """Return the best coefficients not below their bounds, and their RMS error: all sets at bounds are tried."""
     base_C = np.array([kept.get(index, column.least) for index, column in enumerate(columns)])
     least_C = np.array([column.least for column in columns])
     free = [index for index in range(len(columns)) if index not in kept]

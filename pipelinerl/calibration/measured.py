@@ -1,4 +1,4 @@
-"""What was measured, merged into a run file: the results of ``measure``, ``train --check`` and ``calibrate``."""
+"""Measurements merged into a run file: the results of ``measure``, ``train --check`` and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from pydantic import ValidationError
 
 from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
-from pipelinerl.calibration.hardware_fit import TRAINING_COEFFICIENTS, HardwareFit
+from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, HardwareFit
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, read_hardware
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import HardwareConfig, WeightTransferConfig
+from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.run_folder import RUN_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, read_steps
 from pipelinerl.util.explain import explain
 from pipelinerl.util.strict_model import StrictModel
 
 STEP_TIMES_FILE = "step_times.csv"
-"""The times in a folder of ``measure``."""
 CONDITIONS_FILE = "conditions.json"
-"""How they were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,8 @@ class Measured:
 def merged(config: RunConfig, sources: Sequence[Path]) -> tuple[RunConfig, Measured]:
     """Return a run file with measurements merged into it; of two of the same thing the later one counts.
 
-    Args:
-        config: The run file.
-        sources: Each a folder of ``measure`` or of a run with a trace, a table of step times, or a ``hardware.toml`` of
-            ``calibrate``.
-
-    Raises:
-        ConfigError: If one is none of these, is broken, or is of another GPU or model.
+    ``sources``: folders of ``measure`` or of runs with a trace, step-time tables, ``hardware.toml`` of ``calibrate``.
+    Raises ConfigError if one is unknown or broken, or of another GPU or model.
     """
     measured = Measured()
     for source in sources:
@@ -58,11 +52,7 @@ def merged(config: RunConfig, sources: Sequence[Path]) -> tuple[RunConfig, Measu
 
 
 def of_its_arm(config: RunConfig, sources: Sequence[Path]) -> RunConfig:
-    """Return a run file with measurements merged into it, and the weight transfer measured in a run of its arm.
-
-    Raises:
-        ConfigError: As ``merged``.
-    """
+    """Return ``merged``, with its errors; weight transfer only if measured alike, apart or colocated."""
     config, measured = merged(config, sources)
     weights = measured.weights.get(config.colocated)
     if weights is None:
@@ -88,11 +78,7 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
 
 
 def _of_an_engine(table: Mapping[str, Any], config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Return what a folder of ``measure`` says of engines; its training is plain torch on one accelerator.
-
-    Raises:
-        ConfigError: If its engine was plain torch too.
-    """
+    """Return a folder of ``measure`` without its training, which is plain torch; ConfigError if its engine was too."""
     file = folder / CONDITIONS_FILE
     decode_by = json.loads(file.read_text(encoding="utf-8")).get("decode_by") if file.exists() else None
     if decode_by != "vllm":
@@ -113,7 +99,7 @@ def _of_an_engine(table: Mapping[str, Any], config: RunConfig, folder: Path) -> 
 
 
 def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunConfig, Measured]:
-    """Merge a run with a trace: its weights are those of its own arm, and its answers count if all were finished."""
+    """Merge a run with a trace: its weights count for its own arm only, its answers if all were finished."""
     run = load_run(source / RUN_FILE)
     result = calibrate_trace(source, config)
     table = dict(result.table)

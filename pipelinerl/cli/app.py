@@ -1,8 +1,7 @@
 """The command ``pipelinerl``: parse, call one library function, render what it returns.
 
 Exit status 0: done. 1: the run failed. 2: the input is wrong (one line per fault, on stderr). Tables and
-``--json`` go to stdout, progress and errors to stderr. One module per command; heavy packages are imported inside
-the commands.
+``--json`` go to stdout, progress and errors to stderr. Heavy packages are imported inside the commands.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +19,7 @@ from pipelinerl.cli.compare import compare
 from pipelinerl.cli.drift import drift
 from pipelinerl.cli.environments import environments
 from pipelinerl.cli.measure import measure
-from pipelinerl.cli.options import complain
+from pipelinerl.cli.output import complain
 from pipelinerl.cli.plan import plan
 from pipelinerl.cli.plot import plot
 from pipelinerl.cli.replay import replay
@@ -28,7 +27,6 @@ from pipelinerl.cli.report import report
 from pipelinerl.cli.simulate import simulate
 from pipelinerl.cli.timeline import timeline
 from pipelinerl.cli.train import train
-from pipelinerl.cli.usage import UsageFault, usage_line
 from pipelinerl.cli.validate import validate
 from pipelinerl.errors import ConfigError, PipelineRLError, TraceError
 
@@ -40,6 +38,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+UsageFault: type[Exception] = typer.BadParameter.__mro__[2]
+"""``ClickException``. Typer has click inside itself or beside it, by version, and does not name this class."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -76,7 +78,7 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line. Wrong input is reported in one line per fault and ends with status 2."""
+    """Run the command line; wrong input is one line per fault and status 2."""
     sys.path.append(
         os.getcwd()
     )  # a task or schedule of the user's, beside the run file; last, so that it hides nothing
@@ -91,3 +93,28 @@ def main() -> None:
     except (PipelineRLError, OSError) as error:  # the run failed, or the disk is full
         complain(str(error))
         sys.exit(1)
+
+
+def usage_line(fault: Any) -> str:
+    """Return one line for a ``UsageFault``, whose class and fields give the kind."""
+    from pydantic import ValidationError
+
+    from pipelinerl.util.explain import did_you_mean, fault_line
+
+    context, cause = fault.ctx, fault.__cause__
+    parameter: Any = getattr(fault, "param", None)
+    message = " ".join(fault.format_message().split()).rstrip(".")
+    if isinstance(cause, ValidationError):
+        key, (first, *_) = parameter.opts[0], cause.errors()
+        line = fault_line(first, key).rstrip(".")
+        return line if line.startswith(key) else f"{key}: {line}"
+    if parameter is not None:
+        return f"{message}: {parameter.help}"
+    if context is None:
+        return message
+    if wrong := getattr(fault, "option_name", None):
+        names = [name for one in context.command.get_params(context) for name in one.opts if name.startswith("--")]
+        return f"{message.partition(' (')[0]}; {did_you_mean(wrong, names)}allowed: {', '.join(names)}"
+    if commands := getattr(context.command, "commands", None):
+        return f"{message}{'' if message.endswith('?') else ';'} allowed: {', '.join(commands)}"
+    return f"{message}; usage: {context.command_path} {' '.join(context.command.collect_usage_pieces(context))}"

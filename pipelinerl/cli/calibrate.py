@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelinerl.cli.options import HardwareOption, JsonOption, SetOption, complain, print_json
-from pipelinerl.cli.waiting import waiting
+from pipelinerl.cli.options import HardwareOption, JsonOption, SetOption
+from pipelinerl.cli.output import complain, print_json, status
 from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pipelinerl.calibration.log import CalibratedLog
     from pipelinerl.config.run import RunConfig
 
 
@@ -98,11 +99,10 @@ def _calibrate_source(
     *,
     as_json: bool,
 ) -> None:
-    """Calibrate from a trace, a table of step times, or numbers."""
     from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
     from pipelinerl.calibration.hardware_file import as_json as result_as_json
     from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
-    from pipelinerl.calibration.known_numbers import calibrate_numbers
+    from pipelinerl.calibration.solve import calibrate_numbers
 
     if source is None:
         if config is None:
@@ -124,7 +124,7 @@ def _calibrate_source(
     else:
         name = source.name
         is_table = source.suffix == ".csv"
-        with waiting("fitting"):
+        with status("fitting"):
             result = (calibrate_table if is_table else calibrate_trace)(source, config)
     text = hardware_toml(result, name)
     for doubt in doubts(result):
@@ -147,13 +147,10 @@ def _calibrate_log(
     *,
     as_json: bool,
 ) -> None:
-    """Calibrate from the logs of a job."""
     from pipelinerl.calibration.hardware_file import as_json as result_as_json
     from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
-    from pipelinerl.calibration.logs.fit import Models, calibrate_log, described_run
-    from pipelinerl.calibration.logs.readers import read_log
-    from pipelinerl.calibration.logs.record import logged_run
-    from pipelinerl.cli.render_log import log_as_json, print_log
+    from pipelinerl.calibration.log import Models, calibrate_log, described_run, logged_run
+    from pipelinerl.calibration.log_formats import read_log
     from pipelinerl.config.run_file import dump_run
     from sim.batch import measured_steps, train_step_s
 
@@ -161,7 +158,7 @@ def _calibrate_log(
         raise ConfigError(f"--from {format_} needs the log: calibrate --from {format_} FILE...")
     log = logged_run(read_log(sources, format_))
     described, assumed = described_run(log, run=config, named=named, overrides=overrides)
-    with waiting("fitting"):
+    with status("fitting"):
         result = calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
     name = ", ".join(source.name for source in sources)
     for doubt in doubts(result.fit):
@@ -171,13 +168,28 @@ def _calibrate_log(
         whole = "".join(f"# {line}\n" for line in lines) + "\n" + dump_run(result.run)
         write_hardware(out, hardware_toml(result.fit, name), run=None if out.suffix == ".toml" else whole)
     if as_json:
-        print_json({**result_as_json(result.fit), **log_as_json(result)})
+        print_json({**result_as_json(result.fit), **_log_as_json(result)})
     else:
-        print_log(result, name)
+        from pipelinerl.pages.evidence import log_page
+        from pipelinerl.pages.terminal import print_page
+
+        print_page(log_page(result), name)
         if out is None:
             typer.echo("\n" + hardware_toml(result.fit, name), nl=False)
         elif out.suffix != ".toml" and not result.log.asynchronous:
             typer.echo(f"what if asynchronous: {_asynchronous(result.run, out / 'run.toml')}")
+
+
+def _log_as_json(result: CalibratedLog) -> dict[str, Any]:
+    columns = {"log": result.log.mean, "simulated": result.simulated, "before": result.predicted}
+    return {
+        "steps": result.log.num_steps,
+        "asynchronous": result.log.asynchronous,
+        "beside": {name: step.model_dump(exclude_none=True, exclude={"step"}) for name, step in columns.items()},
+        "factors": result.fit.factors,
+        "assumed": list(result.assumed),
+        "run": result.run.model_dump(mode="json", exclude_none=True, exclude_unset=True),
+    }
 
 
 def _asynchronous(run: RunConfig, path: Path) -> str:

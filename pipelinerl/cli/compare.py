@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     HardwareOption,
     JsonOption,
@@ -13,9 +12,8 @@ from pipelinerl.cli.options import (
     RunArgument,
     SeedOption,
     SetOption,
-    complain,
-    print_json,
 )
+from pipelinerl.cli.output import complain, draw_kept, print_json, progress_bar
 
 
 def compare(
@@ -29,7 +27,6 @@ def compare(
 ) -> None:
     """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
     from pipelinerl.calibration.measured import merged
-    from pipelinerl.cli.progress import progress_bar
     from pipelinerl.config.run_file import load_run
     from sim.compare import compare as compare_runs
     from sim.compare import plan_cells
@@ -40,9 +37,10 @@ def compare(
     if as_json:
         print_json(result.to_dict())
     else:
-        from pipelinerl.cli.render_comparison import print_comparison
+        from pipelinerl.pages.runs import comparison_page
+        from pipelinerl.pages.terminal import print_page
 
-        print_comparison(result, run.name)
+        print_page(comparison_page(result), run.name)
     if not result.complete:
         for failure in result.failures or ["interrupted; the runs that had ended are kept"]:
             complain(failure)

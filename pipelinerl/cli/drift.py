@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.options import JsonOption, print_json
-from pipelinerl.cli.waiting import waiting
+from pipelinerl.cli.options import JsonOption
+from pipelinerl.cli.output import print_json, status
 
 
 def drift(
@@ -27,7 +27,7 @@ def drift(
     from analysis import drift_fit
     from analysis.read import read_runs
 
-    with waiting("reading the runs"):
+    with status("reading the runs"):
         model = drift_fit.fit(read_runs(folders))
         checks = [drift_fit.check(model, run) for run in read_runs(check)]
     if as_json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     JsonOption,
     MeasuredOption,
@@ -13,9 +12,8 @@ from pipelinerl.cli.options import (
     SeedOption,
     SetOption,
     WorkersOption,
-    complain,
-    print_json,
 )
+from pipelinerl.cli.output import complain, draw_kept, print_json, progress_bar
 
 
 def environments(
@@ -27,9 +25,8 @@ def environments(
     measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
-    """Tell how many environments a run with turns needs: its throughput with several numbers of them, and the knee."""
+    """Simulate a run with turns with several numbers of environments, and print the fewest that suffice (the knee)."""
     from pipelinerl.calibration.measured import merged
-    from pipelinerl.cli.progress import progress_bar
     from pipelinerl.config.run_file import load_run
     from sim.planning.environments import counts_to_try
     from sim.planning.environments import environments as try_environments
@@ -41,9 +38,10 @@ def environments(
     if as_json:
         print_json(report.to_dict())
     else:
-        from pipelinerl.cli.render_environments import print_environments
+        from pipelinerl.pages.runs import environments_page
+        from pipelinerl.pages.terminal import print_page
 
-        print_environments(report, run.name)
+        print_page(environments_page(report), run.name)
     if not report.complete:
         for failure in report.failures or ["interrupted; the runs that had ended are kept"]:
             complain(failure)

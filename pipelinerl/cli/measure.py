@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.options import JsonOption, complain, needs_extra, print_json
-from pipelinerl.cli.waiting import waiting
+from pipelinerl.cli.options import JsonOption, needs_extra
+from pipelinerl.cli.output import complain, print_json, status
 
 
 class Device(StrEnum):
@@ -30,12 +30,12 @@ def measure(
     as_json: JsonOption = False,
 ) -> None:
     """Measure matrix products, decode, prefill and training steps of the GPU or CPU at hand, for calibrate."""
-    with waiting("measuring"):
+    with status("measuring"):
         with needs_extra("train-cpu"):
             from backends.measure.bench import measure as measure_times
 
         done = measure_times(
-            out, device=device.value, model=model, say=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
+            out, device=device.value, model=model, on_progress=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
         )
     if as_json:
         print_json(done)

@@ -1,12 +1,11 @@
-"""Options that several commands share, and what they do with results and errors."""
+"""Options that several commands share, and checks of their values."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -41,34 +40,15 @@ WorkersOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 
-def complain(text: str) -> None:
-    """Print each line on stderr, after the program's name."""
-    for line in text.splitlines():
-        typer.echo(f"pipelinerl: {line}", err=True)
-
-
-def print_json(data: Any) -> None:
-    """Print results for programs on stdout."""
-    typer.echo(json.dumps(data, indent=2))
-
-
 def refuse_no_file(out: Path) -> None:
-    """Refuse an ``--out`` that can be no file, before anything is computed.
-
-    Raises:
-        ConfigError: If it is a folder, or in no folder.
-    """
+    """Check ``--out FILE`` before anything is computed; ConfigError if it is a folder, or in no folder."""
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"--out must be a file in a folder that exists, got {out}")
 
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Import packages of an extra inside this block.
-
-    Raises:
-        ConfigError: If one is not installed; the line names the package and the extra.
-    """
+    """Import packages of an extra inside this block; ConfigError, with package and extra, if one is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     HardwareOption,
     JsonOption,
@@ -18,13 +17,12 @@ from pipelinerl.cli.options import (
     SeedOption,
     SetOption,
     WorkersOption,
-    complain,
-    print_json,
 )
+from pipelinerl.cli.output import complain, draw_kept, print_json, stage_bars
 
 if TYPE_CHECKING:
     from pipelinerl.records.plan_report import PlanReport
-    from sim.planning.cases import PlannedCase
+    from sim.planning.answer import PlannedCase
 
 INTERRUPTED = "interrupted; the simulations that had ended are kept"
 
@@ -59,9 +57,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler: for a run file, or for a question of a few options."""
-    from pipelinerl.cli.progress import stage_bars
     from pipelinerl.config.question import ask, question_file, write_question
-    from sim.planning.cases import plan_cases
+    from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan
 
     options = {
@@ -93,16 +90,15 @@ def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json:
     reports = [one.report for one in cases if one.report is not None]
     several = len(cases) > 1
     if as_json:
-        plans = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
-        print_json({"cases": plans} if several else reports[0].to_dict())
-    elif several:
-        from pipelinerl.cli.render_cases import print_cases
-
-        print_cases(cases, name)
+        rows = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
+        print_json({"cases": rows} if several else reports[0].to_dict())
     else:
-        from pipelinerl.cli.render_plan import print_plan
+        from pipelinerl.pages.plans import cases_page, plan_page
+        from pipelinerl.pages.terminal import print_page
 
-        print_plan(reports[0], name)
+        plans = {one.name: one.report for one in cases if one.report is not None}
+        failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
+        print_page(cases_page(plans, failures=failed) if several else plan_page(reports[0]), name)
     if kept is not None and not as_json:
         typer.echo(f"the question is in {kept}; change it, and ask: pipelinerl plan {shlex.quote(str(kept))}")
     if out is not None:
@@ -120,7 +116,7 @@ def _other(path: Path, *, workers: int | None, on_progress: Callable[[str, int, 
     from pipelinerl.config.question import ask
     from pipelinerl.records.plan_report import PlanReport
     from pipelinerl.records.run_folder import PLAN_FILE
-    from sim.planning.cases import plan_cases
+    from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan
 
     if path.is_dir() or path.suffix == ".json":

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.waiting import waiting
+from pipelinerl.cli.output import status
 from pipelinerl.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def plot(
 
     figures = out if out is not None else folders[0] / FIGURES_FOLDER
     try:
-        with waiting("drawing figures"):
+        with status("drawing figures"):
             from analysis.plot import draw
 
             paths = draw(folders, figures)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import needs_extra
-from pipelinerl.cli.waiting import waiting
+from pipelinerl.cli.output import status
 
 
 def replay(
@@ -30,7 +30,7 @@ def replay(
     if next(trace.records(), None) is None:
         typer.echo("nothing to compare: the run ended before it began")
         return
-    with waiting("replaying"):
+    with status("replaying"):
         result = replay_trace(trace)
     if result.difference is not None:
         typer.echo(f"different: {result.difference}")
@@ -38,7 +38,7 @@ def replay(
     typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
     if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
         recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
-        with waiting("learning again"):
+        with status("learning again"):
             with needs_extra("learn"):
                 from sim.learning.relearn import relearn
 

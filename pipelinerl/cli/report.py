@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.cli.options import refuse_no_file
-from pipelinerl.cli.waiting import waiting
+from pipelinerl.cli.output import status
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.run_folder import PLAN_FILE
 
 if TYPE_CHECKING:
-    from analysis.interactive import Interactive
-    from pipelinerl.records.page import Page
+    from analysis.chart import Chart
+    from pipelinerl.pages.page import Page
 
 LEAST_MB = 100_000
-"""Size from which on it is told in MB, and below in kB (bytes)."""
+"""Size from which on it is in MB, and below in kB (bytes)."""
 
 
 def report(
@@ -44,10 +43,10 @@ def report(
     if out.suffix not in (".html", ".md"):
         raise ConfigError(f"--out must end in .html or .md, got {out}")
     refuse_no_file(out)
-    with waiting("making the page"):
+    with status("making the page"):
         page, figures = _content(folders)
         if out.suffix == ".md":
-            from pipelinerl.records.page import page_markdown
+            from pipelinerl.pages.page import page_markdown
 
             text = page_markdown(page)
         else:
@@ -67,52 +66,53 @@ def report(
 
 @contextmanager
 def _where_it_is_installed() -> Iterator[None]:
-    """Draw inside this block; a package that is missing is one line."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install {error.name}, or --out page.md") from None
 
 
-def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Interactive]]]:
-    """Return the words of what is in the folders, and what draws its figures."""
+def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:
     from analysis.read import read_comparison, read_run, read_runs
-    from pipelinerl.cli import page_words
+    from pipelinerl.pages import plans, runs
     from pipelinerl.records.environments_report import EnvironmentsReport
     from pipelinerl.records.plan_report import PlanReport
-    from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, VALIDATION_FILE
+    from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, PLAN_FILE, VALIDATION_FILE
     from pipelinerl.records.validation_report import ValidationReport
 
     kinds = (PLAN_FILE, ENVIRONMENTS_FILE, COMPARISON_FILE, VALIDATION_FILE)
     cases = _plans_in(folders)
     if len(cases) > 1:
-        plans = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
-        return page_words.cases_page(plans, cases), lambda: _other().case_figures(plans)
+        found = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
+        return plans.cases_page(found, cases), lambda: [_reports().throughput_against_cost(found)]
     held = [(one, name) for one in folders for name in kinds if os.path.exists(one / name)]
     if not held:
-        runs = read_runs(folders)
-        page = page_words.run_page({run.name: run.report for run in runs}, folders)
-        return page, lambda: _runs().run_figures(runs)
+        read = read_runs(folders)
+        return runs.run_page({run.name: run.report for run in read}, folders), lambda: _page().run_charts(read)
     folder, file = held[0]
     if len(folders) > 1:
         raise ConfigError(f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {folder}")
     if file == PLAN_FILE:
         plan = PlanReport.read(folder / file)
-        return page_words.plan_page(plan, folder), lambda: _other().plan_figures(plan)
+        return plans.plan_page(plan, folder), lambda: [*_reports().plan_charts(plan).values()]
     if file == ENVIRONMENTS_FILE:
         numbers = EnvironmentsReport.read(folder / file)
-        return page_words.environments_page(numbers, folder), lambda: _other().environments_figures(numbers)
+        return runs.environments_page(numbers, folder), lambda: _reports().environments_charts(numbers)
     if file == VALIDATION_FILE:
+        from pipelinerl.pages.evidence import validation_page
+
         validation = ValidationReport.read(folder / file)
-        return page_words.validation_page(validation), lambda: _other().validation_figures(validation)
+        return validation_page(validation), lambda: [one for one in [_reports().validation_chart(validation)] if one]
     comparison = read_comparison(folder)
     arms = next(one.arms for one in comparison.scenarios if one.arms)
     shown = [read_run(folder / arm.folder, arm.name) for arm in arms]
-    return page_words.comparison_page(comparison, folder), lambda: _runs().run_figures(shown, comparison)
+    return runs.comparison_page(comparison, folder), lambda: _page().run_charts(shown, comparison)
 
 
 def _plans_in(folders: list[Path]) -> list[Path]:
-    """Return the folders of several plans: those given, or those in one folder, the smallest cluster first."""
+    """Return the folders of several plans, given or inside one folder, smallest cluster first."""
+    from pipelinerl.records.run_folder import PLAN_FILE
+
     within = sorted(folders[0].glob(f"*/{PLAN_FILE}")) if len(folders) == 1 else []
     plans = [path.parent for path in within] or folders
     if not all(os.path.exists(one / PLAN_FILE) for one in plans):
@@ -120,13 +120,13 @@ def _plans_in(folders: list[Path]) -> list[Path]:
     return sorted(plans, key=lambda one: [int(word) for word in one.name.split("_") if word.isdigit()])
 
 
-def _runs() -> ModuleType:
-    from analysis import interactive
+def _page() -> ModuleType:
+    from analysis import page
 
-    return interactive
+    return page
 
 
-def _other() -> ModuleType:
-    from analysis import interactive_reports
+def _reports() -> ModuleType:
+    from analysis import reports
 
-    return interactive_reports
+    return reports

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     HardwareOption,
     JsonOption,
@@ -16,8 +15,8 @@ from pipelinerl.cli.options import (
     RunArgument,
     SeedOption,
     SetOption,
-    print_json,
 )
+from pipelinerl.cli.output import draw_kept, print_json, progress_bar
 from pipelinerl.errors import ConfigError
 
 
@@ -40,7 +39,6 @@ def simulate(
 ) -> None:
     """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
     from pipelinerl.calibration.measured import of_its_arm
-    from pipelinerl.cli.progress import progress_bar
     from pipelinerl.config.run_file import load_run
     from sim.run import simulate as simulate_run
 
@@ -52,8 +50,9 @@ def simulate(
     if as_json:
         print_json(report.to_dict())
     else:
-        from pipelinerl.cli.render_run import print_summary
+        from pipelinerl.pages.runs import run_page
+        from pipelinerl.pages.terminal import print_page
 
-        print_summary(report, run.name)
+        print_page(run_page({run.stem: report}), run.name, only_table=True)
     if out is not None:
         draw_kept(out, quiet=as_json)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import refuse_no_file
-from pipelinerl.cli.waiting import waiting
+from pipelinerl.cli.output import status
 from pipelinerl.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def timeline(
     if not begin_s < end_s:
         raise ConfigError(f"--end must be after --begin, got {begin_s:g} and {end_s:g}")
     refuse_no_file(out)
-    with waiting("reading the trace"):
+    with status("reading the trace"):
         made = read_timeline(folder, begin_s=begin_s, end_s=end_s)
         write_timeline(made, out)
     counts = made.counts

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelinerl.cli.interrupts import said_if_interrupted
-from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     HardwareOption,
     JsonOption,
@@ -18,15 +20,42 @@ from pipelinerl.cli.options import (
     SeedOption,
     SetOption,
     needs_extra,
-    print_json,
 )
-from pipelinerl.errors import ConfigError
+from pipelinerl.cli.output import draw_kept, print_json, training_bar
+from pipelinerl.errors import ConfigError, PipelineRLError, RunInterruptedError
 
 if TYPE_CHECKING:
     from pipelinerl.config.run import RunConfig
 
 
-@said_if_interrupted()
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise RunInterruptedError for any other error after Ctrl-C: imports turn Ctrl-C into errors of their own."""
+    pressed = False
+
+    def press(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    before = None if ignored else signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except PipelineRLError:
+        raise
+    except BaseException as error:
+        if pressed or isinstance(error, KeyboardInterrupt):
+            raise RunInterruptedError(
+                "interrupted; --resume goes on from the last checkpoint if there is one"
+            ) from None
+        raise
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+@interruptible()
 def train(
     run: RunArgument,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
@@ -40,7 +69,6 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
-    from pipelinerl.cli.progress import training_bar
     from pipelinerl.config.run_file import load_run
 
     config = load_run(run, overrides, seed, hardware=hardware)
@@ -58,23 +86,24 @@ def train(
     if as_json:
         print_json(report.to_dict())
     else:
-        from pipelinerl.cli.render_run import print_summary
+        from pipelinerl.pages.runs import run_page
+        from pipelinerl.pages.terminal import print_page
 
-        print_summary(report, run.name)
+        print_page(run_page({run.stem: report}), run.name, only_table=True)
     draw_kept(out, quiet=as_json)
 
 
 def _check(config: RunConfig, name: str, out: Path | None, *, as_json: bool) -> None:
     from backends.check.run_check import check as check_run
-    from pipelinerl.cli.progress import training_bar
-    from pipelinerl.config.check import CHECK_STEPS
+    from pipelinerl.config.run import CHECK_STEPS
 
     with TemporaryDirectory(prefix="pipelinerl-check-") as folder, training_bar(CHECK_STEPS) as on_step:
         report = check_run(config, out=Path(folder) if out is None else out, shared=out is not None, on_step=on_step)
     if as_json:
         print_json(report.to_dict())
     else:
-        from pipelinerl.cli.render_check import print_check
+        from pipelinerl.pages.runs import check_page
+        from pipelinerl.pages.terminal import print_page
 
-        print_check(report, name)
+        print_page(check_page(report), name)
     raise typer.Exit(int(report.wrong))

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.kept_figures import where_matplotlib_is
-from pipelinerl.cli.options import JsonOption, OutOption, print_json
+from pipelinerl.cli.options import JsonOption, OutOption
+from pipelinerl.cli.output import print_json, stage_bars, without_matplotlib_a_line
 
 
 def validate(
@@ -20,12 +20,11 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
-    from pipelinerl.cli.progress import stage_bars
     from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, check_vacant, make_folder, write_json
     from pipelinerl.records.validation_table import TABLE_FILE, validation_markdown
     from sim.validation.predict import shipped_runs
     from sim.validation.predict import validate as predict_runs
-    from sim.validation.runs_file import read_published_runs
+    from sim.validation.rows import read_published_runs
 
     if out is not None:
         check_vacant(out)
@@ -37,14 +36,15 @@ def validate(
     if as_json:
         print_json(report.to_dict())
     else:
-        from pipelinerl.cli.render_validation import print_validation
+        from pipelinerl.pages.evidence import validation_page
+        from pipelinerl.pages.terminal import print_page
 
-        print_validation(report)
+        print_page(validation_page(report), "Published runs")
     if out is not None:
         make_folder(out)
         write_json(out / VALIDATION_FILE, report.to_dict())
         (out / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
-        with where_matplotlib_is(out):
-            from analysis.validation import save_validation_figure
+        with without_matplotlib_a_line(out):
+            from analysis.plot import save_validation
 
-            save_validation_figure(report, out / FIGURES_FOLDER)
+            save_validation(report, out / FIGURES_FOLDER)

@@ -7,12 +7,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.util.limits import LONGEST_S, Count, PositiveSeconds, Seconds, Tokens, TokensOrZero
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.strict_model import LONGEST_S, Count, PositiveSeconds, Seconds, StrictModel, Tokens, TokensOrZero
 
 
 class PrefixCaching(StrEnum):
-    """What becomes of the KV cache of a rollout between two turns."""
+    """KV cache of a rollout between two turns."""
 
     SALTED = "salted"
     """It stays until its room is needed, or new weights come."""
@@ -23,32 +22,29 @@ class PrefixCaching(StrEnum):
 
 
 class TurnsConfig(StrictModel):
-    """Turns of a rollout and what it observes between them."""
+    """Turns of a rollout and the observations between them."""
 
     kind: Literal["lognormal", "recorded"]
-    """``lognormal``: by means; ``workload.length`` is the length of one turn. ``recorded``: whole episodes of
-    ``source`` with their prompts, lengths and times, but for those that begin beyond ``context_max``;
-    ``workload.length.max`` cuts each turn."""
+    """``lognormal``: by means, each turn of ``workload.length``. ``recorded``: whole episodes of ``source``, turns cut
+    at ``workload.length.max``."""
     source: str | None = None
-    """Recorded only: the name of a shipped set, the path of a JSONL file, or of a run, its folder or its
-    trace.jsonl.gz, whose groups come in their order (paths are relative to the run file)."""
+    """recorded: a shipped set, a JSONL file, or a run (its folder or trace.jsonl.gz, groups in order)."""
     mean: float | None = Field(default=None, ge=1)
-    """Lognormal only: mean number of turns of a rollout, before the cuts (count)."""
+    """lognormal: mean turns of a rollout, before the cuts (count)."""
     cv: float = Field(default=0.0, ge=0, le=100)
-    """Lognormal only: standard deviation over mean of that number (no unit)."""
+    """lognormal: standard deviation over mean (no unit)."""
     group_share: float = Field(default=0.0, ge=0, le=1)
-    """Lognormal only: share of the variance of its logarithm that is the problem's, one for a whole group (no unit).
-    0: the problem does not decide how many turns it takes; 1: it alone does."""
+    """lognormal: share of the variance of its logarithm that is common to a group (no unit)."""
     max: Count
     """Most turns of a rollout (count)."""
     observation_tokens: float = Field(default=0.0, ge=0)
-    """Lognormal only: mean tokens of an observation, before the cut (tokens)."""
+    """lognormal: mean observation, before the cut (tokens)."""
     observation_cv: float = Field(default=0.0, ge=0, le=100)
-    """Lognormal only: standard deviation over mean of these (no unit)."""
+    """lognormal: standard deviation over mean (no unit)."""
     observation_max: TokensOrZero
-    """Longest observation, where it is cut (tokens)."""
+    """Longest observation (tokens)."""
     context_max: Tokens
-    """Tokens that a rollout can have, prompt and observations included: the last turn is cut there (tokens)."""
+    """Longest rollout, prompt and observations included; the last turn is cut (tokens)."""
 
     @model_validator(mode="after")
     def _kind_has_what_it_needs(self) -> Self:
@@ -73,34 +69,32 @@ class EnvironmentConfig(StrictModel):
     """Environments: sandboxes, tools, simulators. A rollout has one from its start until it is scored."""
 
     count: Count
-    """Environments there are: rollouts open at a time, at most (count)."""
+    """Environments: rollouts open at a time, at most (count)."""
     reset_s: Seconds = 0.0
-    """Mean time to make one ready for a rollout (s)."""
+    """Mean time of a reset (s)."""
     reset_cv: float = Field(default=0.0, ge=0, le=100)
-    """Standard deviation over mean of that time, log-normal (no unit)."""
+    """Standard deviation over mean, log-normal (no unit)."""
     step_s: Seconds = 0.0
-    """Mean time in which one acts on a turn and answers; not of recorded turns, which have their own (s)."""
+    """Mean time of a step; recorded turns have their own (s)."""
     step_cv: float = Field(default=0.0, ge=0, le=100)
-    """Standard deviation over mean of that time, log-normal (no unit)."""
+    """Standard deviation over mean, log-normal (no unit)."""
     step_max_s: Seconds = LONGEST_S
-    """Longest time of a reset or a step, where it is cut (s)."""
+    """Longest drawn reset or step (s)."""
     failure_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Probability that a reset or a step fails, at the end of its time (no unit)."""
+    """Probability that a reset or a step fails at its end (no unit)."""
     reset_hang_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Simulated runs only: probability that a reset hangs until its time-out (no unit)."""
+    """Simulated: probability that a reset hangs until its time-out (no unit)."""
     step_hang_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Simulated runs only: probability that a step hangs until its time-out (no unit)."""
+    """Simulated: probability that a step hangs until its time-out (no unit)."""
     retries: int = Field(default=0, ge=0, le=100)
-    """Times that a reset that failed is made again before its rollout fails, and in simulated runs a step, too (count):
-    in a real one it may have been half done. A recorded step takes as long again."""
+    """Times that a failed reset is repeated before its rollout fails; simulated: a step, too (count)."""
     lifetime_s: PositiveSeconds | None = None
-    """Longest time of a rollout from the start of its reset (s). What its environment does is cut off there, what an
-    engine does is not; the rollout fails. None: no limit."""
+    """Longest time of a rollout from its reset on, engines excepted (s). None: no limit."""
     reset_timeout_s: PositiveSeconds = 600.0
-    """Longest reset; it has failed then, and in a real run its environment's process is killed (s)."""
+    """Time after which a reset has failed; real: its process is killed (s)."""
     step_timeout_s: PositiveSeconds = 60.0
-    """Longest step; it has failed then, and in a real run its environment's process is killed (s)."""
+    """Time after which a step has failed; real: its process is killed (s)."""
     prefix_cache: PrefixCaching = Field(default=PrefixCaching.SALTED, strict=False)
-    """What becomes of the KV cache of a rollout between two turns."""
+    """KV cache of a rollout between two turns."""
     turns: TurnsConfig
     """Turns and observations."""

@@ -1,4 +1,4 @@
-"""A question to ``plan`` in a line: what it says, and what is assumed of all that it leaves open.
+"""A question to ``plan`` in a line: its values, and assumptions for the rest.
 
 Theory of operation. Options are keys of a run file. Without a run file every key has an ``Assumption``, with other
 values that are as plausible; the answer tells what these would change. Keys that ``plan`` itself finds have a
@@ -35,7 +35,7 @@ OPTIONS = {
     "max_mean_lag": "plan.mean_lag_limit",
     "price": "price.gpu_hour",
 }
-"""The key of a run file that each option of the command sets."""
+"""The key that each option of the command sets."""
 SEVERAL = ("gpu", "accelerators", "sync")
 """Options that take several values, each another case."""
 MOST_CASES = 24
@@ -46,7 +46,7 @@ FIXED: dict[str, Any] = {
     "workload": {"length": {"kind": "lognormal"}},
     "plan": {"simulate": 8, "simulate_steps": 64},
 }
-"""What a question without a run file has besides: few and short simulations, for an answer within a minute."""
+"""Defaults of a question without a run file: few and short simulations, for an answer within a minute."""
 FOUND = ("cluster.generation_accelerators", "scheduler.generation_batch_size")
 """Keys that every plan finds."""
 
@@ -56,11 +56,10 @@ class Assumption:
     """A value that nobody gave."""
 
     key: str
-    """Table and key of the run file."""
     value: Any
-    """What is assumed. None: the key is left out."""
+    """None: the key is left out."""
     others: tuple[Any, ...]
-    """What it may as well be."""
+    """Equally plausible values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +67,12 @@ class Case:
     """One run file of a question."""
 
     name: str
-    """What cases differ in, here; empty if there is but one."""
+    """The values that differ from other cases; empty if there is but one."""
     config: RunConfig
     whole: bool
-    """Whether nothing that ``plan`` finds was left out: it can run as it is."""
+    """Whether it can run unchanged: nothing is left to ``plan``."""
     sets: tuple[str, ...] = ()
-    """Overrides that make it of the run file, or of the file of the question; without those of ``[plan]``."""
+    """Overrides that make it of the given run file, without those of ``[plan]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +111,10 @@ def ask(
     if len(combinations) > MOST_CASES:
         raise ConfigError(f"a question must have at most {MOST_CASES} cases, got {len(combinations)}")
     first = [f"{key}={value}" for key, value in combinations[0]]
-    said = flat(with_overrides({}, [*first, *overrides]))
+    given = flat(with_overrides({}, [*first, *overrides]))
     if hardware is not None:
-        said |= flat({"hardware": read_hardware(hardware, "--hardware")})
-    assumed = () if run is not None else _assumed(said)
+        given |= flat({"hardware": read_hardware(hardware, "--hardware")})
+    assumed = () if run is not None else _assumed(given)
     base = read_tables(run) if run is not None else _tables_of(assumed)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
     several = {values[0][0] for values in lists if len(values) > 1}
@@ -135,31 +134,26 @@ def ask(
 
 
 def _values(name: str, text: str) -> list[tuple[str, str]]:
-    """Return the key of an option with each of its values."""
     values = list(dict.fromkeys(one.strip() for one in text.split(","))) if name in SEVERAL else [text.strip()]
     if not all(values):
         raise ConfigError(f"--{name.replace('_', '-')} must have a value, got {text!r}")
     return [(OPTIONS[name], one) for one in values]
 
 
-def _assumed(said: Mapping[str, Any]) -> tuple[Assumption, ...]:
-    """Return every key that a question needs and that is not said, as it is where nobody gives it.
-
-    Raises:
-        ConfigError: If no model is given.
-    """
-    measured = any(key.startswith("hardware.") and key not in OPTIONS.values() for key in said)
-    if "hardware.model" not in said and not measured:
+def _assumed(given: Mapping[str, Any]) -> tuple[Assumption, ...]:
+    """Return defaults of missing keys; ConfigError if no model is given."""
+    measured = any(key.startswith("hardware.") and key not in OPTIONS.values() for key in given)
+    if "hardware.model" not in given and not measured:
         raise ConfigError("plan needs a run file, or a model: --model NAME")
-    batch, longest = _number(said, "scheduler.train_batch_size"), _number(said, "workload.length.max")
-    group = round(_number(said, "workload.group_size") or math.gcd(round(batch or 8), 8))
+    batch, longest = _number(given, "scheduler.train_batch_size"), _number(given, "workload.length.max")
+    group = round(_number(given, "workload.group_size") or math.gcd(round(batch or 8), 8))
     batch = batch or group * max(1, round(512 / group))
-    mean = _number(said, "workload.length.mean") or round((longest or LENGTH_RATIO * 2000) / LENGTH_RATIO)
+    mean = _number(given, "workload.length.mean") or round((longest or LENGTH_RATIO * 2000) / LENGTH_RATIO)
     every = (
         Assumption("optimizer_steps", 1000, (200,)),
         Assumption("cluster.accelerators", 64, (32, 128)),
         Assumption("hardware.gpu", "H100", ("A100", "H200")),
-        Assumption("hardware.weight_sync", None, ("reshard", "broadcast")),
+        Assumption("hardware.weight_sync", None, ("reshard", "full_broadcast")),
         Assumption("scheduler.train_batch_size", round(batch), (round(batch / 2), round(2 * batch))),
         Assumption("workload.group_size", group, (1,)),
         Assumption("workload.prompt_tokens", 500, (100, 2000)),
@@ -168,12 +162,12 @@ def _assumed(said: Mapping[str, Any]) -> tuple[Assumption, ...]:
         Assumption("workload.length.max", round(LENGTH_RATIO * mean), (round(4 * mean), round(16 * mean))),
         Assumption("plan.mean_lag_limit", 4.0, (2.0, 8.0)),
     )
-    return tuple(one for one in every if one.key not in said and not (measured and one.key.startswith("hardware.")))
+    return tuple(one for one in every if one.key not in given and not (measured and one.key.startswith("hardware.")))
 
 
-def _number(said: Mapping[str, Any], key: str) -> float | None:
-    """Return a number that was said; None if it was not, or is none above 0, which the run file's check will say."""
-    value = said.get(key)
+def _number(given: Mapping[str, Any], key: str) -> float | None:
+    """Return a given number above 0; None if it is missing or wrong, which the run file's check reports."""
+    value = given.get(key)
     return value if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9 else None
 
 
@@ -201,23 +195,19 @@ def with_value(tables: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 def with_placeholders(tables: Mapping[str, Any], *, resized: bool = False) -> tuple[dict[str, Any], bool]:
     """Return tables with something in every key that ``plan`` finds, and whether none of them was missing.
 
-    Half of the accelerators generate, in whole engines, 64 sequences each; where a list of ``[plan]`` is searched its
-    first value stands for all.
-
-    Args:
-        tables: A run file.
-        resized: Whether its cluster has another size than it was written for: its own split may be too large.
+    Half of the accelerators generate, in whole engines, 64 sequences each; of a list of ``[plan]`` the first value
+    is taken. ``resized``: the cluster has another size than its own split was written for.
     """
-    said = flat(tables)
-    sets = _split_placeholder(said, resized=resized)
+    given = flat(tables)
+    sets = _split_placeholder(given, resized=resized)
     listed = {
         "scheduler.train_batch_size": "plan.train_batch_size",
         "environment.count": "plan.environments",
         "scheduler.generation_batch_size": "plan.generation_batch_size",
     }
     for key, values in listed.items():
-        first = said.get(values)
-        if key in said or key.partition(".")[0] not in tables:
+        first = given.get(values)
+        if key in given or key.partition(".")[0] not in tables:
             continue
         if isinstance(first, list) and first:
             sets.append(f"{key}={first[0]}")
@@ -226,11 +216,10 @@ def with_placeholders(tables: Mapping[str, Any], *, resized: bool = False) -> tu
     return with_overrides(tables, sets), not sets
 
 
-def _split_placeholder(said: Mapping[str, Any], *, resized: bool) -> list[str]:
-    """Return the overrides that stand for a split, where one is needed; of one accelerator there is none."""
-    number, engine = _number(said, "cluster.accelerators"), round(_number(said, "cluster.tensor_parallel") or 1)
-    split, kind = said.get("cluster.generation_accelerators"), said.get("scheduler.kind")
-    alone = said.get("scheduler.partial_rollouts") is True
+def _split_placeholder(given: Mapping[str, Any], *, resized: bool) -> list[str]:
+    number, engine = _number(given, "cluster.accelerators"), round(_number(given, "cluster.tensor_parallel") or 1)
+    split, kind = given.get("cluster.generation_accelerators"), given.get("scheduler.kind")
+    alone = given.get("scheduler.partial_rollouts") is True
     alone |= isinstance(kind, str) and find_schedule(kind, key="scheduler.kind").colocated
     if number is None or alone or (split is not None and not (resized and isinstance(split, int) and split >= number)):
         return []
@@ -267,7 +256,7 @@ def write_question(question: Question, path: Path) -> None:
 
 
 def question_text(question: Question) -> str:
-    """Return the run file of a question, what is assumed marked."""
+    """Return the run file of a question, assumptions marked."""
     lines, table = ["# A question to `pipelinerl plan`; change it, and ask again.", ""], ""
     keys = {one.key for one in question.assumed}
     for line in tomli_w.dumps(question.tables).splitlines():

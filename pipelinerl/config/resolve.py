@@ -17,7 +17,7 @@ from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, in_engine
-from pipelinerl.hardware.coefficients import Coefficients, coefficients, sync_coefficient
+from pipelinerl.hardware.coefficients import Coefficients, coefficients
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.memory import ZERO_STAGE, check_fits, pack_that_fits, trainer_fits, training_memory
 from pipelinerl.hardware.tables import (
@@ -25,9 +25,8 @@ from pipelinerl.hardware.tables import (
     PhaseSwitchConfig,
     PrefillConfig,
     ResolvedHardware,
-    Transport,
-    WeightTransferConfig,
 )
+from pipelinerl.hardware.transport import ROOT_LAW, UNKNOWN, WeightTransferConfig, WeightTransport
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.kinds import make_scheduler
 from pipelinerl.util.explain import explain
@@ -35,11 +34,7 @@ from pipelinerl.util.strict_model import StrictModel
 
 
 def new_scheduler(config: RunConfig) -> Scheduler:
-    """Return a scheduler of a run that has not begun; with environments it knows the KV cache of an engine.
-
-    Raises:
-        ConfigError: As ``resolved_hardware``, with environments.
-    """
+    """Return a fresh scheduler; with environments it knows the KV cache, and raises as ``resolved_hardware``."""
     environments, kv_cache_tokens = config.environment, config.hardware.kv_cache_tokens
     if environments is not None:
         if environments.prefix_cache is PrefixCaching.OFF or environments.turns.max == 1:
@@ -59,13 +54,8 @@ def new_scheduler(config: RunConfig) -> Scheduler:
 def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:
     """Return the hardware of a run with every table as explicit numbers.
 
-    Args:
-        config: The run.
-        longest_tokens: Longest rollout, prompt included, that an engine has to hold (tokens). None: as far as the run
-            file tells.
-
-    Raises:
-        ConfigError: If GPU or model are unknown, or the model or the longest rollout do not fit.
+    ``longest_tokens``: longest rollout of an engine, prompt included (tokens). None: as far as the run file tells.
+    Raises ConfigError if GPU or model are unknown, or the model or the longest rollout do not fit.
     """
     given = config.hardware
     tables: dict[str, Any] = {name: getattr(given, name) for name in type(given).model_fields}
@@ -107,38 +97,33 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
 
 
 def named_hardware(hardware: HardwareConfig) -> tuple[Gpu, LanguageModel] | None:
-    """Return the accelerator and the model that a table ``[hardware]`` names; None if it names none.
-
-    Raises:
-        ConfigError: If one of them is unknown.
-    """
+    """Return the accelerator and model of ``[hardware]``; None if it names none. ConfigError if one is unknown."""
     if hardware.gpu is None or hardware.model is None:
         return None
     return find_gpu(hardware.gpu), find_model(hardware.model)
 
 
 def named_engine(hardware: HardwareConfig, gpu: Gpu, model: LanguageModel) -> tuple[Gpu, LanguageModel]:
-    """Return accelerator and model as the engines of a table ``[hardware]`` have them.
-
-    Raises:
-        ConfigError: If ``generation_gpu`` is unknown.
-    """
+    """Return accelerator and model as the engines have them; ConfigError if ``generation_gpu`` is unknown."""
     if hardware.generation_gpu is not None:
         gpu = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
     return in_engine(gpu, model, hardware.engine_weights, hardware.kv_cache)
 
 
-def transport_of(config: RunConfig) -> Transport | None:
-    """Return the transport of a run whose file describes one, and does not say how long a synchronization lasts."""
-    given = config.hardware
-    if config.train is None or given.weight_sync is not None or "sync_s_per_root_gb" in given.coefficients:
-        return None
-    return config.train.chosen_transport(colocated=config.colocated)
+def transport_of(config: RunConfig, *, colocated: bool | None = None) -> WeightTransport:
+    """Return the transport: of ``hardware.weight_sync``, else of ``train``; ``colocated`` None: as in the run."""
+    given, colocated = config.hardware, config.colocated if colocated is None else colocated
+    if given.sync_method is not None:
+        return given.sync_method
+    if config.train is None or ROOT_LAW in given.coefficients:
+        return UNKNOWN
+    return config.train.chosen_transport(colocated=colocated)
 
 
 def stated_coefficients(config: RunConfig) -> dict[str, float]:
     """Return the coefficients that a run file states: ``weight_sync``, ``train.trainer``, ``hardware.coefficients``."""
-    stated = sync_coefficient(config.hardware.weight_sync, config.hardware.level)
+    method = config.hardware.sync_method or UNKNOWN
+    stated = method.stated(config.hardware.level)
     if config.train is not None:
         trainer = config.train.trainer
         stated |= {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
@@ -148,20 +133,9 @@ def stated_coefficients(config: RunConfig) -> dict[str, float]:
 def run_coefficients(
     config: RunConfig, gpu: Gpu, model: LanguageModel, *, training_accelerators: int, longest: int
 ) -> Coefficients:
-    """Return the coefficients of a run, with packs that its trainer can hold.
+    """Return the coefficients of a run; a level's ``pack_tokens`` fits its trainer, but is not below ``longest``.
 
-    A level's ``pack_tokens`` are as many as it says, or as fit into memory if these are fewer, but at least the longest
-    rollout. A ``pack_tokens`` of the run file is taken as it is.
-
-    Args:
-        config: The run.
-        gpu: The accelerator.
-        model: The language model.
-        training_accelerators: Accelerators that train (count).
-        longest: Longest rollout, prompt included (tokens).
-
-    Raises:
-        ConfigError: If there is no coefficient of that name, or a value is out of range.
+    Raises ConfigError if a coefficient is unknown, or a value is out of range.
     """
     stated = stated_coefficients(config)
     values = coefficients(config.hardware.level, stated)
@@ -197,10 +171,9 @@ def least_memory(
     training_accelerators: int,
     longest: int,
 ) -> list[float]:
-    """Return the memory that an engine and a trainer need at least, each over what it may use of an accelerator.
+    """Return the least memory of an engine and of a trainer, each over its share of an accelerator.
 
-    An engine holds the weights and the longest rollout; a trainer's packs are those of the run file, or no larger than
-    the longest rollout.
+    An engine holds the weights and the longest rollout; packs are the run file's, or no larger than that rollout.
     """
     values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
     pack = longest / min(int(values.sequence_accelerators), training_accelerators)

@@ -2,22 +2,220 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.config.compare import CompareConfig
 from pipelinerl.config.environment import EnvironmentConfig
-from pipelinerl.config.plan import PlanConfig
-from pipelinerl.config.policy import PolicyConfig
-from pipelinerl.config.price import PriceConfig
-from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.config.train import TrainConfig
-from pipelinerl.config.workload import WorkloadConfig
+from pipelinerl.config.scheduler import SchedulerConfig, find_schedule
+from pipelinerl.config.train import Temperature, TrainConfig
 from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.drift import DriftModel
-from pipelinerl.util.limits import MOST_ROLLOUTS, Accelerators, Count
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.scheduler.kinds import CONVENTIONAL, PIPELINE, ScheduleKind
+from pipelinerl.util.strict_model import (
+    MOST,
+    MOST_ROLLOUTS,
+    Accelerators,
+    Count,
+    CountOrZero,
+    StrictModel,
+    Tokens,
+    TokensOrZero,
+)
+
+
+class Variant(StrictModel):
+    """A named list of overrides, each as after ``--set``."""
+
+    name: str = Field(min_length=1)
+    """Its name in tables and figures."""
+    set: list[str] = []
+    """Overrides ``a.b=value``."""
+
+
+class CompareConfig(StrictModel):
+    """The runs of ``compare``: every arm in every scenario."""
+
+    arms: list[Variant] = Field(min_length=1)
+    """The schedulers to compare."""
+    scenarios: list[Variant] = [Variant(name="as given")]
+    """The circumstances to compare them in: hardware coefficients, length tails."""
+    baseline: str
+    """Name of the arm that speed-ups refer to."""
+    seeds: list[Annotated[int, Field(ge=0)]] = []
+    """Seeds of every arm. None: that of the run file."""
+
+    @model_validator(mode="after")
+    def _names_are_unique_and_known(self) -> Self:
+        for what, variants in (("arms", self.arms), ("scenarios", self.scenarios)):
+            names = [variant.name for variant in variants]
+            if len(set(names)) < len(names):
+                raise ValueError(f"{what} must have different names, got {names}")
+        names = [arm.name for arm in self.arms]
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be different, got {self.seeds}")
+        if self.baseline not in names:
+            raise ValueError(f"baseline must be the name of an arm, got {self.baseline!r}; allowed: {names}")
+        return self
+
+
+class PriceConfig(StrictModel):
+    """Prices. They move no schedule; ``pipelinerl.records.cost`` has the arithmetic."""
+
+    gpu_hour: float | None = Field(default=None, gt=0)
+    """Price of a GPU-hour (USD). None: that of your own GPU's file."""
+    generation_gpu_hour: float | None = Field(default=None, gt=0)
+    """The same of GPUs that generate, where others train (USD). None: the catalogue's, or ``gpu_hour``."""
+    environment_hour: float = Field(default=0.0, ge=0)
+    """Price of an hour of an environment, used or not (USD)."""
+
+
+class LengthConfig(StrictModel):
+    """Lengths of the answers (tokens)."""
+
+    kind: Literal["fixed", "uniform", "lognormal", "empirical"]
+    """``fixed``: ``max``; ``uniform``: 1 .. ``max``; ``lognormal``; ``empirical``: whole groups of real answers."""
+    max: Tokens
+    """Longest answer (tokens). Paper symbol L."""
+    mean: float | None = Field(default=None, gt=0)
+    """Mean length after the cut (tokens): lognormal; empirical: None keeps the source's."""
+    cv: float | None = Field(default=None, gt=0)
+    """lognormal: standard deviation over mean before the cut (no unit)."""
+    source: str | None = None
+    """empirical: a shipped set, a CSV file, or a run without turns (its folder or trace.jsonl.gz, groups in order)."""
+    growth: float = Field(default=1.0, gt=0, le=MOST)
+    """Factor on all lengths at the last optimizer step, linearly from 1 (no unit)."""
+
+    @model_validator(mode="after")
+    def _kind_has_what_it_needs(self) -> Self:
+        if self.kind == "lognormal":
+            for name in ("mean", "cv"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name} is missing; kind='lognormal' needs mean and cv")
+        if self.kind == "empirical" and self.source is None:
+            raise ValueError("source is missing; kind='empirical' needs the name of a shipped set or a CSV file")
+        if self.kind in ("lognormal", "empirical") and self.mean is not None and self.mean >= self.max:
+            raise ValueError(f"mean must be below max, got mean={self.mean:g}, max={self.max}")
+        return self
+
+
+class WorkloadConfig(StrictModel):
+    """The workload: prompts, answers, rewards."""
+
+    group_size: Count = 1
+    """Rollouts per prompt (count)."""
+    prompt_tokens: TokensOrZero = 0
+    """Length of every prompt, where the length source has none (tokens)."""
+    success_rate: float = Field(default=0.5, ge=0, le=1)
+    """Probability of reward 1, where the length source has no rewards."""
+    length: LengthConfig
+    """Lengths of the answers."""
+
+
+class WarmStartConfig(StrictModel):
+    """The base model: supervised training on demonstrations before the run begins, in no simulated time."""
+
+    steps: CountOrZero = 400
+    """Supervised optimizer steps (count)."""
+    batch_size: Count = 64
+    """Demonstrations per step (sequences)."""
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Adam's largest rate, falling to a tenth (no unit)."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the base model, which all runs share."""
+
+
+class PolicyConfig(StrictModel):
+    """A small transformer, trained by the simulated schedule on a task that checks its answers."""
+
+    task: Literal["addition", "reverse", "chain", "calculator"]
+    """``addition`` of two numbers, ``reverse`` of a word, ``chain``: a long sum, ``calculator``: the same in turns,
+    with an ``[environment]``."""
+    size: int = Field(ge=1, le=1000)
+    """Longest problem: digits, letters or terms (count)."""
+    layers: int = Field(default=2, ge=1, le=32)
+    """Transformer blocks (count)."""
+    width: int = Field(default=64, ge=1, le=4096)
+    """Width of the residual stream (count)."""
+    heads: Count = 4
+    """Attention heads (count); divides ``width``."""
+    temperature: Temperature = 1.0
+    """Softmax temperature, of sampling and training (no unit)."""
+    learning_rate: float = Field(gt=0)
+    """Adam's rate (no unit)."""
+    gradient_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient of a batch (no unit)."""
+    loss: LossConfig = LossConfig()
+    """The policy gradient."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """The base model."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width, got heads={self.heads}, width={self.width}")
+        for name in ("kl_coefficient", "value_coefficient"):
+            if getattr(self.loss, name):
+                raise ValueError(f"loss.{name} must be 0: the policy has no reference model and no value head")
+        return self
+
+
+Values = Annotated[list[Count], Field(min_length=1)]
+
+
+class PlanConfig(StrictModel):
+    """The search space of ``plan``. Each list holds the values tried; the rest of the run file stays as it is.
+
+    A listed value that no candidate can have is refused by ``plan``; what a list left out would hold is what fits.
+    """
+
+    schedulers: list[str] = Field(default=[PIPELINE.name, CONVENTIONAL.name], min_length=1)
+    """Kinds of schedule to try, each as ``scheduler.kind``."""
+    generation_accelerators: Values | None = None
+    """Accelerators that generate, where others train. None: about 32 even splits."""
+    tensor_parallel: Values | None = None
+    """Accelerators of one engine. None: 1, 2, 4, 8, or where none holds the model the two smallest of 16, 32, ... that
+    do; the run file's alone where it gives ``decode`` or ``kv_cache_tokens`` as numbers."""
+    generation_batch_size: Values | None = None
+    """Sequences in progress per engine. None: 16, 24, 32, 48, ... 1024, as far as the KV cache holds."""
+    optimizer_steps_per_rl_step: Values | None = None
+    """Optimizer steps per RL step. None: 1, 2, 4, ... 64, and the run file's."""
+    train_batch_size: Values | None = None
+    """Sequences per optimizer step. None: the run file's."""
+    ready_queue_size: Values | None = None
+    """Finished rollouts that may wait for the trainer (pipeline). None: the run file's, or 2 B."""
+    publish_every: Values | None = None
+    """Optimizer steps between publications (pipeline). None: 1, 2, 3, 4, 8, and the run file's."""
+    environments: Values | None = None
+    """Numbers of environments. None: the run file's; for the command ``environments`` from a quarter to twice all
+    slots."""
+    max_lag: list[CountOrZero] | None = Field(default=None, min_length=1)
+    """Bounds on the lag that the pipeline keeps by waiting (optimizer steps). None: ``lag_limit``."""
+    lag_limit: CountOrZero | None = None
+    """Largest lag allowed of any trained token (optimizer steps). None: ``scheduler.max_lag``."""
+    mean_lag_limit: float | None = Field(default=None, ge=0)
+    """Largest mean lag allowed (optimizer steps)."""
+    min_ess: float | None = Field(default=None, gt=0, lt=1)
+    """Least effective sample size allowed, by the drift model of ``[drift]``."""
+    gpu_hours: float | None = Field(default=None, gt=0)
+    """Largest GPU-hours of the run."""
+    budget: float | None = Field(default=None, gt=0)
+    """Largest cost of the run by ``[price]`` (USD)."""
+    simulate: Count = 20
+    """Candidates simulated (count)."""
+    simulate_steps: Count = 200
+    """Optimizer steps of a simulation, at most; it ends earlier once throughput and lag are steady (count)."""
+
+    @property
+    def schedules(self) -> tuple[ScheduleKind, ...]:
+        """The kinds of schedule that ``schedulers`` names."""
+        return tuple(find_schedule(name, key=f"schedulers.{index}") for index, name in enumerate(self.schedulers))
+
+    @model_validator(mode="after")
+    def _schedulers_exist(self) -> Self:
+        assert self.schedules
+        return self
 
 
 class ClusterConfig(StrictModel):
@@ -26,8 +224,8 @@ class ClusterConfig(StrictModel):
     accelerators: Accelerators
     """Accelerators in all (count). Paper symbol N."""
     generation_accelerators: Accelerators | None = None
-    """Accelerators that generate (count); the others train. Paper symbol I. Not read by conventional and
-    partial_rollouts, which generate and train on all of them in turn."""
+    """Accelerators that generate; the others train. Paper symbol I. Not read by conventional and partial_rollouts
+    (count)."""
     tensor_parallel: Accelerators = 1
     """Accelerators of one engine (count)."""
 
@@ -36,7 +234,7 @@ class RunConfig(StrictModel):
     """One run: the root of the run file."""
 
     seed: int = Field(default=0, ge=0)
-    """Seed of every random stream. The same seed gives the same bytes in simulation."""
+    """Seed of every random stream."""
     optimizer_steps: Count
     """Optimizer steps to make (count)."""
     cluster: ClusterConfig
@@ -57,7 +255,7 @@ class RunConfig(StrictModel):
     """How fast importance weights spread with lag (``pipelinerl drift`` fits it): the summary then has a band of the
     effective sample size, labelled as modelled."""
     price: PriceConfig | None = None
-    """What an hour costs: ``simulate``, ``compare`` and ``plan`` then tell money."""
+    """Prices per hour: ``simulate``, ``compare`` and ``plan`` then print costs."""
     compare: CompareConfig | None = None
     """The runs of ``compare``."""
     plan: PlanConfig | None = None
@@ -87,15 +285,12 @@ class RunConfig(StrictModel):
 
     @property
     def least_max_lag(self) -> int:
-        """Largest lag that some batch has whatever happens (optimizer steps); a run shorter than that has none."""
+        """Largest lag that a batch is certain to have (optimizer steps); none in a shorter run."""
         return min(self.scheduler.schedule.least_lag(self.scheduler), self.optimizer_steps - 1)
 
     @property
     def longest_rollout_tokens(self) -> int:
-        """Longest rollout, prompt included, as far as the run file says (tokens).
-
-        How long the prompts of a length source or of a policy's task are, only these know (``sim.workload``).
-        """
+        """Longest rollout, prompt included, as far as the run file tells (tokens); else see ``sim.workload``."""
         if self.environment is not None:
             return self.environment.turns.context_max
         elsewhere = self.policy is not None or self.workload.length.kind == "empirical"
@@ -111,7 +306,7 @@ class RunConfig(StrictModel):
 
     @property
     def room_key(self) -> str:
-        """The keys that ``room_tokens`` is the sum of, for messages."""
+        """The keys summed in ``room_tokens``, for messages."""
         one_turn = "train.task.max_prompt_tokens + workload.length.max"
         return one_turn if self.environment is None else "environment.turns.context_max"
 
@@ -216,7 +411,6 @@ class RunConfig(StrictModel):
                 )
 
     def _check_longest(self) -> None:
-        """Raise ValueError if the KV cache is given and one rollout does not fit into it."""
         capacity, longest = self.hardware.kv_cache_tokens, self.longest_rollout_tokens
         if capacity is not None and longest > capacity:
             prompt = "workload.prompt_tokens + " if longest > self.workload.length.max else ""
@@ -227,7 +421,6 @@ class RunConfig(StrictModel):
             )
 
     def _check_step_tokens(self) -> None:
-        """Raise ValueError if a step cannot hold a token of each sequence."""
         most, sequences = self.hardware.step_tokens, self.scheduler.generation_batch_size
         if most is not None and most < sequences:
             raise ValueError(
@@ -235,7 +428,6 @@ class RunConfig(StrictModel):
             )
 
     def _check_environment(self) -> None:
-        """Raise ValueError if no rollout fits into its context."""
         if self.environment is None:
             return
         context, prompt = self.environment.turns.context_max, self.workload.prompt_tokens
@@ -250,7 +442,6 @@ class RunConfig(StrictModel):
             )
 
     def _check_rollouts(self) -> None:
-        """Raise ValueError if more rollouts could be there at once than memory holds."""
         scheduler, engines = self.scheduler, self.num_engines
         if self.num_slots > MOST_ROLLOUTS:
             raise ValueError(
@@ -265,7 +456,22 @@ class RunConfig(StrictModel):
             )
 
     def _check_max_lag(self) -> None:
-        """Raise ValueError if some batch has a larger lag whatever happens."""
         scheduler, least, why = self.scheduler, self.least_max_lag, self.scheduler.schedule.least_lag_reason
         if scheduler.max_lag is not None and scheduler.max_lag < least:
             raise ValueError(f"scheduler.max_lag cannot be met: {why} = {least}, got max_lag={scheduler.max_lag}")
+
+
+CHECK_STEPS = 4
+"""Optimizer steps of a check (count): each of them trains, publishes, and, colocated, switches."""
+
+
+def check_config(config: RunConfig) -> RunConfig:
+    """Return a run's first steps, each an RL step of its own and published; batches, engines and split stay."""
+    scheduler = config.scheduler.model_copy(update={"optimizer_steps_per_rl_step": 1, "publish_every": 1})
+    train = config.train
+    if train is not None:
+        train = train.model_copy(update={"evaluation": type(train.evaluation)()})
+    steps = min(CHECK_STEPS, config.optimizer_steps)
+    return config.model_copy(
+        update={"optimizer_steps": steps, "scheduler": scheduler, "train": train, "plan": None, "compare": None}
+    )

@@ -1,7 +1,6 @@
 """Read and write run files.
 
-``load_run`` reads a TOML file, applies ``a.b=value`` overrides, and returns a frozen ``RunConfig``.
-Everything wrong with it is reported at once, a line per fault, as a ``ConfigError``.
+Everything wrong with a file is reported at once, a line per fault, as a ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from pipelinerl.config.compare import CompareConfig, Variant
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import CompareConfig, RunConfig, Variant
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import explain, read_text, shown
 
@@ -25,16 +23,13 @@ from pipelinerl.util.explain import explain, read_text, shown
 def load_run(
     path: str | Path, overrides: Sequence[str] = (), seed: int | None = None, *, hardware: Path | None = None
 ) -> RunConfig:
-    """Read a run file, apply overrides in order, and check everything.
+    """Read a run file, apply overrides in order, and check everything; paths in the result are absolute.
 
     Args:
         path: The TOML file.
-        overrides: ``a.b=value`` each; the value is read as TOML, and as a plain string where it is none.
+        overrides: ``a.b=value`` each; the value is TOML, or else a plain string.
         seed: Replaces ``seed`` of the file.
         hardware: A file whose table ``[hardware]`` replaces that of the run file, before the overrides.
-
-    Returns:
-        The checked configuration; paths in it are absolute.
 
     Raises:
         ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.
@@ -48,15 +43,7 @@ def load_run(
 
 
 def read_hardware(path: Path, option: str) -> dict[str, Any]:
-    """Return the table ``[hardware]`` of a file; paths in it are absolute.
-
-    Args:
-        path: The TOML file.
-        option: What messages call it.
-
-    Raises:
-        ConfigError: If it cannot be read or holds no such table.
-    """
+    """Return ``[hardware]`` of a file, paths absolute; ConfigError, naming ``option``, if there is no valid one."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -69,11 +56,7 @@ def read_hardware(path: Path, option: str) -> dict[str, Any]:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file.
-
-    Raises:
-        ConfigError: If the file cannot be read or is no TOML.
-    """
+    """Return the tables of a TOML file; ConfigError if it cannot be read or is no TOML."""
     text = read_text(path, "run file")
     try:
         return tomllib.loads(text)
@@ -89,17 +72,9 @@ def completed(
     folder: Path,
     hardware: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the tables of a run file with overrides and absolute paths.
+    """Return the tables of a run file with overrides, seed, ``[hardware]`` of another file, and absolute paths.
 
-    Args:
-        tables: What the file has.
-        overrides: ``a.b=value`` each.
-        seed: Replaces ``seed`` of the file.
-        folder: What relative paths are relative to.
-        hardware: File whose table ``[hardware]`` takes the place of that one.
-
-    Raises:
-        ConfigError: As ``with_overrides`` and ``read_hardware``, or if a path has a zero byte.
+    Raises ConfigError as ``with_overrides`` and ``read_hardware``, or if a path has a zero byte.
     """
     replaced = {} if hardware is None else {"hardware": read_hardware(hardware, "--hardware")}
     data = with_overrides({**tables, **({} if seed is None else {"seed": seed}), **replaced}, overrides)
@@ -108,15 +83,7 @@ def completed(
 
 
 def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
-    """Check the tables of a run file given as Python values.
-
-    Args:
-        data: What ``tomllib`` gives.
-        name: What error messages call the input.
-
-    Raises:
-        ConfigError: If anything is wrong, one line per fault.
-    """
+    """Check the tables of a run file; ConfigError, one line per fault of the input called ``name``."""
     try:
         return RunConfig.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
@@ -124,18 +91,7 @@ def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
 
 
 def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of ``data`` with every ``a.b=value`` set.
-
-    Args:
-        data: Nested tables.
-        overrides: ``a.b=value`` each, applied in order.
-
-    Returns:
-        New tables; ``data`` is left alone.
-
-    Raises:
-        ConfigError: If an override has no ``=`` or its key leads through something that is no table.
-    """
+    """Return a copy with every ``a.b=value`` set in order; ConfigError without ``=``, or through a non-table."""
     result: dict[str, Any] = json.loads(json.dumps(data, default=str))
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -183,14 +139,7 @@ PATHS = (
 
 
 def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
-    """Turn the relative paths of a run file into absolute ones, so that its copy works anywhere.
-
-    Returns:
-        Each path as it was and as it is now.
-
-    Raises:
-        ConfigError: If a path has a zero byte, which no file name has.
-    """
+    """Make relative paths absolute, in place; return each before and after. ConfigError if one has a zero byte."""
     changes = []
     for keys in PATHS:
         table: Any = data
@@ -215,7 +164,6 @@ def _is_path(value: str, folder: Path) -> bool:
 
 
 def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:
-    """Return a comparison whose overrides name files by absolute paths, as the rest of the run file does."""
 
     def changed(variants: list[Variant]) -> list[Variant]:
         return [one.model_copy(update={"set": [absolute(override) for override in one.set]}) for one in variants]

@@ -1,78 +1,54 @@
-"""The table ``[scheduler]``: when what is generated and trained."""
+"""The table ``[scheduler]``: settings of generation and training."""
 
 from __future__ import annotations
 
-import difflib
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.scheduler.kinds import CONVENTIONAL, KINDS, PARTIAL_ROLLOUTS, PIPELINE, ScheduleKind
-from pipelinerl.util.limits import Count, CountOrZero
-from pipelinerl.util.strict_model import StrictModel
-from pipelinerl.util.user_code import named_attribute
+from pipelinerl.util.strict_model import Count, CountOrZero, StrictModel
+from pipelinerl.util.user_code import named_value
 
 
 def find_schedule(name: str, *, key: str) -> ScheduleKind:
-    """Return the kind of schedule that a run file names.
-
-    Args:
-        name: The name of one of ``KINDS``, or ``package.module:ATTRIBUTE`` of a ``ScheduleKind``.
-        key: What messages call the setting that holds the name.
-
-    Raises:
-        ConfigError: One line: there is no such kind.
-    """
-    names = [kind.name for kind in KINDS]
-    if name in names:
-        return KINDS[names.index(name)]
-    allowed = f"{', '.join(names)} or package.module:ATTRIBUTE"
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        raise ConfigError(f"{key} must be {allowed}, got {name!r}; did you mean {near[0]}?")
-    found = named_attribute(name, key=key, allowed=allowed)
-    if not isinstance(found, ScheduleKind):
-        raise ConfigError(f"{key} must name a ScheduleKind, got {name!r}")
-    return found
+    """Return a kind by its name in ``KINDS``, or ``package.module:ATTRIBUTE``; ConfigError, naming ``key``, if none."""
+    return named_value(name, {kind.name: kind for kind in KINDS}, ScheduleKind, key=key)
 
 
 class SchedulerConfig(StrictModel):
     """Settings of the scheduler; no hardware, no paths."""
 
     kind: str = PIPELINE.name
-    """The schedule: ``pipeline`` (Algorithm 2: in-flight updates), ``conventional`` (Algorithm 1: generate, then
-    train), ``one_step_off`` (generate the rollouts of the next RL step while this one trains), ``partial_rollouts``
-    (conventional, but an RL step begins as soon as enough rollouts are ready; the unfinished ones stand still, go on
-    after it on a KV cache computed again, and are trained on later; ``weight_update`` is not read), or your own,
+    """The schedule: ``pipeline``, ``conventional``, ``one_step_off``, ``partial_rollouts``, or your own
     ``package.module:ATTRIBUTE`` of a ``ScheduleKind``."""
     train_batch_size: Count
     """Sequences per optimizer step (count). Paper symbol B."""
     generation_batch_size: Count
     """Sequences in progress per engine, at most (count). Paper symbol H."""
     optimizer_steps_per_rl_step: Count = 1
-    """Optimizer steps per RL step (count), not pipeline. Paper symbol G."""
+    """Optimizer steps per RL step (not pipeline). Paper symbol G (count)."""
     publish_every: Count = 1
-    """Optimizer steps from one publication to the next (count), pipeline only."""
+    """Optimizer steps between publications (pipeline)."""
     partial_rollouts: bool = False
-    """With ``kind = "conventional"``: the same as ``kind = "partial_rollouts"``."""
+    """With ``conventional``: the same as ``partial_rollouts``."""
     micro_batch_size: Count | None = None
-    """Sequences the trainer starts on as soon as they are ready (count). None: the whole batch at once."""
+    """Sequences the trainer starts on at once (count). None: the whole batch."""
     max_lag: CountOrZero | None = None
-    """Largest lag of any trained token, in optimizer steps. None: unbounded."""
+    """Largest lag of any trained token (optimizer steps). None: unbounded."""
     weight_update: WeightUpdate = Field(default=WeightUpdate.KEEP, strict=False)
-    """What happens to rollouts in progress when new weights arrive."""
+    """Rollouts in progress when new weights arrive."""
     on_stale: OnStale = Field(default=OnStale.TRAIN, strict=False)
-    """How ``max_lag`` is kept: by waiting (train), or by discarding (drop, requeue)."""
+    """How ``max_lag`` is kept: by waiting, or by discarding."""
     ready_queue_size: Count | None = None
-    """Finished rollouts that may wait for the trainer (sequences). None: 2 B."""
+    """Finished rollouts that may wait (sequences). None: 2 B."""
     on_full: OnFull = Field(default=OnFull.WAIT, strict=False)
     """What happens when the ready queue is full."""
     filter_no_signal: bool = False
-    """Discard groups whose rewards are all equal, and start others in their place."""
+    """Discard groups of equal rewards."""
     discard_limit: Count = 1_000_000
-    """Rollouts discarded, aborted or failed between two optimizer steps before the run counts as stalled (count)."""
+    """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
 
     @property
     def schedule(self) -> ScheduleKind:

@@ -27,25 +27,6 @@ class Level(StrEnum):
     """The slowest published measurement that is no mistake."""
 
 
-class WeightSync(StrEnum):
-    """How new weights come to the engines; ``data/weight_sync.toml`` has the seconds and their sources."""
-
-    RESHARD = "reshard"
-    """Shard to shard over NCCL."""
-    CHECKPOINT_ENGINE = "checkpoint_engine"
-    """MoonshotAI's checkpoint-engine."""
-    DELTA = "delta"
-    """Only values that changed."""
-    REFIT = "refit"
-    """Colocated: gathered, and handed over in the accelerator."""
-    BUCKETED = "bucketed"
-    """Buckets of tensors, one after another."""
-    TENSOR_BY_TENSOR = "tensor_by_tensor"
-    """One tensor after another."""
-    BROADCAST = "broadcast"
-    """Everything from one rank to every engine."""
-
-
 SHARES_OF_PEAK = ("weight_efficiency", "kv_efficiency", "flops_efficiency", "prefill_mfu", "training_mfu")
 """Coefficients in inverse proportion to the times they decide; the others that are fitted are in proportion."""
 
@@ -72,7 +53,7 @@ class Coefficients(StrictModel):
     allreduce_share: float = Field(gt=0, le=1)
     """Share of the link's bytes/s that the bytes of an all-reduce reach."""
     expert_layer_s: float = Field(ge=0)
-    """Of a decode step and layer with routed experts: what their products take whatever they read (seconds)."""
+    """Products of routed experts, per decode step and layer, independent of the bytes read (seconds)."""
     prefill_mfu: float = Field(gt=0, le=1)
     """Share of the peak FLOP/s reached by prefill."""
     memory_share: float = Field(gt=0, le=1)
@@ -80,7 +61,7 @@ class Coefficients(StrictModel):
     memory_reserve_bytes: float = Field(ge=0)
     """Part of that memory for activations, graphs, libraries (bytes per accelerator)."""
     training_mfu: float = Field(gt=0, le=1)
-    """Share of the peak FLOP/s reached by the matrix products of training; what is published as MFU is less."""
+    """Share of the peak FLOP/s reached by the matrix products of training; a published MFU is lower."""
     activation_traffic: float = Field(ge=0)
     """Times that every number kept for the backward pass moves through the memory, forward and backward (count)."""
     attention_flops_per_byte: float = Field(gt=0)
@@ -99,7 +80,7 @@ class Coefficients(StrictModel):
     gather_exposed: float = Field(ge=0, le=1)
     """Share of the gathers of weights and reductions of gradients that computing does not hide."""
     training_rest_share: float = Field(ge=0)
-    """Share by which a trainer apart from the engines lasts longer: data, logging, what it does besides."""
+    """Share by which a trainer apart from the engines takes longer: data, logging and the like."""
     pack_tokens: float = Field(gt=0)
     """Tokens of one forward and backward pass on one accelerator, between two gathers of the weights (count)."""
     sequence_accelerators: float = Field(ge=1)
@@ -129,15 +110,7 @@ class Coefficients(StrictModel):
 
 
 def coefficients(level: Level, changed: Mapping[str, float] | None = None) -> Coefficients:
-    """Return the coefficients of a level.
-
-    Args:
-        level: Which of the three values.
-        changed: Values that replace those of the level, by name.
-
-    Raises:
-        ConfigError: If there is no coefficient of that name, or a value is out of range.
-    """
+    """Return a level's coefficients, some ``changed``; ConfigError if a name is unknown or a value out of range."""
     try:
         return checked_coefficients(level, changed or {})
     except ValueError as error:
@@ -158,16 +131,3 @@ def coefficient_table() -> Mapping[str, Mapping[str, Any]]:
     """Return coefficients.toml: per name ``optimistic``, ``central``, ``pessimistic`` and ``source``."""
     file = resources.files("pipelinerl.hardware") / "data" / "coefficients.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _sync_table() -> Mapping[str, Mapping[str, Any]]:
-    file = resources.files("pipelinerl.hardware") / "data" / "weight_sync.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
-def sync_coefficient(method: WeightSync | None, level: Level) -> dict[str, float]:
-    """Return ``sync_s_per_root_gb`` of a method, by name. Without a method nothing: the level has that of all."""
-    if method is None:
-        return {}
-    return {"sync_s_per_root_gb": _sync_table()[method.value][level.value]}

@@ -20,8 +20,8 @@ from pipelinerl.hardware.tables import (
     RooflineDecode,
     TrainingConfig,
     UtilisationDecode,
-    WeightTransferConfig,
 )
+from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
 from pipelinerl.util.arrays import FloatArray
 
@@ -29,16 +29,7 @@ Number = TypeVar("Number", float, FloatArray)
 
 
 class DecodeStep:
-    """Seconds of a decode step, tabulated for speed.
-
-    Args:
-        decode: The decode model.
-        tensor_parallel: Accelerators of one engine (count).
-        most: Largest number of sequences that will be asked for (count).
-
-    Raises:
-        ConfigError: If a table of utilisations cannot be read.
-    """
+    """Seconds of a decode step, tabulated up to ``most`` sequences; ConfigError for an unreadable utilisation table."""
 
     def __init__(self, decode: Decode, *, tensor_parallel: int, most: int) -> None:
         self._batch_N = np.arange(most + 2)
@@ -49,34 +40,22 @@ class DecodeStep:
         """Seconds per token of context of all sequences together."""
 
     def of(self, batch: float, context_tokens: float) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            batch: Sequences in the step, at most ``most`` (count; a fraction is a mean).
-            context_tokens: Tokens of context of all of them together.
-        """
+        """Return the seconds of a step by sequences, at most ``most`` (a fraction is a mean), and all their context."""
         below = int(batch)
         low, high = self.batch_s[below : below + 2]
         return low + (high - low) * (batch - below) + self.context_s * context_tokens
 
     def of_all(self, batch: FloatArray, context_tokens: FloatArray) -> FloatArray:
-        """Return the same, elementwise."""
+        """Return ``of``, elementwise."""
         seconds: FloatArray = np.interp(batch, self._batch_N, self._seconds_N) + self.context_s * context_tokens
         return seconds
 
 
 def batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> FloatArray:
-    """Return the seconds of decode steps without their context.
+    """Return the seconds of decode steps without their context, by sequences in each, any shape.
 
     The formulas hold for whole numbers of sequences; a mean between two of them is interpolated.
-
-    Args:
-        decode: The decode model.
-        tensor_parallel: Accelerators of one engine (count).
-        batch: Sequences in each step (count; fractions are means), any shape.
-
-    Raises:
-        ConfigError: If a table of utilisations cannot be read.
+    Raises ConfigError if a table of utilisations cannot be read.
     """
     below = np.floor(batch)
     low_s, high_s = _whole_batch_s(decode, tensor_parallel, np.stack([below, below + 1]))
@@ -114,7 +93,7 @@ def _whole_batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> F
 
 
 def context_token_s(decode: Decode, tensor_parallel: int) -> float:
-    """Return the seconds that a decode step needs per token of context: those in which the KV cache is read."""
+    """Return the seconds of a decode step per token of context: reading the KV cache."""
     match decode:
         case UtilisationDecode():
             return 0.0
@@ -127,14 +106,7 @@ def context_token_s(decode: Decode, tensor_parallel: int) -> float:
 
 
 def prefill_s(prefill: PrefillConfig, *, sequences: Number, tokens: Number, squares: Number) -> Number:
-    """Return the seconds to fill the KV cache of sequences.
-
-    Args:
-        prefill: The coefficients.
-        sequences: Sequences that have a token to fill in (count).
-        tokens: Tokens filled in.
-        squares: Sum of the squares of the tokens filled in per sequence.
-    """
+    """Return the seconds to fill the KV cache of sequences; ``squares``: sum of their squared tokens filled in."""
     return prefill.sequence_s * sequences + prefill.token_s * tokens + prefill.token_squared_s * squares
 
 
@@ -153,17 +125,11 @@ class TrainingCost:
     token_squared_s: float = 0.0
     """Per squared token, spread over all accelerators."""
     accelerators: int = 1
-    """Accelerators that train (count)."""
     sequence_accelerators: int | None = None
-    """Of these, accelerators that share one sequence: a rank (count). None: all share all tokens."""
+    """Accelerators that share one sequence: a rank (count). None: all share all tokens."""
 
     def seconds(self, lengths: Sequence[int], *, completes_step: bool) -> float:
-        """Return the seconds to train on whole sequences.
-
-        Args:
-            lengths: Tokens of each, prompts included, at least 1; at least one sequence.
-            completes_step: Whether the optimizer steps afterwards.
-        """
+        """Return the seconds to train on whole sequences, one or more, of ``lengths`` >= 1 tokens, prompts included."""
         squares = sum(map(mul, lengths, lengths)) if self.token_squared_s else 0
         longest, shortest = max(lengths), min(lengths)
         bounds_s = self.bounds_s(
@@ -184,16 +150,9 @@ class TrainingCost:
         sequences: Number,
         fixed_s: Number,
     ) -> tuple[Number, ...]:
-        """Return the seconds that a micro-batch lasts at least, for each bound on its fullest rank; the largest holds.
+        """Return the least seconds of a micro-batch by each bound on its fullest rank; the largest holds.
 
-        Sequences are given as tokens and squared tokens, both of which may be means.
-
-        Args:
-            batch: All sequences together.
-            longest: The longest of them.
-            shortest: The shortest of them.
-            sequences: How many they are (count).
-            fixed_s: Seconds that do not depend on the sequences.
+        ``batch``, ``longest`` and ``shortest`` are tokens and squared tokens, which may be means.
         """
         mean_s = fixed_s + self.token_s * batch[0] + self.token_squared_s * batch[1]
         if self.sequence_accelerators is None:
@@ -202,7 +161,6 @@ class TrainingCost:
         return mean_s, fixed_s + self._rank_s(*longest), fixed_s + self._rank_s(*shortest) * on_rank
 
     def _rank_s(self, tokens: Number, squares: Number) -> Number:
-        """Return the seconds in which one rank trains on one sequence."""
         assert self.sequence_accelerators is not None
         slower = self.accelerators / self.sequence_accelerators  # a rank than all of them
         return (self.token_s + self.token_squared_s * (squares / tokens)) * tokens * slower

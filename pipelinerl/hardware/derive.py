@@ -16,9 +16,8 @@ from pipelinerl.hardware.tables import (
     ResolvedHardware,
     RooflineDecode,
     TrainingConfig,
-    Transport,
-    WeightTransferConfig,
 )
+from pipelinerl.hardware.transport import UNKNOWN, Route, WeightTransferConfig, WeightTransport
 
 
 def derive_hardware(
@@ -33,7 +32,7 @@ def derive_hardware(
     engine: tuple[Gpu, LanguageModel] | None = None,
     sequences: int = 1,
     longest: int = 0,
-    transport: Transport | None = None,
+    transport: WeightTransport = UNKNOWN,
 ) -> ResolvedHardware:
     """Return all tables as explicit numbers.
 
@@ -44,11 +43,11 @@ def derive_hardware(
         training_accelerators: Accelerators that train (count).
         colocated: Whether the same accelerators generate and train in turn.
         coefficients: The empirical numbers.
-        zero_stage: What the trainer spreads, as far as the phase switch moves it; its steps are those of stage 3.
+        zero_stage: As far as the phase switch moves its states; the trainer's steps are those of stage 3.
         engine: Accelerator and model as an engine has them (``in_engine``). None: as the trainer has them.
         sequences: Sequences of one engine, at most (count).
-        longest: Tokens of the longest rollout, which has room whatever ``sequences`` need.
-        transport: How the weights reach the engines. None: not known.
+        longest: Tokens of the longest rollout, which always has room.
+        transport: How the weights reach the engines.
     """
     if colocated:
         coefficients = coefficients.model_copy(update=NOTHING_BESIDE)
@@ -67,16 +66,16 @@ def derive_hardware(
         prefill=derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
-        weights=derive_weights(model, colocated=colocated, coefficients=coefficients, link=link)
-        if transport is None
-        else derive_transport(
+        weights=derive_transport(
             gpu,
             model,
             transport,
             tensor_parallel=tensor_parallel,
             training_accelerators=training_accelerators,
+            colocated=colocated,
             zero_stage=zero_stage,
             coefficients=coefficients,
+            link=link,
         ),
         switch=derive_switch(
             model, training_accelerators=training_accelerators, coefficients=coefficients, zero_stage=zero_stage
@@ -148,8 +147,7 @@ def derive_training(
     Per token matrix products, moving activations through the memory, the exchange with experts (which recomputing is
     taken not to repeat), and a share of the gathers of a pass; per squared token attention; per micro-batch half a
     pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory. All of
-    it lasts longer by what a trainer does besides while generation goes on (``derive_hardware`` sets that to nothing
-    where it does not).
+    it lasts longer by what a trainer does besides while generation goes on (``training_rest_share``).
     """
     passes = 3 + coefficients.recomputation + coefficients.log_probability_cost * coefficients.extra_forward_passes
     small = coefficients.expert_mfu_factor if model.experts else 1.0
@@ -212,57 +210,30 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
     return 4 * model.routed_layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
 
 
-def derive_weights(
-    model: LanguageModel, *, colocated: bool, coefficients: Coefficients, link: float = math.inf
-) -> WeightTransferConfig:
-    """Return the weight transfer: the trainer stands still while they travel, engines for a share of it.
-
-    Published synchronizations last as the root of their bytes, whatever the link. Colocated, nothing else goes on. The
-    link between two kinds of accelerators (bytes/s) has to carry the weights once at least.
-    """
-    size = model.parameters * BF16_BYTES
-    transfer_s = max(coefficients.sync_s_per_root_gb * math.sqrt(size / GIGABYTE), size / link)
-    paused_s = transfer_s * (1.0 if colocated else coefficients.pause_share)
-    return WeightTransferConfig(
-        publish_s=transfer_s, transfer_s=transfer_s - paused_s, pause_s=paused_s + coefficients.pause_s
-    )
-
-
-GIGABYTE = 1e9
-"""Bytes."""
-
-
 def derive_transport(
     gpu: Gpu,
     model: LanguageModel,
-    transport: Transport,
+    transport: WeightTransport,
     *,
     tensor_parallel: int,
     training_accelerators: int,
+    colocated: bool,
     zero_stage: int,
     coefficients: Coefficients,
+    link: float = math.inf,
 ) -> WeightTransferConfig:
-    """Return the weight transfer of a transport of ours, from bytes and bandwidths.
-
-    The trainer stands still for its snapshot: under ZeRO-3 the weights are gathered, and they cross to the host's
-    memory. *Broadcast* sends and verifies them from there while all go on. *File* writes them while the trainer stands
-    still, and engines stand still while they read and verify. Then each accelerator of an engine takes its share.
-    *Streamed* gathers, sends from accelerator to accelerator and loads at the same time, while all stand still.
-    """
-    size, spread = BF16_BYTES * model.parameters, zero_stage == ZERO_STAGE and training_accelerators > 1
+    """Return the weight transfer; ZeRO-3 gathers the parts first. ``link``: between accelerator kinds (bytes/s)."""
+    num_bytes, spread = BF16_BYTES * model.parameters, zero_stage == ZERO_STAGE and training_accelerators > 1
     one_node = training_accelerators <= gpu.gpus_per_node
-    gathered_s = size / ring_bytes_s(gpu, one_node=one_node) if spread else 0.0
-    snapshot_s = gathered_s + size / coefficients.host_bandwidth
-    loaded_s = size / tensor_parallel / coefficients.host_bandwidth + coefficients.pause_s
-    if transport == "broadcast":
-        travel_s = size / coefficients.stream_bandwidth
-        return WeightTransferConfig(publish_s=snapshot_s, transfer_s=snapshot_s + travel_s, pause_s=loaded_s)
-    if transport == "streamed":
-        still_s = max(gathered_s, size / coefficients.nccl_bandwidth)  # loading is never the slowest of the three
-        return WeightTransferConfig(publish_s=still_s, pause_s=still_s + coefficients.pause_s)
-    file_s = size / coefficients.file_bandwidth
-    return WeightTransferConfig(
-        publish_s=snapshot_s + file_s, transfer_s=snapshot_s + file_s, pause_s=file_s + loaded_s
+    return transport.seconds(
+        Route(
+            num_bytes=num_bytes,
+            gathered_s=num_bytes / ring_bytes_s(gpu, one_node=one_node) if spread else 0.0,
+            tensor_parallel=tensor_parallel,
+            colocated=colocated,
+            link=link,
+            coefficients=coefficients,
+        )
     )
 
 

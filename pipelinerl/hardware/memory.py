@@ -10,7 +10,6 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients
 
 BF16_BYTES = 2
-"""Bytes of one number."""
 ZERO_STAGE = 3
 """Default where a run file states none."""
 ROUNDING = 1e-9
@@ -37,7 +36,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> float:
-        """All of it (bytes)."""
+        """Sum (bytes)."""
         return self.states + self.activations
 
 
@@ -65,10 +64,10 @@ def training_memory(
     pack_tokens: float = 16384,
     recomputation: float = 1.0,
 ) -> TrainingMemory:
-    """Return the memory of one accelerator that trains.
+    """Return the memory of one accelerator that trains: model and gradients in bf16, optimizer states in fp32.
 
     Args:
-        model: In bf16, with gradients in bf16, and master weights and two Adam moments in fp32.
+        model: The model.
         accelerators: Over which ZeRO spreads the states (count).
         zero_stage: 0: nothing is spread; 1: optimizer states; 2: gradients too; 3: weights too.
         pack_tokens: Tokens of one forward and backward pass on one accelerator.
@@ -88,25 +87,14 @@ def training_memory(
 def pack_that_fits(
     model: LanguageModel, *, memory_bytes: float, accelerators: int, zero_stage: int, recomputation: float
 ) -> float:
-    """Return the tokens of one pass whose activations fit beside the states; 0 or less: the states do not fit.
-
-    Args:
-        model: As for ``training_memory``.
-        memory_bytes: Memory of one accelerator that training may use.
-        accelerators: As for ``training_memory``.
-        zero_stage: As for ``training_memory``.
-        recomputation: As for ``training_memory``.
-    """
+    """Return the tokens of a pass that fits beside the states in ``memory_bytes``; 0 or less: the states do not fit."""
     nothing = training_memory(model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=0)
     logits = LOGITS_TOKENS * model.vocabulary * LOGIT_BYTES
     return (memory_bytes - nothing.states - logits) / _kept_bytes(model, recomputation)
 
 
 def _kept_bytes(model: LanguageModel, recomputation: float) -> float:
-    """Return the bytes kept of one token until its backward pass.
-
-    Of a layer that is computed again its input, and everything in it of one such layer at a time.
-    """
+    """Return the bytes of one token until its backward pass: recomputed layers keep their input, and one all."""
     again, inside = recomputation, kept_numbers(model)
     numbers = model.layers * (again * model.width + (1 - again) * inside) + again * inside
     return 2.0 * numbers
@@ -115,15 +103,7 @@ def _kept_bytes(model: LanguageModel, recomputation: float) -> float:
 def trainer_fits(
     gpu: Gpu, model: LanguageModel, *, accelerators: int, zero_stage: int, coefficients: Coefficients
 ) -> bool:
-    """Return whether weights, gradients, optimizer states and the activations of a pack fit into an accelerator.
-
-    Args:
-        gpu: The accelerator.
-        model: As for ``training_memory``.
-        accelerators: As for ``training_memory``.
-        zero_stage: As for ``training_memory``.
-        coefficients: The empirical numbers.
-    """
+    """Return whether states and the activations of a pack fit into an accelerator; as for ``training_memory``."""
     memory = training_memory(
         model,
         accelerators=accelerators,

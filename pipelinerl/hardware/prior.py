@@ -1,15 +1,11 @@
-"""How far the seconds of a system that nobody has measured may be off: standard deviations of logs, one home for all.
+"""Standard deviations of the logs of factors on the seconds of a system that nobody has measured, one home for all.
 
 Theory. An *arm* is one way to run a system: a schedule on a cluster. Its step lasts S(g, t, m) + R, with factors on all
 seconds of generation (g), on all seconds of training (t), on the mean answer where it is not known (m), and the rest R:
-weights, and phase switch where colocated. What two arms share cannot tell them apart: the software, the GPU and the
-model are the same, so g, t, m and one factor on the weights are common to all arms. Each arm has its own further factor
-on the weights and on the switch, since the way of the weights and all that stands beside generation and training differ
-between a colocated and a separate trainer. Each arm is off by run-to-run spread besides. All factors are log-normal
-about the central coefficients.
-
-A plan knows more: a task has a mean answer that its user believes in, and what was measured is known as well as a
-measurement is. Coefficients that do not move all seconds alike are drawn between their levels.
+weights, and phase switch where colocated. The arms share software, GPU and model, so g, t, m and one factor on the
+weights are common to all. Each has its own further factor on the weights and on the switch, since these differ between
+a colocated and a separate trainer, and a run-to-run spread besides. All factors are log-normal about the central
+coefficients. Coefficients that do not move all seconds alike are drawn between their levels.
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ MEAN_SD = 0.8
 """Of the factor on the mean answer, where none is known."""
 SYNC_SD = 1.1
 """Of the factor on the weights that the arms of a system share. 36 published synchronizations over the root of their GB
-(without deltas, LoRA and disks) scatter by 1.2 between 7 systems, by 1.5 within (all methods of one system together),
-and, outliers left to the 10 % at each end, by 1.6 in all: half of that variance for either."""
+(without deltas, LoRA and disks) scatter by 1.2 between 7 systems, by 1.5 within, and, outliers left to the 10 % at each
+end, by 1.6 in all: half of that variance for either."""
 SYNC_ARM_SD = 1.1
 """Of each arm's own factor on the weights: the other half."""
 SWITCH_SD = 0.7
@@ -41,29 +37,23 @@ RUN_SD = 0.15
 REST_SD = 1.0
 """Of the factor on the weights and the switch of a row together, for rows of one system that inform each other."""
 SEVERAL_NODES_FACTOR = 2
-"""On those of generation, training and rest for a model whose engines span nodes: nothing is published of what crosses
-nodes in every layer."""
+"""On those of generation, training and rest where engines span nodes: nothing is published of what crosses nodes."""
 ANSWERS_SD = 0.35
 """Of the factor on a mean answer that a run file states and that no run of the task has shown: J."""
 MEMORY_SD = 0.1
 """Of the factor on the bytes that engines and trainer need: J, fragmentation, graphs, buffers of libraries."""
 MEASURED_SD = 0.05
-"""Of the factor on what was measured or calibrated: good fits are 2 % off, those of a noisy machine 10 %
-(docs/calibration.md)."""
+"""Of the factor on what was measured or calibrated (docs/calibration.md)."""
 CERTAIN = 0.95
-"""Probability from which on an order, such as that of two schedules, counts as certain."""
+"""Probability from which on an order, such as of two schedules, counts as certain."""
 END_SDS = 1.2816
 """Standard deviations from the middle of a normal distribution to the ends that hold 80 %, which the levels are."""
 
 
 def between_levels(values: Mapping[Level, float], normal: FloatArray) -> FloatArray:
-    """Return a coefficient at standard normal numbers: -1.28 is optimistic, 0 central, 1.28 pessimistic.
+    """Return a coefficient at standard normal numbers, any shape: -1.28 is optimistic, 0 central, 1.28 pessimistic.
 
-    Between them it is linear, in logs where all three are above 0.
-
-    Args:
-        values: Its value by level.
-        normal: Any shape; those beyond the ends count as the ends.
+    Between them it is linear, in logs where all three are above 0; numbers beyond the ends count as the ends.
     """
     ends = [values[level] for level in (Level.OPTIMISTIC, Level.CENTRAL, Level.PESSIMISTIC)]
     if min(ends) > 0:

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from pipelinerl.hardware.catalogue import Precision
-from pipelinerl.hardware.coefficients import Level, WeightSync, checked_coefficients
-from pipelinerl.util.limits import CachedTokens, Count, PositiveSeconds, Seconds
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.hardware.coefficients import Level, checked_coefficients
+from pipelinerl.hardware.transport import PUBLISHED, WeightTransferConfig, WeightTransport, find_transport
+from pipelinerl.util.strict_model import CachedTokens, Count, PositiveSeconds, Seconds, StrictModel
 
 
 class TimedTable(StrictModel):
@@ -46,9 +46,9 @@ class UtilisationDecode(TimedTable):
 
     kind: Literal["utilisation"]
     flash_s: PositiveSeconds
-    """Seconds of one flash: least time for one token on one accelerator, FLOPs per token / peak FLOP/s (eq. 9)."""
+    """Seconds of one flash: FLOPs per token / peak FLOP/s (eq. 9)."""
     table: str | None = None
-    """CSV file with columns ``batch,utilisation`` measured by the user. None: the curve fitted to the paper."""
+    """CSV file with columns ``batch,utilisation``. None: the paper's curve."""
 
 
 class AffineDecode(TimedTable):
@@ -83,26 +83,25 @@ class RooflineDecode(TimedTable):
     bandwidth: float = Field(gt=0)
     """Memory bandwidth of one accelerator (bytes/s)."""
     parameters_read: float = Field(gt=0)
-    """Parameters read in every step: all but the input embedding and the routed experts (count)."""
+    """Parameters read in every step: without input embedding and routed experts (count)."""
     parameters_active: float = Field(gt=0)
     """Parameters that multiply for one token (count)."""
     bytes_per_parameter: float = Field(default=2.0, gt=0)
     """Bytes of one weight."""
     kv_bytes_per_token: float = Field(ge=0)
-    """Bytes of KV cache per token of context: 2 * layers * KV heads * head size * bytes."""
+    """Bytes of KV cache per token of context."""
     experts: Count | None = None
-    """Routed experts of one layer (count), of which a step reads those that a sequence of its batch goes through.
-    None: there are none."""
+    """Routed experts of one layer (count)."""
     experts_per_token: Count | None = None
-    """Routed experts that a token goes through in one layer (count)."""
+    """Routed experts per token and layer (count)."""
     expert_parameters: float | None = Field(default=None, gt=0)
-    """Parameters of the routed experts of all layers together (count)."""
+    """Parameters of all routed experts (count)."""
     weight_efficiency: float = Field(default=0.72, gt=0, le=1)
-    """Share of the bandwidth reached while reading weights (no unit)."""
+    """Share of the bandwidth reached by weights (no unit)."""
     kv_efficiency: float = Field(default=0.75, gt=0, le=1)
-    """Share of the bandwidth reached while reading the KV cache (no unit)."""
+    """Share of the bandwidth reached by the KV cache (no unit)."""
     flops_efficiency: float = Field(default=0.7, gt=0, le=1)
-    """Share of the peak reached by the matrix products (no unit)."""
+    """Share of the peak reached by products (no unit)."""
     step_overhead_s: Seconds = 1.2e-3
     """Seconds per step of the engine itself."""
     sequence_overhead_s: Seconds = 1.07e-5
@@ -155,60 +154,43 @@ class TrainingConfig(TimedTable):
     SIZES = ("sequence_accelerators",)
 
     token_s: Seconds
-    """Accelerator-seconds per token, prompt tokens included. Paper symbol tau (there in flashes)."""
+    """Accelerator-seconds per token, prompts included. Paper symbol tau (in flashes)."""
     token_squared_s: Seconds = 0.0
-    """Accelerator-seconds per squared token of a sequence, prompt included (attention)."""
+    """Accelerator-seconds per squared token of a sequence (attention)."""
     step_s: Seconds = 0.0
     """Seconds per optimizer step, whatever it holds."""
     micro_batch_s: Seconds = 0.0
     """Seconds per micro-batch, whatever it holds."""
     sequence_accelerators: Count | None = None
-    """Accelerators that share one sequence, a rank of the trainer (count): 1 under ZeRO. A micro-batch lasts at least
-    as long as one rank needs for its longest sequence. None: all accelerators share all tokens evenly, however few."""
-
-
-Transport = Literal["file", "broadcast", "streamed"]
-"""How weights reach the engines of a real run, ``train.transport``."""
-
-
-class WeightTransferConfig(StrictModel):
-    """Seconds between an optimizer step and engines that sample with its weights."""
-
-    publish_s: Seconds = 0.0
-    """Seconds the trainer stands still to publish."""
-    transfer_s: Seconds = 0.0
-    """Seconds from the publication until the weights are at the engines, which go on generating meanwhile (with
-    ``weight_update = "wait"`` only what is in progress)."""
-    pause_s: Seconds = 0.0
-    """Seconds an engine stands still, between two decode steps, to load them."""
+    """Accelerators that share one sequence, 1 under ZeRO (count). None: all share all tokens evenly."""
 
 
 class PhaseSwitchConfig(StrictModel):
     """Seconds in which colocated accelerators neither generate nor train."""
 
     to_training_s: Seconds = 0.0
-    """Seconds from the end of generation to the start of training (offload the engine, load the trainer)."""
+    """Seconds from the end of generation to the start of training."""
     to_generation_s: Seconds = 0.0
-    """Seconds from the end of publishing to the start of generation."""
+    """Seconds from the end of publishing to generation."""
 
 
 class LatencyConfig(StrictModel):
     """Seconds that pass outside engines and trainer."""
 
     dispatch_s: Seconds = 0.0
-    """Seconds from the scheduler's decision to the arrival of a rollout at its engine, at least."""
+    """Least seconds from the decision to the rollout's arrival at its engine."""
     dispatch_jitter_s: Seconds = 0.0
-    """Mean of the exponential delay on top of ``dispatch_s``, drawn per rollout (seconds)."""
+    """Mean of an exponential delay on top of ``dispatch_s`` (s)."""
     request_s: Seconds = Field(default=0.0, exclude_if=not_)
-    """Seconds of an engine's front end per rollout sent to it, one rollout after the other, before ``dispatch_s``."""
+    """Seconds of an engine's front end per rollout, one after the other, before ``dispatch_s``."""
     report_s: Seconds = Field(default=0.0, exclude_if=not_)
-    """Seconds from the last token of a rollout until the scheduler hears of it; its slot is taken meanwhile."""
+    """Seconds from the last token of a rollout to its report; its slot stays taken."""
     reward_s: Seconds = 0.0
     """Seconds to score a finished rollout."""
     reward_workers: Count | None = Field(default=None, exclude_if=not_)
-    """Rollouts that are scored at a time, first come first served (count). None: all."""
+    """Rollouts scored at a time (count). None: all."""
     preprocess_s: Seconds = 0.0
-    """Seconds to prepare a scored rollout for training (reference log-probabilities, packing)."""
+    """Seconds to prepare a scored rollout for training."""
 
 
 class HardwareConfig(StrictModel):
@@ -218,30 +200,31 @@ class HardwareConfig(StrictModel):
     """
 
     gpu: str | None = None
-    """Accelerator: a name of the catalogue, or a TOML file of your own (relative to the run file)."""
+    """Accelerator: a name of the catalogue, or a TOML file."""
     generation_gpu: str | None = Field(default=None, exclude_if=not_)
-    """Accelerator of the engines, where those that train are of another kind. None: ``gpu``."""
+    """Accelerator of the engines. None: ``gpu``."""
     model: str | None = None
-    """Language model: a name of the catalogue, a TOML file of your own, or a Hugging Face ``config.json``."""
+    """Model: a name of the catalogue, a TOML file, a Hugging Face ``config.json``."""
     level: Level = Field(default=Level.CENTRAL, strict=False)
-    """The value of every coefficient that the derived tables use."""
-    weight_sync: WeightSync | None = Field(default=None, strict=False)
-    """Method of the weight synchronization. None: not known, the middle of all methods with a wide band."""
+    """Value of every coefficient."""
+    weight_sync: str | None = None
+    """Method of weight synchronization: one of the catalogue, or ``package.module:ATTRIBUTE`` of a
+    ``WeightTransport``. None: unknown, a wide band."""
     engine_weights: Precision = Field(default=Precision.BF16, strict=False)
-    """Format of the weights in the engines; training and the transfer are in bf16."""
+    """Format of the weights in the engines."""
     kv_cache: Precision = Field(default=Precision.BF16, strict=False)
     """Format of the KV cache."""
     coefficients: dict[str, float] = {}
-    """Coefficients that replace those of the level, by name."""
+    """Coefficients by name, instead of the level's."""
     decode: Decode | None = None
-    """One decode step of an engine. None: derived from gpu and model."""
+    """Decode step. None: derived from gpu and model."""
     prefill: PrefillConfig | None = None
     """Filling the KV cache of a prompt. None: derived, or free."""
     kv_cache_tokens: CachedTokens | None = None
-    """KV-cache capacity of one engine (tokens). None: derived from gpu and model, or unlimited without them."""
+    """KV cache of one engine (tokens). None: derived from gpu and model, else unlimited."""
     step_tokens: Count | None = Field(default=None, exclude_if=not_)
-    """Tokens that a step of an engine computes at most, one of each sequence that decodes; prefill is cut into chunks
-    of what is left (count; vLLM's ``max_num_batched_tokens``). None: prefill is not cut, and holds up the batch."""
+    """Most tokens of an engine's step, vLLM's ``max_num_batched_tokens``: prefill is cut into chunks. None: it is not
+    cut."""
     training: TrainingConfig | None = None
     """The trainer's step. None: derived from gpu and model."""
     weights: WeightTransferConfig | None = None
@@ -256,6 +239,11 @@ class HardwareConfig(StrictModel):
         """Whether tables that are not given are derived from gpu and model."""
         return self.gpu is not None
 
+    @property
+    def sync_method(self) -> WeightTransport | None:
+        """The transport that ``weight_sync`` names."""
+        return (self.weight_sync and find_transport(self.weight_sync, key="weight_sync", among=PUBLISHED)) or None
+
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if (self.gpu is None) != (self.model is None):
@@ -268,6 +256,7 @@ class HardwareConfig(StrictModel):
             if not self.by_name and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs hardware.gpu and hardware.model, which are missing")
         checked_coefficients(self.level, self.coefficients)
+        _ = self.sync_method
         return self
 
 

@@ -30,16 +30,10 @@ class UtilisationCurve:
     @overload
     def step_flashes(self, h: RealArray) -> FloatArray: ...
     def step_flashes(self, h: float | RealArray) -> float | FloatArray:
-        """Return h/U(h), the flashes of one decode step.
+        """Return h/U(h), the flashes of one decode step of h >= 0 sequences on one accelerator; a fraction is a mean.
 
-        Args:
-            h: Sequences decoded together on one accelerator, at least 0; fractions are means. Any shape.
-
-        Returns:
-            Flashes, a float for a number and an array for an array. 0 sequences make no step and cost 0.
-
-        Raises:
-            ValueError: If any entry is negative or not finite.
+        Any shape; a float for a number. 0 sequences make no step and cost 0.
+        Raises ValueError if any entry is negative or not finite.
         """
         batch = np.asarray(h, dtype=np.float64)
         check(bool(np.all((batch >= 0) & np.isfinite(batch))), "h must be finite and at least 0", h)
@@ -51,17 +45,7 @@ class UtilisationCurve:
     @overload
     def utilisation(self, h: RealArray) -> FloatArray: ...
     def utilisation(self, h: float | RealArray) -> float | FloatArray:
-        """Return U(h), the share of peak FLOP/s: tokens per flash of one accelerator.
-
-        Args:
-            h: As for ``step_flashes``.
-
-        Returns:
-            A value in [0, 1], 0 only for 0 sequences; float or array as the input.
-
-        Raises:
-            ValueError: If any entry is negative or not finite.
-        """
+        """Return U(h), the share of peak FLOP/s: tokens per flash; input, shape and errors as of ``step_flashes``."""
         batch = np.asarray(h, dtype=np.float64)
         share = batch / np.where(batch > 0, self.step_flashes(batch), 1.0)
         return share if share.ndim else float(share)
@@ -88,16 +72,11 @@ def fitted_utilisation() -> UtilisationCurve:
 
 
 def read_utilisation(path: str | Path) -> UtilisationCurve:
-    """Read a measured curve from a CSV file with the columns ``batch,utilisation``.
+    """Read a measured curve from a CSV file of ``UtilisationRow``: a header, at least 2 rows, ``batch`` rising.
 
     The step cost h/U(h) is interpolated linearly between the rows. Below the first row it stays as there (a
     step costs the same however few sequences it holds); beyond the last row the utilisation stays as there.
-
-    Args:
-        path: The file: a header, then at least 2 rows (``UtilisationRow``) with rising batch. Empty lines are skipped.
-
-    Raises:
-        ConfigError: If the file cannot be read or breaks these rules; one line with file, line and rule.
+    Raises ConfigError, one line with file, line and rule, if it cannot be read or breaks these rules.
     """
     table = read_table(Path(path), "utilisation table")
     rows = table.rows(UtilisationRow)

@@ -30,7 +30,6 @@ class Bottleneck(StrEnum):
     ENVIRONMENT = "environment"
     """The trainer waits for data, and slots stay free while all environments are in use."""
     BALANCED = "balanced"
-    """Neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Admission:
     lag_gate: bool
     """Whether ``max_lag`` is kept by waiting."""
     environments: int | None = None
-    """Environments (count); None: rollouts have none."""
+    """Environments (count)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Admission | None:
@@ -55,17 +54,12 @@ class Admission:
         return cls(config.num_engines * scheduler.generation_batch_size, lag_gate, environments)
 
     def limit(self, *, in_progress: float, scoring: float, in_use: float = 0.0, prefill: float = 0.0) -> Bottleneck:
-        """Return what the slots wait for while the trainer waits for data.
+        """Return the limit on generation while the trainer waits for data; the first that applies.
 
-        For nothing, if at most ``BALANCED_SHARE`` of them are free: then for prefill, if that is more than half of the
-        engines' work. For rewards, if what is being scored would fill more than half of the free ones. Else for
-        environments, if at most ``BALANCED_SHARE`` of these are free. Else for the lag gate, if there is one.
-
-        Args:
-            in_progress: Mean number of rollouts in progress when a step ends (count).
-            scoring: Mean number of rollouts being scored then (count).
-            in_use: Mean number of environments in use (count).
-            prefill: Share of prefill in the time of rollouts on engines in which these worked.
+        At most ``BALANCED_SHARE`` of the slots free: prefill if it is more than half of the engines' work (``prefill``,
+        a share of the rollouts' time on working engines), else generation. Rollouts being scored would fill more than
+        half of the free slots: reward. At most ``BALANCED_SHARE`` of the environments free: environment. Else the lag
+        gate if there is one, else generation. The other arguments are means at ends of steps (counts).
         """
         free = self.slots - in_progress
         if free <= BALANCED_SHARE * self.slots:
@@ -90,7 +84,7 @@ class QueueAtStep(Protocol):
 
     @property
     def in_progress(self) -> int:
-        """Rollouts in progress (count)."""
+        """In progress (count)."""
 
 
 def find_bottleneck(
@@ -110,18 +104,8 @@ def find_bottleneck(
     Colocated: the longer of the two phases, or neither if they differ by at most ``BALANCED_SHARE`` of the time.
     Otherwise: generation, prefill, lag, reward or environment, as ``Admission.limit`` says, if the trainer waits for
     more than ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the
-    steps; else neither.
-
-    Args:
-        steps: The optimizer steps.
-        colocated: Whether the same accelerators generate and train in turn.
-        duration_s: How long the steps took (s).
-        training_s: How long the trainer trained (s).
-        waiting_s: How long it neither trained nor published (s); if colocated, the accelerators generated then.
-        admission: What holds back admissions. None: nothing is known of that.
-        scoring: Mean number of rollouts being scored when a step ended (count).
-        in_use: Mean number of environments in use (count).
-        prefill: Share of prefill in the time of rollouts on engines in which these worked; 0 where it is not known.
+    steps; else neither. The trainer waits while it neither trains nor publishes; if colocated, engines generate then.
+    ``admission``, if known, takes the last three arguments.
     """
     if colocated:
         if abs(waiting_s - training_s) <= BALANCED_SHARE * duration_s:

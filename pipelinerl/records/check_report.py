@@ -8,7 +8,7 @@ from pipelinerl.util.report import Report
 
 
 class Finding(StrEnum):
-    """What a measurement means."""
+    """Meaning of a measurement."""
 
     OK = "ok"
     """As it should be, or there is nothing to compare it with."""
@@ -17,7 +17,6 @@ class Finding(StrEnum):
     WRONG = "wrong"
     """A run would fail or learn nothing."""
     UNCHECKED = "not checked"
-    """It could not be measured."""
 
 
 class CheckRow(Report):
@@ -28,9 +27,9 @@ class CheckRow(Report):
     measured: str
     """Value with its unit; where nothing could be measured, why."""
     expected: str = ""
-    """What it is compared with, and where that comes from. Empty: with nothing."""
+    """Expected value and its source. Empty: none."""
     finding: Finding = Finding.OK
-    """What it means."""
+    """Meaning."""
     advice: str = ""
     """What to do. Empty: nothing."""
 
@@ -43,15 +42,15 @@ class CheckReport(Report):
 
     @property
     def wrong(self) -> bool:
-        """Whether something is wrong."""
+        """Whether any row is *wrong*."""
         return any(row.finding is Finding.WRONG for row in self.rows)
 
 
 def unchecked(what: str, why: str, advice: str = "") -> CheckRow:
-    """Return the row of what could not be measured."""
+    """Return a row of the check for something not measured."""
     return CheckRow(what=what, measured=why, finding=Finding.UNCHECKED, advice=advice)
 
 
 def wrong(what: str, measured: str, advice: str) -> CheckRow:
-    """Return the row of what is wrong."""
+    """Return a row of the check with the finding *wrong*."""
     return CheckRow(what=what, measured=measured, finding=Finding.WRONG, advice=advice)

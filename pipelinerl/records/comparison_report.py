@@ -1,4 +1,4 @@
-"""The report of a comparison, typed: the content of comparison.json, for its writer and its readers."""
+"""The report of a comparison: the content of comparison.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RepeatReport(Report):
     folder: str
     """Folder of the run, relative to that of the comparison."""
     speedup: float | None
-    """Trained tokens/s over those of the baseline with the same seed; null: that run has failed."""
+    """Trained tokens/s over the baseline's with the same seed; null: that run has failed."""
     reward: float | None = None
     """Mean reward over the last tenth of the steps. Absent: the policy does not learn."""
     ess: float | None = None
@@ -35,13 +35,13 @@ class ArmReport(Report):
     folder: str
     """Folder of its run, relative to that of the comparison."""
     speedup: float | None
-    """Trained tokens/s over those of the baseline; null: the baseline has failed."""
+    """Trained tokens/s over the baseline's; null: the baseline has failed."""
     summary: RunReport
     """The numbers of its run."""
     repeats: list[RepeatReport] | None = None
     """Its runs with every seed. Absent: the comparison has no seeds."""
     too_short: list[str] | None = None
-    """Why its optimizer steps are too few to stand for a longer run, a text each. Absent: nothing says so."""
+    """Reasons why it is too short to stand for a longer run. Absent: none."""
 
     @property
     def folders(self) -> list[str]:
@@ -55,7 +55,7 @@ class ScenarioReport(Report):
     name: str
     """Name of the scenario."""
     arms: list[ArmReport]
-    """Those whose run has ended, in the order of the run file."""
+    """Arms whose run has ended, in the order of the run file."""
 
 
 class ComparisonReport(Report):
@@ -77,7 +77,7 @@ class ComparisonReport(Report):
 
     @property
     def too_short(self) -> list[str]:
-        """For which arms ``optimizer_steps`` are too few, and why, a line each; none where they are enough."""
+        """For which arms ``optimizer_steps`` are too few, and why, a line each."""
         found: dict[str, list[str]] = {}
         for arm in self.arms:
             if arm.too_short:
@@ -88,11 +88,7 @@ class ComparisonReport(Report):
         ]
 
     def to_frame(self) -> Any:
-        """Return a pandas data frame with a row per scenario and arm.
-
-        Raises:
-            ConfigError: If pandas is not installed.
-        """
+        """Return a pandas data frame with a row per scenario and arm; ConfigError without pandas."""
         return data_frame(
             [
                 {
@@ -112,7 +108,7 @@ class ComparisonReport(Report):
 
     @property
     def answer(self) -> str:
-        """What was seen, in a sentence: the fastest arm of the first scenario that has numbers, and its lag."""
+        """The result in a sentence: the fastest arm of the first scenario that has numbers, and its lag."""
         arms = next((one.arms for one in self.scenarios if one.arms), [])
         if not arms:
             return "No run has ended."

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from pipelinerl.config.price import PriceConfig
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import PriceConfig, RunConfig
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.util.report import Report
 
@@ -23,32 +22,30 @@ class CostReport(Report):
     usd_per_million_tokens: float | None = None
     """Money per million trained tokens (USD). Absent without a price."""
     kwh: float | None = None
-    """Electricity of the accelerators, an upper bound: at full board power from start to end, also while they wait;
-    without hosts and cooling (kWh). Absent where the catalogue has no ``watts``."""
+    """Electricity of the accelerators at full board power all the time, an upper bound, without hosts and cooling
+    (kWh). Absent where the catalogue has no ``watts``."""
+
+    def scaled(self, factor: float) -> Self:
+        """Return the cost of a run that lasts longer by a factor."""
+        known = {name: value * factor for name, value in self.to_dict().items() if value is not None}
+        return self.model_copy(update=known)
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Price and power of one of each kind; None: not known."""
+    """Price (USD per hour) and board power (W) of one of each kind; None: not known."""
 
     gpu_usd: float | None
-    """Price of an hour of a GPU that trains, or does both in turn (USD)."""
+    """Of a GPU that trains, or does both in turn."""
     gpu_watts: float | None
-    """Its board power (W)."""
     generation_usd: float | None
-    """Price of an hour of a GPU that generates, where others train (USD)."""
+    """Of a GPU that generates, where others train."""
     generation_watts: float | None
-    """Its board power (W)."""
     environment_usd: float
-    """Price of an hour of an environment (USD)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Return the prices of a run file: those of ``[price]``, or else of the catalogue.
-
-        Raises:
-            ConfigError: If ``hardware.gpu`` or ``hardware.generation_gpu`` is unknown.
-        """
+        """Return the prices of ``[price]`` or the catalogue; ConfigError if a GPU of ``[hardware]`` is unknown."""
         price, hardware = config.price or PriceConfig(), config.hardware
         gpu = None if hardware.gpu is None else find_gpu(hardware.gpu)
         own_usd, watts = (None, None) if gpu is None else (gpu.price_per_hour, gpu.watts)
@@ -60,7 +57,7 @@ class Prices:
         return cls(usd, watts, price.generation_gpu_hour or others_usd, others_watts, price.environment_hour)
 
     def rates(self, config: RunConfig) -> Rates:
-        """Return what an hour of a run takes: of all its accelerators and environments, in use or not."""
+        """Return the resources of a run per hour: all accelerators and environments, in use or not."""
         number = config.cluster.accelerators
         generating = 0 if config.colocated else config.generation_accelerators
         training = number - generating
@@ -75,14 +72,12 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What an hour of a run takes."""
+    """Resources of a run per hour, with board power in W; None: not known."""
 
     gpus: int
     """Accelerators (count)."""
     usd_per_hour: float | None
-    """Money (USD). None: not known."""
     watts: float | None
-    """Board power (W). None: not known."""
 
     @property
     def usd_per_gpu_hour(self) -> float | None:
@@ -95,12 +90,7 @@ class Rates:
         return self.usd_per_hour is not None or self.watts is not None
 
     def cost(self, seconds: float, *, tokens: float) -> CostReport:
-        """Return what a run costs.
-
-        Args:
-            seconds: The whole run.
-            tokens: Trained tokens (count).
-        """
+        """Return the cost of a run of so many seconds and trained tokens."""
         hours, millions = seconds / 3600, tokens / 1e6
         usd = None if self.usd_per_hour is None else hours * self.usd_per_hour
         return CostReport(

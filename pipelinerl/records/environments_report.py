@@ -1,4 +1,4 @@
-"""The report of ``environments``, typed: the content of environments.json, for its writer and its readers."""
+"""The report of ``environments``: the content of environments.json."""
 
 from __future__ import annotations
 

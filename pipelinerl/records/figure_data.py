@@ -41,12 +41,7 @@ class FigureRecorder:
 
     The *generation window* of a colocated run is its first generation phase. That of any other run ends when three
     times as many rollouts have ended as were started at the first instant. The *timeline* covers the first optimizer
-    steps or RL steps.
-
-    Args:
-        engine_ids: Engines that generate; the timeline shows the first ones.
-        colocated: Whether the same accelerators generate and train in turn.
-        longest: Longest possible answer (tokens).
+    steps or RL steps. ``longest`` bounds an answer (tokens).
     """
 
     def __init__(self, *, engine_ids: Iterable[int], colocated: bool, longest: int) -> None:
@@ -121,7 +116,6 @@ class FigureRecorder:
                 self._count_point(time_s)
 
     def _count_point(self, time_s: float) -> None:
-        """Count a point of the timeline; the timeline ends with the last point allowed."""
         self._num_points += 1
         if self._num_points == TIMELINE_POINTS:
             self._timeline_end_s = time_s
@@ -173,12 +167,7 @@ class FigureRecorder:
     # --------------------------------------------------------------------------------------- results
 
     def data(self, lag_histogram: LagHistogram, turns: TurnsProfile | None = None) -> FigureData:
-        """Return the data of figures.
-
-        Args:
-            lag_histogram: Trained tokens by lag, counted by the ledger.
-            turns: Turns, of rollouts that have them.
-        """
+        """Return the data of figures, with the trained tokens by lag and the turns that the ledger counted."""
         return FigureData(
             lag_histogram=lag_histogram,
             lag_by_position=self._lag_by_position(),
@@ -188,7 +177,6 @@ class FigureRecorder:
         )
 
     def _lag_by_position(self) -> LagByPosition:
-        """Return the mean lag per bin of position: sum of lags over number of tokens, exact for whole numbers."""
         lag_L, count_L = np.cumsum(self._lag_change)[:-1], np.cumsum(self._count_change)[:-1]
         width = -(-len(lag_L) // POSITION_BINS)
         edges = np.arange(0, len(lag_L), width)
@@ -197,10 +185,7 @@ class FigureRecorder:
         return LagByPosition(width_tokens=width, lag_mean=means, tokens=count.tolist())
 
     def _generation_window(self) -> GenerationWindow:
-        """Return rollouts in progress and tokens per second by bin of time.
-
-        A rollout counts from its start to its end; its tokens are spread evenly over that time.
-        """
+        """Return rollouts in progress and tokens/s by bin of time; a rollout's tokens are spread over its time."""
         end_s = self._window_end_s if self._window_end_s is not None else self._time_s
         rollouts = np.array([[a, b if b >= 0 else end_s, n] for a, b, n in self._window.values()]).reshape(-1, 3)
         start_R, stop_R, tokens_R = rollouts.T

@@ -1,15 +1,13 @@
 """The ledger of a run: from time-stamped events and commands to numbers, simulated or real.
 
-A ``RunLedger`` receives every event and command. It keeps sums, whose size does not grow with the run, and a row per
-optimizer step. A recorded trace gives the same numbers again.
+A ``RunLedger`` and, for rollouts with turns, its ``TurnLedger`` observe every event and command. They keep sums, whose
+size does not grow with the run, and a row per optimizer step. A recorded trace gives the same numbers again.
 
-Lag of a token = version it is trained at - version that sampled it (optimizer steps). It has two parts: *in flight*,
-until its rollout finished (by the trainer's version at that time), and *in queue*, from then on. All lags are weighted
-by tokens.
+Lag of a token = version it is trained at - version that sampled it (optimizer steps): *in flight* until its rollout
+finished (by the trainer's version then), *in queue* from then on. All lags are weighted by tokens.
 
-An engine is *busy* while it has a rollout in progress and is not paused for a weight update. The *utilisation* of
-generation is busy engine-seconds over all engine-seconds of the run; of training it is the trainer's working seconds
-over the seconds of the run.
+An engine is *busy* while it has a rollout in progress and is not paused for a weight update. *Utilisation*: of
+generation busy over all engine-seconds of the run, of training the trainer's working seconds over those of the run.
 """
 
 from __future__ import annotations
@@ -28,18 +26,16 @@ from pipelinerl.records.reports import (
     Utilisation,
 )
 from pipelinerl.records.rollout_buffer import FinishedRollouts
+from pipelinerl.records.step_ledger import TrainingLedger
 from pipelinerl.records.steps import StepRow
-from pipelinerl.records.training_ledger import TrainingLedger
-from pipelinerl.records.turn_ledger import Place, TurnLedger
+from pipelinerl.records.turn_ledger import TurnLedger
 from pipelinerl.rl.drift import DriftModel
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardReason,
     DiscardRollouts,
-    EnvironmentFailed,
     Event,
-    ObservationReady,
     OpenEnvironment,
     PublishWeights,
     RolloutAborted,
@@ -58,15 +54,10 @@ from pipelinerl.scheduler.events import (
 
 
 class RunLedger:
-    """Keeps the ledger of one run.
+    """Keeps the ledger of one run, of engines 0 to below ``num_engines``.
 
-    Args:
-        num_engines: Engines that generate (count); their ids are 0 to below that.
-        colocated: Whether the same accelerators generate and train in turn.
-        longest: Longest possible answer (tokens).
-        on_step: Called with each row as soon as its step is done.
-        admission: What holds back admissions, if that is known.
-        environments: Environments there are (count). None: rollouts have one turn.
+    ``longest`` bounds an answer (tokens); ``on_step`` gets each row as soon as its step is done; without
+    ``environments`` rollouts have one turn.
     """
 
     def __init__(
@@ -90,7 +81,7 @@ class RunLedger:
         # Rollouts.
         self._finished = FinishedRollouts()
         self._interrupted: dict[int, int] = {}  # rollout that a weight update aborted -> tokens it has
-        self._turns = None if environments is None else TurnLedger(environments)
+        self.turns = None if environments is None else TurnLedger(environments)
         self._between_turns: dict[int, int] = {}  # the same of one whose environment acts, or has answered
         self._aborting: set[int] = set()
         self._num_started = self._num_finished = 0
@@ -117,7 +108,7 @@ class RunLedger:
     def event(self, time_s: float, event: Event) -> None:
         """Record an event that was reported at ``time_s``."""
         self._time_s = time_s
-        # These four come once per rollout or turn; `match` would cost three times as much as `isinstance`.
+        # These three come once per rollout or turn; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
             rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
             if event.engine is None:
@@ -132,32 +123,19 @@ class RunLedger:
                 self._trainer.open_step.num_scoring += 1
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
-            if self._turns is not None:
-                place = Place.SCORING if event.reward is None else None
-                self._turns.end_turn(time_s, rollout_id, place, None if event.engine is None else num_tokens)
-                self._turns.worked(event.seconds)
             return
         if isinstance(event, RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
             self._trainer.open_step.num_scoring -= 1
-            if self._turns is not None:
-                self._turns.move(time_s, event.rollout_id, None)
             return
         if isinstance(event, TurnFinished):
             self._turn_finished(event)
-            return
-        if isinstance(event, ObservationReady):
-            if self._turns is not None:
-                self._turns.move(time_s, event.rollout_id, Place.WAITING)
             return
         match event:
             case RolloutAborted():
                 self._aborted(event)
             case RolloutFailed():
                 self._failed(event)
-            case EnvironmentFailed():
-                if self._turns is not None:
-                    self._turns.fault(event.fault, again=event.again)
             case RolloutPreempted():
                 self._num_preemptions += 1
             case TrainingFinished():
@@ -186,16 +164,12 @@ class RunLedger:
                 self._busy_since_s[engine] = time_s
             if self.profile.watching:
                 self.profile.rollout_started(time_s, rollout_id, engine, in_progress)
-            if self._turns is not None:
-                self._turns.move(time_s, rollout_id, Place.ENGINE)
             return
         match command:
             case OpenEnvironment():
                 self._num_started += 1
                 self.profile.num_first += time_s == 0.0
                 self._between_turns[command.rollout_id] = 0
-                if self._turns is not None:
-                    self._turns.open(time_s, command.rollout_id)
             case StartTraining():
                 self._training_started(command)
             case PublishWeights():
@@ -219,42 +193,27 @@ class RunLedger:
             else:
                 self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
 
-    def _place(self, rollout_id: int, place: Place | None) -> None:
-        """Record where a rollout with turns is from now on; None: it is dropped."""
-        if self._turns is not None:
-            self._turns.move(self._time_s, rollout_id, place)
-            if place is None:
-                self._turns.drop(rollout_id)
-
     def _turn_finished(self, event: TurnFinished) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
         self._leave_engine(rollout_id, event.engine, num_tokens, goes_on=True)
         self._between_turns[rollout_id] = num_tokens
         self._tokens_cut_short += num_tokens
         self._aborting.discard(rollout_id)
-        if self._turns is not None:
-            self._turns.end_turn(self._time_s, rollout_id, Place.ENVIRONMENT, num_tokens)
-            self._turns.worked(event.seconds)
 
     def _aborted(self, event: RolloutAborted) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
         self._leave_engine(rollout_id, event.engine, num_tokens)
         self._tokens_cut_short += num_tokens
-        if self._turns is not None:
-            self._turns.worked(event.seconds)
         if self._stop is None and rollout_id in self._aborting:
             self._ended["aborted"] += 1
             self._tokens["aborted"] += num_tokens
-            self._place(rollout_id, None)
         else:
             self._interrupted[rollout_id] = num_tokens
-            self._place(rollout_id, Place.WAITING)
         self._aborting.discard(rollout_id)
 
     def _failed(self, event: RolloutFailed) -> None:
         self._ended["failed"] += 1
         self._aborting.discard(event.rollout_id)
-        self._place(event.rollout_id, None)
         if event.engine is not None:
             self._leave_engine(event.rollout_id, event.engine, 0)
         elif event.rollout_id in self._between_turns:
@@ -267,7 +226,6 @@ class RunLedger:
 
     def _discarded(self, command: DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:
-            self._place(rollout_id, None)
             unfinished = self._interrupted if rollout_id in self._interrupted else self._between_turns
             if rollout_id in unfinished:
                 num_tokens = unfinished.pop(rollout_id)
@@ -294,8 +252,8 @@ class RunLedger:
             self._training_since_s = self._time_s
         taken = self._finished.take(command.rollout_ids)
         self._trainer.begin(taken, command.version)
-        if self._turns is not None:
-            self._turns.trained(command.rollout_ids, taken, command.version)
+        if self.turns is not None:
+            self.turns.trained(command.rollout_ids, taken, command.version)
 
     def _trained(self, event: TrainingFinished) -> None:
         self._trainer.trained(self._time_s, event, self.profile)
@@ -322,7 +280,6 @@ class RunLedger:
         return busy_s
 
     def _busy_until_s(self) -> float:
-        """Return the time up to which engines with rollouts in progress have been busy (s)."""
         return self._time_s if self._training_since_s is None else self._training_since_s
 
     def ended(self) -> dict[str, int]:
@@ -336,7 +293,7 @@ class RunLedger:
         training_s, publishing_s = self._trainer.training_s, self._trainer.publishing_s
         rest_s = max(0.0, duration_s - training_s - publishing_s)
         engine_s = duration_s * self.num_engines
-        environments = None if self._turns is None else self._turns.report(duration_s, finished=self._num_finished)
+        environments = None if self.turns is None else self.turns.report(duration_s, finished=self._num_finished)
         return RunTotals(
             optimizer_steps=self._version,
             duration_s=duration_s,
@@ -390,5 +347,5 @@ class RunLedger:
 
     def figure_data(self, drift: DriftModel | None = None) -> FigureData:
         """Return the data of figures, the rows of the steps excepted; ``drift`` gives the modelled ESS by turn."""
-        turns = None if self._turns is None else self._turns.profile(drift)
+        turns = None if self.turns is None else self.turns.profile(drift)
         return self.profile.data(self._trainer.lag.histogram(), turns)

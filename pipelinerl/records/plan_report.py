@@ -1,25 +1,92 @@
-"""The report of a plan, typed: the content of plan.json, for its writer and its readers."""
+"""The report of a plan: the content of plan.json."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from pipelinerl.config.run import ClusterConfig
 from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.certainty_report import CertaintyReport
 from pipelinerl.records.cost import CostReport
 from pipelinerl.util.report import Report, data_frame
 
+# --------------------------------------------------------------------------------------------------- how sure a plan is
+
+
+class AsynchronousOdds(Report):
+    """Asynchronous against synchronous RL on these GPUs."""
+
+    faster: float
+    """Probability that asynchronous RL is faster."""
+    certain: bool
+    """Whether that, or the contrary, has a probability of 0.95 at least."""
+    decided_by: str
+    """What decides most of the difference between the two."""
+    share: float
+    """Share of the variance of that difference which it explains."""
+
+
+class MeasurementValue(Report):
+    """Value of a measurement before the decision."""
+
+    measured: list[str]
+    """The times or tokens that become known."""
+    right: float
+    """Probability that the choice after it is the fastest, within a tie."""
+    regret: float
+    """Throughput that it loses against the fastest (mean, relative)."""
+    gain: float
+    """Throughput that the measurement gains (mean, relative): the regret before it, less that after it."""
+    settles: bool
+    """Whether that is anything."""
+    commands: list[str]
+    """The commands that measure; the next plan takes what each writes, with ``--measured``. Empty: none measures it."""
+    minutes: float | None
+    """How long they take, estimated; null: not known."""
+    gpus: int | None
+    """GPUs that the largest of them takes; null: not known."""
+
+
+class CertaintyReport(Report):
+    """Confidence in the recommendation, over draws of every unknown value."""
+
+    draws: int
+    """Draws (count)."""
+    compared: int
+    """Candidates compared in them (count)."""
+    tie: float
+    """Difference in throughput up to which two are as fast (relative)."""
+    right: float
+    """Probability that the recommendation is the fastest within the limits, ties included."""
+    regret: float
+    """Throughput that it loses against the fastest (mean, relative)."""
+    least_regret: float
+    """The least regret of them all; what measurements gain is counted from here."""
+    expected: str
+    """The candidate that would be recommended if all were as the central coefficients have it."""
+    expected_faster: float
+    """Its gain in throughput over the recommendation then (relative)."""
+    expected_regret: float
+    """Its regret."""
+    keeps_limits: float | None
+    """Probability that the recommendation keeps to the limits on mean lag, hours and money; null without any."""
+    asynchronous: AsynchronousOdds | None
+    """Asynchronous against synchronous RL; null if only one of them fits."""
+    fits: float | None
+    """Probability that the recommendation's memory suffices; null if GPU and model are not known."""
+    unknown: dict[str, float]
+    """Uncertainty: the standard deviation of the log of each factor."""
+    measurements: list[MeasurementValue]
+    """Value of measurements: each alone, the best first; the best two; all of a command; all."""
+
+
 Value = float | int | str | bool | list[Any] | None
-"""A value of a run file."""
 
 
 class Instead(Report):
-    """What the recommended kind of scheduler would give at its best if one key had another value, by the screening."""
+    """Best screened candidate of the recommended kind of scheduler if one key had another value."""
 
     value: Value
     """The value; null: the key is left out."""
@@ -36,9 +103,9 @@ class Assumed(Report):
     key: str
     """Table and key of the run file."""
     value: Value
-    """What was assumed; null: the key is left out."""
+    """Assumed value; null: the key is left out."""
     instead: list[Instead]
-    """What it may as well be."""
+    """Equally plausible values. The first of several cases has those of keys that no draw moves."""
 
     @property
     def largest(self) -> float:
@@ -63,7 +130,7 @@ class Against(Report):
     name: str
     """Its file or folder."""
     label: str
-    """What it recommends."""
+    """The recommendation."""
     family: str
     """The kind of scheduler of that."""
     tokens_per_s: float
@@ -118,9 +185,9 @@ class SearchReport(Report):
     simulated_steps: int
     """Optimizer steps of each simulation, at most (count)."""
     within_limits: int
-    """Those of them that keep to the limits of ``[plan]`` (count)."""
+    """Of these, within the limits of ``[plan]`` (count)."""
     lag_ratios: dict[str, float]
-    """Simulated over screened mean lag by kind of scheduler, the median of those simulated."""
+    """Simulated over screened mean lag by kind of scheduler (median)."""
     complete: bool
     """Whether every simulation ended."""
     failures: list[str]
@@ -158,6 +225,15 @@ class CandidateNumbers(Report):
     """Share in which it does neither."""
 
 
+class Band(Report):
+    """The range of 80 % of the draws."""
+
+    low: float
+    """10th percentile."""
+    high: float
+    """90th percentile."""
+
+
 class PlannedCandidate(CandidateNumbers):
     """A candidate with its choices, its band and its bottleneck."""
 
@@ -169,16 +245,20 @@ class PlannedCandidate(CandidateNumbers):
     """Its ``environment.count`` (environments). Absent where rollouts have one turn."""
     idle: int | None = None
     """Accelerators that are paid for and stand idle, as they make no whole engine (count). Absent where none does."""
-    band: dict[Level, CandidateNumbers]
-    """The same candidate by level of the hardware coefficients."""
+    band: Band
+    """Its throughput in the draws (tokens/s)."""
     verdict: str
     """Its bottleneck, and what more GPUs would give."""
 
     @property
     def band_tokens_per_s(self) -> tuple[float, float]:
-        """Least and largest throughput of the band (tokens/s)."""
-        rates = [one.tokens_per_s for one in self.band.values()] or [self.tokens_per_s]
-        return min(rates), max(rates)
+        """Both ends of the band (tokens/s)."""
+        return self.band.low, self.band.high
+
+    @property
+    def band_costs(self) -> list[CostReport]:
+        """Its cost at both ends of the band."""
+        return [self.cost.scaled(self.tokens_per_s / rate) for rate in (self.band.low, self.band.high)]
 
 
 class RunnerUp(PlannedCandidate):
@@ -189,7 +269,7 @@ class RunnerUp(PlannedCandidate):
 
 
 class OwnRun(PlannedCandidate):
-    """The run file as it is."""
+    """The unchanged run file."""
 
     keeps_to_limits: bool
     """Whether it keeps to the limits of ``[plan]``."""
@@ -197,17 +277,6 @@ class OwnRun(PlannedCandidate):
     """Whether its kind of scheduler is in ``plan.schedulers``."""
     recommended_over_own: float
     """Throughput of the recommendation over its own (ratio of tokens/s)."""
-
-
-class Decision(Report):
-    """The recommendation with other hardware coefficients, among the candidates simulated with them."""
-
-    label: str
-    """The candidate."""
-    faster: float
-    """Its gain in throughput there over the recommendation (relative)."""
-    same: bool
-    """Whether the decision stays as it is."""
 
 
 class ScreenedColumns(Report):
@@ -231,65 +300,46 @@ class ScreenedColumns(Report):
         return self
 
 
-class CoefficientEffect(Report):
-    """The effect of one coefficient at one end of its range."""
+class UnknownEffect(Report):
+    """Effect of one unknown, all others as likely as they are."""
 
-    value: int | float
-    """The coefficient there."""
-    throughput: float
-    """Throughput of the recommendation over what it is with all coefficients as they are (ratio)."""
-    instead: str | None
-    """The candidate recommended instead, if another one is."""
-
-
-class CoefficientEffects(Report):
-    """The effect of one coefficient that is moved alone."""
-
-    coefficient: str
-    """Its name."""
-    optimistic: CoefficientEffect | None = None
-    """At its optimistic value, if that is another."""
-    pessimistic: CoefficientEffect | None = None
-    """At its pessimistic value, if that is another."""
-
-    @property
-    def effects(self) -> list[CoefficientEffect]:
-        """The ends that differ from the value in use."""
-        return [one for one in (self.optimistic, self.pessimistic) if one is not None]
+    unknown: str
+    """Factor on a time or on the answers, or a coefficient."""
+    low: float
+    """Throughput of the recommendation at the 10th percentile of the unknown, over that at its median (ratio)."""
+    high: float
+    """The same at the 90th percentile."""
+    instead_low: str | None
+    """Candidate that loses least in the fifth of the draws where the unknown is lowest, if that is another decision."""
+    instead_high: str | None
+    """The same where it is highest."""
 
     @property
     def largest(self) -> float:
-        """The largest relative change of the throughput."""
-        return max((abs(one.throughput - 1) for one in self.effects), default=0.0)
+        """Largest relative change of the throughput."""
+        return max(abs(self.low - 1), abs(self.high - 1))
 
     @property
     def changes_decision(self) -> bool:
-        """Whether something else would be recommended at one end."""
-        return any(one.instead for one in self.effects)
+        """Whether another candidate loses less at one end."""
+        return self.instead_low is not None or self.instead_high is not None
 
 
 class SplitCurve(Report):
-    """Screened throughput of the recommendation at every split (tokens/s); empty if it is colocated."""
+    """Throughput of the recommendation at every split, with its band (tokens/s); empty if it is colocated."""
 
-    generation_accelerators: list[float] | None = None
+    generation_accelerators: list[int] = Field(default_factory=list)
     """Accelerators that generate (count)."""
-    optimistic: list[float] | None = None
-    """With the optimistic coefficients."""
-    central: list[float] | None = None
-    """With the central coefficients."""
-    pessimistic: list[float] | None = None
-    """With the pessimistic coefficients."""
-
-    @property
-    def levels(self) -> dict[Level, list[float]]:
-        """Throughput by level of the coefficients (tokens/s)."""
-        curves = {level: getattr(self, level.value) for level in Level}
-        return {level: curve for level, curve in curves.items() if curve is not None}
+    tokens_per_s: list[float] = Field(default_factory=list)
+    """Screened throughput as expected."""
+    low: list[float] = Field(default_factory=list)
+    """10th percentile of the draws."""
+    high: list[float] = Field(default_factory=list)
+    """90th percentile of the draws."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        splits, curves = self.generation_accelerators, self.levels.values()
-        if (splits is None) != (not curves) or any(len(curve) != len(splits or ()) for curve in curves):
+        if len({len(column) for column in self.__dict__.values()}) > 1:
             raise ValueError("columns must be equally long")
         return self
 
@@ -319,25 +369,19 @@ class PlanReport(Report):
     """The best candidate by kind of scheduler; null if none of a kind keeps to the limits."""
     own: OwnRun | None
     """The run file as it is, if it can run."""
-    decisions: dict[Level, Decision]
-    """The recommendation by level of the coefficients."""
     simulated: list[CandidateNumbers]
     """Every simulated candidate, the fastest first."""
     front: list[str]
     """Labels of the Pareto front of throughput against mean lag, by rising lag."""
     screened: ScreenedColumns
     """Every candidate that the screening kept."""
-    sensitivity: list[CoefficientEffects]
-    """The effect of each coefficient, the largest first."""
+    sensitivity: list[UnknownEffect]
+    """Effect of each unknown, the largest first."""
     splits: SplitCurve
-    """Screened throughput of the recommendation at every split."""
+    """Throughput of the recommendation at every split."""
 
     def to_frame(self) -> Any:
-        """Return a pandas data frame with a row per simulated candidate, the fastest first.
-
-        Raises:
-            ConfigError: If pandas is not installed.
-        """
+        """Return a pandas data frame: a row per simulated candidate, the fastest first; ConfigError without pandas."""
         return data_frame([one.to_dict() for one in self.simulated])
 
     @field_validator("front")

@@ -1,4 +1,4 @@
-"""What figures show beyond summary.json and steps.csv, typed: the content of profile.json."""
+"""Data of figures beyond summary.json and steps.csv: the content of profile.json."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pipelinerl.scheduler.events import Command, Event
 
 
 class Recorder(Protocol):
-    """Receives every event and command of a run."""
+    """Observes every event and command of a run."""
 
     def event(self, time_s: float, event: Event) -> None:
         """Record an event that was reported to the scheduler."""
@@ -32,22 +32,21 @@ class Recorder(Protocol):
         """Record a command of the scheduler."""
 
 
-class Tee:
-    """Passes events and commands on to the ledger and the trace."""
+class FanOut:
+    """Passes events and commands on to several recorders, in their order."""
 
-    def __init__(self, ledger: RunLedger, trace: TraceWriter) -> None:
-        self._ledger = ledger
-        self._trace = trace
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
 
     def event(self, time_s: float, event: Event) -> None:
         """Record an event."""
-        self._ledger.event(time_s, event)
-        self._trace.event(time_s, event)
+        for one in self._recorders:
+            one.event(time_s, event)
 
     def command(self, time_s: float, command: Command) -> None:
         """Record a command."""
-        self._ledger.command(time_s, command)
-        self._trace.command(time_s, command)
+        for one in self._recorders:
+            one.command(time_s, command)
 
 
 class RecordingMark(NamedTuple):
@@ -55,19 +54,13 @@ class RecordingMark(NamedTuple):
 
     ledger: RunLedger
     trace_at: int | None
-    """Place in the trace (bytes); None without one."""
+    """Bytes of the trace, if there is one."""
 
 
 def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
-    """Check that the files of a real run hold all that was recorded up to a mark; what comes later does not matter.
+    """Check that the files of a real run hold all up to a mark; ``of`` is the checkpoint's name in messages.
 
-    Args:
-        out: The run's folder.
-        mark: What the run is to go on from.
-        of: The checkpoint that says so, for messages.
-
-    Raises:
-        ConfigError: If the trace is shorter, or a step is missing in steps.csv or metrics.jsonl.
+    ConfigError if the trace is shorter, or a step is missing in steps.csv or metrics.jsonl.
     """
     trace, steps = out / TRACE_FILE, len(mark.ledger.steps)
     size = trace.stat().st_size if trace.is_file() else 0
@@ -99,17 +92,10 @@ def _step_of_metrics(line: bytes) -> Any:
 
 
 class Recording:
-    """Records a run: its ledger, and its folder and trace if wanted.
+    """Records a run: its ledger, and its folder and trace if wanted; ConfigError as ``RunFolder``.
 
-    Args:
-        config: The resolved configuration.
-        out: Folder to keep the run in, or None.
-        trace: Whether the folder gets a trace.
-        on_step: Called with each row as soon as its step is done, for progress.
-        go_on_from: A ``mark`` of this run to go on from; later records are forgotten. None: a new run.
-
-    Raises:
-        ConfigError: If the folder holds a run already or cannot be written.
+    Without ``out`` no file is written. ``on_step`` gets each row as soon as its step is done. ``go_on_from`` is a
+    ``mark`` of this run to go on from; later records are forgotten.
     """
 
     def __init__(
@@ -141,8 +127,9 @@ class Recording:
 
     @property
     def recorder(self) -> Recorder:
-        """Receives every event and command of the run."""
-        return self.ledger if self._trace is None else Tee(self.ledger, self._trace)
+        """Observes every event and command of the run."""
+        used = [one for one in (self.ledger, self.ledger.turns, self._trace) if one is not None]
+        return used[0] if len(used) == 1 else FanOut(*used)
 
     def mark(self) -> RecordingMark:
         """Return the place that the recording can go on from."""
@@ -151,11 +138,7 @@ class Recording:
         return RecordingMark(ledger, None if self._trace is None else self._trace.mark())
 
     def finish(self, measured: RunMeasurements | None = None) -> RunReport:
-        """Write the files, close them, and return the report; the run may be cut short.
-
-        Args:
-            measured: The numbers that the ledger cannot know.
-        """
+        """Write and close the files and return ``report(measured)``; the run may be cut short."""
         if self._trace is not None:
             self._trace.close()
         report = self.report(measured)
@@ -164,11 +147,7 @@ class Recording:
         return report
 
     def report(self, measured: RunMeasurements | None = None) -> RunReport:
-        """Return the numbers of the run so far.
-
-        Args:
-            measured: The numbers that the ledger cannot know.
-        """
+        """Return the numbers of the run so far; ``measured`` are those that the ledger cannot know."""
         config, totals = self._config, self.ledger.summary()
         scheduler, decode = config.scheduler, config.hardware.decode
         identity = RunIdentity(

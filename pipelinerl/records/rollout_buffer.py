@@ -1,8 +1,7 @@
 """Finished rollouts that wait to be trained on, as the ledger knows them.
 
-Their numbers are packed end to end. This takes a fraction of the memory of objects, so the ledger of a large cluster
-stays in the processor's cache, and a micro-batch is gathered without a loop over its version spans. Numbers before the
-oldest waiting rollout are cut off now and then, so the size follows the waiting rollouts, not the run.
+Their numbers are packed end to end: a large cluster's ledger stays in the processor's cache, and a micro-batch is
+gathered without a loop. Numbers before the oldest waiting rollout are cut off: the size follows the waiting rollouts.
 """
 
 from __future__ import annotations
@@ -62,22 +61,13 @@ class FinishedRollouts:
         self._places: dict[int, int] = {}  # start of each rollout, in bytes since the start of the run
 
     def __len__(self) -> int:
-        """Return the number of waiting rollouts."""
         return len(self._places)
 
     def __contains__(self, rollout_id: int) -> bool:
-        """Return whether a rollout waits."""
         return rollout_id in self._places
 
     def add(self, rollout_id: int, spans: VersionSpans, version: int, reward: float | None) -> None:
-        """Add a rollout that has finished.
-
-        Args:
-            rollout_id: The rollout.
-            spans: Its tokens, at least one.
-            version: The trainer's version now (optimizer steps).
-            reward: Its reward. None: not yet known.
-        """
+        """Add a rollout of at least a token, at the trainer's version (optimizer steps). Reward None: not yet known."""
         versions, ends = spans.versions, spans.ends
         packed, num_spans = self._packed, len(ends)
         self._places[rollout_id] = self._cut_off + len(packed)
@@ -111,7 +101,6 @@ class FinishedRollouts:
         return Gathered(rewards_M, start_N, end_N, version_N, finish_version_N)
 
     def _number(self, place: int, index: int) -> int:
-        """Return a whole number of the rollout that begins at a place."""
         number: int = _NUMBER.unpack_from(self._packed, place + index * _NUMBER.size)[0]
         return number
 

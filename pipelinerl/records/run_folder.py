@@ -1,24 +1,7 @@
-"""The folder of a run: what ``simulate`` and ``train`` write, and ``plot`` and ``replay`` read.
+"""The folder of a run: files that ``simulate`` and ``train`` write, and ``plot`` and ``replay`` read.
 
-=================  =====================================================================================
-run.toml           the resolved configuration: the run can be made again from it
-steps.csv          a row per optimizer step, written as the run goes on
-summary.json       the numbers of the run
-profile.json       what figures need beyond the rows
-trace.jsonl.gz     every event and command, if wanted
-figures/           the figures
-metrics.jsonl      what only a real run can measure, a line per optimizer step
-samples.jsonl      some answers of a real run, with their rewards and versions
-tensorboard/       the same for TensorBoard
-logs/              what every engine and rank of a real run has printed
-checkpoints/       what ``train --resume`` goes on from
-comparison.json    of ``compare`` instead: all its runs side by side
-environments.json  of ``environments`` besides: all its runs side by side
-plan.json          of ``plan`` instead: what it found, with
-recommended.toml   the run file that it recommends
-model/             the trained model in Hugging Face format
-check.json         of ``train --check``: what it found, with a hardware.toml
-=================  =====================================================================================
+docs/concepts.md has their content. ``compare`` writes comparison.json instead, ``plan`` plan.json and
+recommended.toml; ``environments`` adds environments.json, ``train --check`` check.json and a hardware.toml.
 """
 
 from __future__ import annotations
@@ -35,7 +18,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.steps import STEPS_FILE, StepRow, StepsWriter
-from pipelinerl.util.files import writing
+from pipelinerl.util.explain import writing
 
 RUN_FILE = "run.toml"
 SUMMARY_FILE = "summary.json"
@@ -70,14 +53,10 @@ _FILES = (
 
 
 def check_vacant(folder: Path) -> None:
-    """Check that a run can be written here; writes nothing.
+    """Check that a run can be written to a folder, which need not exist; writes nothing.
 
-    Args:
-        folder: Need not exist.
-
-    Raises:
-        ConfigError: If it is no folder, cannot be read, holds a file of a run or a comparison already, or lies in what
-            is no folder or may not be written to.
+    ConfigError if it is no folder, cannot be read, holds a file of a run or a comparison already, or lies in what is
+    no folder or may not be written to.
     """
     try:
         is_file = folder.exists() and not folder.is_dir()
@@ -96,11 +75,7 @@ def check_vacant(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those it lies in, if they do not exist.
-
-    Raises:
-        ConfigError: If that cannot be done.
-    """
+    """Make a folder and its parents, if they do not exist; ConfigError if that cannot be done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,15 +87,10 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 class RunFolder:
-    """Writes the folder of one run. Rows of steps are on disk as soon as their step is done.
+    """Writes the folder of one run, made if need be; ConfigError if it holds a run already or cannot be written.
 
-    Args:
-        folder: Created if it does not exist.
-        config: The resolved configuration.
-        go_on_after: Optimizer steps whose rows stay: the folder holds this run already. None: a new run.
-
-    Raises:
-        ConfigError: If the folder holds a run already or cannot be written.
+    Rows of steps are on disk as soon as their step is done. ``go_on_after``: so many rows stay of this run, which the
+    folder holds already.
     """
 
     def __init__(self, folder: Path, config: RunConfig, *, go_on_after: int | None = None) -> None:
@@ -151,7 +121,7 @@ class RunFolder:
 
 
 def keep_lines(path: Path, number: int) -> list[str]:
-    """Cut a text file off after so many lines; return those that stay."""
+    """Cut a text file off after so many lines; return the lines kept."""
     kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:number]
     partial = path.with_name(path.name + ".partial")
     with writing(path):

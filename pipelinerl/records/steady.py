@@ -1,4 +1,4 @@
-"""Whether a run is long enough for its numbers to stand for those of a longer one."""
+"""Whether a run is long enough to stand for a longer one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ def steady_part(num_rows: int, unit: int) -> tuple[int, int]:
 
 
 def too_short(steps: np.recarray[Any, Any], *, rl_step: int | None) -> list[str]:
-    """Return why a run has too few optimizer steps to stand for a longer one, a text each; none where nothing says so.
+    """Return the reasons why a run, by its steps.csv, is too short to stand for a longer one.
 
-    Its throughput and mean lag are compared with those of its second half, in whole RL steps. A throughput that falls
-    and a lag that shrinks are not judged: no start-up does that.
-
-    Args:
-        steps: The columns of steps.csv.
-        rl_step: Optimizer steps of an RL step, of schedules that have any (count).
+    Its throughput and mean lag are compared with those of its second half, in whole RL steps (of ``rl_step`` optimizer
+    steps, if any). A throughput that falls and a lag that shrinks are not judged: no start-up does that.
     """
     start, end = steady_part(len(steps), rl_step or 1)
     if rl_step is not None and len(steps) and not start:
@@ -45,12 +41,10 @@ def too_short(steps: np.recarray[Any, Any], *, rl_step: int | None) -> list[str]
 
 
 def _rate(steps: np.recarray[Any, Any], start: int, end: int) -> float:
-    """Return the trained tokens per second of rows ``start`` to before ``end``."""
     seconds = steps.time_s[end - 1] - (steps.time_s[start - 1] if start else 0.0)
     return float(steps.tokens[start:end].sum() / seconds)
 
 
 def _mean_lag(steps: np.recarray[Any, Any], start: int, end: int) -> float:
-    """Return the mean lag of their tokens (optimizer steps)."""
     tokens = steps.tokens[start:end]
     return float(steps.lag_mean[start:end] @ tokens / max(1, tokens.sum()))

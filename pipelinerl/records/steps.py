@@ -26,9 +26,9 @@ class StepRow(StrictModel):
     train_s: float
     """Seconds the trainer worked on it."""
     publish_s: float
-    """Seconds the trainer published since the step before."""
+    """Seconds of publishing since the step before."""
     wait_s: float
-    """Seconds the trainer did neither since the step before."""
+    """Seconds of neither since the step before."""
     samples: int
     """Rollouts trained on (count)."""
     tokens: int
@@ -38,32 +38,26 @@ class StepRow(StrictModel):
     lag_max: int
     """Largest lag of its tokens (optimizer steps)."""
     lag_in_flight_mean: float
-    """Part of the mean lag from before the rollouts finished (optimizer steps)."""
+    """Part of ``lag_mean`` in flight (optimizer steps)."""
     lag_in_queue_mean: float
-    """Part of the mean lag from after the rollouts finished (optimizer steps)."""
+    """Part of ``lag_mean`` in queue (optimizer steps)."""
     in_progress: int
     """Rollouts in progress when it ended (count)."""
     ready: int
-    """Rollouts finished and not yet trained on or discarded when it ended (count)."""
+    """Rollouts finished and waiting when it ended (count)."""
     reward_mean: Annotated[float, AllowInfNan(True)]
-    """Mean reward of its rollouts; nan if one is not known."""
+    """Mean reward of its rollouts; nan if one is unknown."""
     length_mean: float
     """Mean length of its rollouts (tokens)."""
 
 
 COLUMNS = tuple(StepRow.model_fields)
-"""Columns of steps.csv, in order."""
 _INTEGERS = {name for name, field in StepRow.model_fields.items() if field.annotation is int}
 _DTYPE = np.dtype([(name, np.int64 if name in _INTEGERS else np.float64) for name in COLUMNS])
 
 
 class StepsWriter:
-    """Writes rows to an open steps.csv.
-
-    Args:
-        file: Where to; opened with ``newline=""``.
-        header: Whether to begin with the names of the columns.
-    """
+    """Writes rows to an open steps.csv, opened with ``newline=""``; a header are the names of the columns."""
 
     def __init__(self, file: TextIO, *, header: bool) -> None:
         self._csv = csv.writer(file, lineterminator="\n")
@@ -78,8 +72,7 @@ class StepsWriter:
 def read_steps(path: Path) -> list[StepRow]:
     """Return the rows of a steps.csv; a run that was cut short may have none.
 
-    Raises:
-        ConfigError: If the file cannot be read, lacks a column, or holds a wrong value; one line that names it.
+    ConfigError if the file cannot be read, lacks a column, or holds a wrong value; one line that names it.
     """
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import operator
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedWriter, RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar, get_args, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar, cast, get_args, get_type_hints
 
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig
@@ -39,10 +41,9 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
     WeightUpdate,
 )
-from pipelinerl.util.files import cannot_write, writing
+from pipelinerl.util.explain import cannot_write, writing
 
 FORMAT = "pipelinerl-trace"
-"""Name of the format in the first line."""
 FORMAT_VERSION = 4
 """Raised when a reader of the old format could misread the new one, or the scheduler decides otherwise than before:
 an old trace would not replay. 4: rollouts being scored take places in the ready queue."""
@@ -50,22 +51,18 @@ an old trace would not replay. 4: rollouts being scored take places in the ready
 ADDED = {"read_tokens", "seconds"}
 """Fields that older traces of this version lack; ``seconds`` is left out where it is not known."""
 
+BUFFER_BYTES = 2**16
+"""Lines that are compressed at once (bytes): a call per line takes as long as all the rest."""
+
 T = TypeVar("T")
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _COMMANDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
 _FIELDS: dict[type, dict[str, object]] = {kind: get_type_hints(kind) for kind in get_args(Event) + get_args(Command)}
-"""The type of each field, by kind of event or command."""
 
 
 class TraceWriter:
-    """Writes a trace during the run; the lines written so far are readable even if the run is cut off.
-
-    Args:
-        path: The file to create, usually ``trace.jsonl.gz``.
-        config: The resolved configuration.
-        go_on_at: A ``mark`` of an existing file, which is cut off there. None: a new file.
-    """
+    """Writes a trace, readable so far if the run is cut off; ``go_on_at``: the ``mark`` where an old file is cut."""
 
     def __init__(self, path: Path, config: RunConfig, *, go_on_at: int | None = None) -> None:
         self._path = path
@@ -82,15 +79,15 @@ class TraceWriter:
             "format_version": FORMAT_VERSION,
             "config": config.model_dump(mode="json", exclude_none=True),
         }
-        self._write(header)
+        self._write(_json_text(header).encode() + b"\n")
 
     def event(self, time_s: float, event: Event) -> None:
         """Write an event."""
-        self._write({"t": time_s, "event": type(event).__name__, **_encoded(event)})
+        self._write(_line(time_s, event))
 
     def command(self, time_s: float, command: Command) -> None:
         """Write a command."""
-        self._write({"t": time_s, "command": type(command).__name__, **_encoded(command)})
+        self._write(_line(time_s, command))
 
     def mark(self) -> int:
         """Return the length of the file so far (bytes), all of it on disk."""
@@ -102,9 +99,10 @@ class TraceWriter:
         self._file = self._member()
         return place
 
-    def _member(self) -> gzip.GzipFile:
+    def _member(self) -> BufferedWriter:
         # No file name and no time in the gzip header: the same run must give the same bytes.
-        return gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, compresslevel=3, mtime=0)
+        compressed = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, compresslevel=3, mtime=0)
+        return BufferedWriter(cast("RawIOBase", compressed), BUFFER_BYTES)
 
     def close(self) -> None:
         """Finish the file."""
@@ -119,8 +117,7 @@ class TraceWriter:
     ) -> None:
         self.close()
 
-    def _write(self, record: Mapping[str, object]) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    def _write(self, line: bytes) -> None:
         try:
             self._file.write(line)
         except OSError as error:
@@ -132,24 +129,14 @@ class Record:
     """One line of a trace: an event, or else a command."""
 
     line: int
-    """Number in the file, from 1 (the header)."""
+    """From 1 (the header)."""
     time_s: float
-    """Seconds since the start."""
     event: Event | None
-    """The event, or None."""
     command: Command | None
-    """The command, or None."""
 
 
 class Trace:
-    """A recorded trace.
-
-    Args:
-        path: The file.
-
-    Raises:
-        TraceError: If the file is missing, or its first line is not the header of a trace.
-    """
+    """A recorded trace; TraceError if the file is missing, or its first line is not the header of a trace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -167,11 +154,7 @@ class Trace:
             raise TraceError(str(error).splitlines()[0]) from None
 
     def records(self) -> Iterator[Record]:
-        """Yield all events and commands in order.
-
-        Raises:
-            TraceError: At the first broken line, with its number.
-        """
+        """Yield all events and commands in order; TraceError with its number at the first broken line."""
         lines = self._lines()
         next(lines)
         for number, data in lines:
@@ -213,27 +196,16 @@ class ReplayResult:
     """The result of a replay."""
 
     num_events: int
-    """Events fed to the fresh scheduler."""
     num_commands: int
-    """Commands compared."""
     difference: str | None
-    """The first difference, or None if all commands are identical."""
+    """The first one; None if all commands are identical."""
 
 
 def replay(trace: Trace) -> ReplayResult:
     """Feed a trace's events to a fresh scheduler and compare its commands with the recorded ones.
 
     An interrupted run aborts its rollouts in progress at the end, without asking its scheduler. If a trace ends in
-    nothing but aborts, the answers to them are therefore not compared.
-
-    Args:
-        trace: The recorded run, simulated or real.
-
-    Returns:
-        Counts, and the first difference if there is one.
-
-    Raises:
-        TraceError: If the trace is broken.
+    nothing but aborts, the answers to them are therefore not compared. TraceError if the trace is broken.
     """
     config = trace.config
     scheduler = new_scheduler(config)
@@ -277,19 +249,61 @@ def _is_abort(record: Record) -> bool:
 # --------------------------------------------------------------------------------------- encoding
 
 
-def _encoded(content: Event | Command) -> dict[str, object]:
-    data: dict[str, object] = {}
-    for name in _FIELDS[type(content)]:
-        one = getattr(content, name)
-        if name == "seconds" and one is None:
-            continue
-        if isinstance(one, EngineSeconds):
-            one = [one.prefill, one.decode]
-        if isinstance(one, VersionSpans):
-            starts = (0, *one.ends)[:-1]
-            one = [list(span) for span in zip(one.versions, starts, one.ends, strict=True)]
-        data[name] = one
-    return data
+def _line(time_s: float, content: Event | Command) -> bytes:
+    """Return a line of the trace: a quarter of the time of ``json.dumps``, the same bytes."""
+    layout, values_of, encoders = _LAYOUTS[type(content)]
+    values = [_float_text(time_s), *values_of(content)]
+    for place, encode in encoders:
+        values[place] = encode(values[place])
+    return (layout % tuple(values)).encode()
+
+
+_json_text = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _float_text(number: float | None) -> str:
+    return float.__repr__(number) if type(number) is float and math.isfinite(number) else _json_text(number)
+
+
+def _ids_text(ids: Iterable[int]) -> str:
+    return f"[{','.join(map(str, ids))}]"
+
+
+def _spans_text(spans: VersionSpans) -> str:
+    rows = zip(spans.versions, (0, *spans.ends), spans.ends, strict=False)
+    return f"[{','.join([f'[{version},{start},{end}]' for version, start, end in rows])}]"
+
+
+def _seconds_text(seconds: EngineSeconds | None) -> str:
+    return "" if seconds is None else f',"seconds":[{_float_text(seconds.prefill)},{_float_text(seconds.decode)}]'
+
+
+_ENCODERS: dict[object, Callable[[Any], str]] = {
+    int | None: lambda one: "null" if one is None else str(one),
+    float: _float_text,
+    float | None: _float_text,
+    tuple[int, ...]: _ids_text,
+    VersionSpans: _spans_text,
+    EngineSeconds | None: _seconds_text,
+}
+"""Writes a field of each type as JSON; others by ``_json_text``."""
+
+
+def _layout(kind: type) -> tuple[str, Callable[[Any], Iterable[Any]], list[tuple[int, Callable[[Any], str]]]]:
+    hints = _FIELDS[kind]
+    label = "event" if kind.__name__ in _EVENTS else "command"
+    fields = "".join("%s" if name == "seconds" else f',"{name}":%s' for name in hints)
+    encoders = [
+        (place, _ENCODERS.get(hint, _json_text))
+        for place, hint in enumerate(hints.values(), start=1)
+        if hint is not int
+    ]
+    names = list(hints)
+    values_of = operator.attrgetter(*names) if len(names) > 1 else lambda content: (getattr(content, names[0]),)
+    return f'{{"t":%s,"{label}":"{kind.__name__}"{fields}}}\n', values_of, encoders
+
+
+_LAYOUTS = {kind: _layout(kind) for kind in _FIELDS}
 
 
 def _decoded(kind: type[T], data: Mapping[str, Any]) -> T:

@@ -1,7 +1,7 @@
 """Where the time of rollouts with turns goes, and how many environments are in use.
 
-A rollout that is open is in one of four places at any time. So its seconds in them add up to those from its start to
-its score, and the mean number in a place is the rollout-seconds there over the seconds of the run (Little's law).
+An open rollout is in one of four places. So its seconds in them add up to those from its start to its score, and the
+mean number in a place is the rollout-seconds there over the seconds of the run (Little's law).
 """
 
 from __future__ import annotations
@@ -16,10 +16,28 @@ from pipelinerl.records.profile_report import PlacesOverTime, TurnsProfile
 from pipelinerl.records.reports import EnvironmentReport, RolloutSeconds
 from pipelinerl.records.rollout_buffer import Gathered
 from pipelinerl.rl.drift import DriftModel, modelled_ess
-from pipelinerl.scheduler.events import EngineSeconds, EnvironmentFault
+from pipelinerl.scheduler.events import (
+    AbortRollout,
+    Command,
+    DiscardRollouts,
+    EngineSeconds,
+    EnvironmentFailed,
+    EnvironmentFault,
+    Event,
+    ObservationReady,
+    OpenEnvironment,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    Stop,
+    TurnFinished,
+    VersionSpans,
+)
 
 MOST_POINTS = 1024
-"""Points in time of which it is kept where the open rollouts are (count)."""
+"""Points in time of ``places`` (count)."""
 
 
 class Place(StrEnum):
@@ -28,23 +46,19 @@ class Place(StrEnum):
     ENVIRONMENT = "environment"
     """Its environment is made ready, or acts."""
     WAITING = "waiting"
-    """It waits for a slot."""
+    """For a slot."""
     ENGINE = "engine"
-    """It has a slot."""
     SCORING = "scoring"
-    """It is being scored."""
 
 
 class TurnLedger:
-    """Keeps the places of open rollouts (mutable).
-
-    Args:
-        count: Environments there are (count).
-    """
+    """Observes the places of open rollouts of ``count`` environments (mutable)."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._open: dict[int, tuple[Place, float]] = {}  # rollout -> where, and since when (s)
+        self._aborting: set[int] = set()
+        self._stopped = False
         self._seconds = dict.fromkeys(Place, 0.0)  # rollout-seconds
         self._prefill_s = self._decode_s = 0.0  # of the seconds on engines
         self._knows_work = False  # whether those two are known
@@ -59,8 +73,54 @@ class TurnLedger:
         self._places: list[tuple[float, ...]] = []  # time, and these counts: after every ``_every`` moves
         self._num_moves, self._every, self._next_point = 0, 1, 1
 
-    def open(self, time_s: float, rollout_id: int) -> None:
-        """Record that an environment is made ready for a rollout."""
+    def event(self, time_s: float, event: Event) -> None:
+        """Record an event."""
+        match event:
+            case TurnFinished(rollout_id):
+                self._aborting.discard(rollout_id)
+                self._end_turn(rollout_id, event.spans)
+                self._move(time_s, rollout_id, Place.ENVIRONMENT)
+                self._worked(event.seconds)
+            case ObservationReady(rollout_id):
+                self._move(time_s, rollout_id, Place.WAITING)
+            case RolloutFinished(rollout_id):
+                self._aborting.discard(rollout_id)
+                if event.engine is not None:
+                    self._end_turn(rollout_id, event.spans)
+                self._move(time_s, rollout_id, Place.SCORING if event.reward is None else None)
+                self._worked(event.seconds)
+            case RolloutScored(rollout_id):
+                self._move(time_s, rollout_id, None)
+            case RolloutAborted(rollout_id):
+                self._worked(event.seconds)
+                if self._stopped or rollout_id not in self._aborting:
+                    self._move(time_s, rollout_id, Place.WAITING)
+                else:
+                    self._drop(time_s, rollout_id)
+                self._aborting.discard(rollout_id)
+            case RolloutFailed(rollout_id):
+                self._aborting.discard(rollout_id)
+                self._drop(time_s, rollout_id)
+            case EnvironmentFailed():
+                self._faults[event.fault] += 1
+                self._num_retries += event.again
+
+    def command(self, time_s: float, command: Command) -> None:
+        """Record a command; ``trained`` records a micro-batch."""
+        match command:
+            case StartRollout(rollout_id):
+                self._move(time_s, rollout_id, Place.ENGINE)
+            case OpenEnvironment(rollout_id):
+                self._begin(time_s, rollout_id)
+            case DiscardRollouts(rollout_ids):
+                for rollout_id in rollout_ids:
+                    self._drop(time_s, rollout_id)
+            case AbortRollout(rollout_id):
+                self._aborting.add(rollout_id)
+            case Stop():
+                self._stopped = True
+
+    def _begin(self, time_s: float, rollout_id: int) -> None:
         self._open[rollout_id] = (Place.ENVIRONMENT, time_s)
         self._counts[Place.ENVIRONMENT] += 1
         self._ends[rollout_id] = []
@@ -68,15 +128,9 @@ class TurnLedger:
         if self._num_moves == self._next_point:
             self._keep_point(time_s)
 
-    def end_turn(self, time_s: float, rollout_id: int, place: Place | None, num_tokens: int | None) -> None:
-        """Record that a turn of a rollout has ended, with so many tokens in all, and where the rollout is from now on.
-
-        ``num_tokens`` is None for what an environment ends after a turn that has been recorded.
-        """
-        if num_tokens is not None:
-            self._num_turns += 1
-            self._ends[rollout_id].append(num_tokens)
-        self.move(time_s, rollout_id, place)
+    def _end_turn(self, rollout_id: int, spans: VersionSpans) -> None:
+        self._num_turns += 1
+        self._ends[rollout_id].append(spans.ends[-1])
 
     def trained(self, rollout_ids: Sequence[int], taken: Gathered, version: int) -> None:
         """Record that rollouts are trained on at a version; ``taken`` are their spans."""
@@ -91,8 +145,8 @@ class TurnLedger:
                 self._tokens[place] += tokens
             self._trained[len(ends)] += 1
 
-    def drop(self, rollout_id: int) -> None:
-        """Record that a rollout will never be trained on."""
+    def _drop(self, time_s: float, rollout_id: int) -> None:
+        self._move(time_s, rollout_id, None)
         if (ends := self._ends.pop(rollout_id, None)) is not None:
             self._dropped[len(ends)] += 1
 
@@ -117,20 +171,14 @@ class TurnLedger:
             places=PlacesOverTime(time_s=[row[0] for row in self._places], **over_time),
         )
 
-    def worked(self, seconds: EngineSeconds | None) -> None:
-        """Record where the time of a turn on its engine has gone, as far as that is known."""
+    def _worked(self, seconds: EngineSeconds | None) -> None:
         if seconds is not None:
             self._knows_work = True
             self._prefill_s += seconds.prefill
             self._decode_s += seconds.decode
 
-    def fault(self, fault: EnvironmentFault, *, again: bool) -> None:
-        """Record that an environment has not answered, and whether it is asked again."""
-        self._faults[fault] += 1
-        self._num_retries += again
-
-    def move(self, time_s: float, rollout_id: int, place: Place | None) -> None:
-        """Record where a rollout is from now on; None: it is not open any more, or was not."""
+    def _move(self, time_s: float, rollout_id: int, place: Place | None) -> None:
+        """Record the place that a rollout enters; None: it is not open."""
         if rollout_id not in self._open:
             return
         before, since_s = self._open.pop(rollout_id)
@@ -144,7 +192,7 @@ class TurnLedger:
             self._keep_point(time_s)
 
     def _keep_point(self, time_s: float) -> None:
-        """Keep how many rollouts are where; of more than ``MOST_POINTS`` points every second one is dropped."""
+        """Keep the numbers by place; of more than ``MOST_POINTS`` points every second one is dropped."""
         self._places.append((time_s, *self._counts.values()))
         if len(self._places) == MOST_POINTS:
             del self._places[::2]
@@ -152,12 +200,7 @@ class TurnLedger:
         self._next_point = (self._num_moves // self._every + 1) * self._every
 
     def report(self, duration_s: float, *, finished: int) -> EnvironmentReport:
-        """Return the numbers of the run up to now.
-
-        Args:
-            duration_s: Time of the run (s).
-            finished: Rollouts that have finished (count).
-        """
+        """Return the numbers of the run after so many seconds, with ``finished`` rollouts."""
         seconds = dict(self._seconds)
         for place, since_s in self._open.values():
             seconds[place] += duration_s - since_s

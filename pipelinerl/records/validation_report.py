@@ -1,4 +1,4 @@
-"""The report of ``validate``: published runs, predicted beside measured. The content of validation.json."""
+"""The report of ``validate``: the content of validation.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Literal
 from pipelinerl.util.report import Report
 
 Quantity = Literal["s/step", "tokens/s", "staleness", "trainer idle"]
-"""The predicted quantity of a row."""
 
 
 class PredictedRow(Report):
@@ -28,7 +27,7 @@ class PredictedRow(Report):
     measured: float
     """Published result."""
     predicted: float
-    """Median of what is likely."""
+    """Median of the likely values."""
     low: float | None
     """Lower end of an 80 % band, normal in logs. None: a closed form without one."""
     high: float | None
@@ -88,7 +87,7 @@ class SpeedUp(Report):
     family: str
     """Software, GPU and model."""
     measured: float
-    """Seconds of the synchronous step over those of the asynchronous one."""
+    """Synchronous over asynchronous seconds per step."""
     predicted: float
     """The same, predicted: median of the draws."""
     low: float
@@ -98,7 +97,7 @@ class SpeedUp(Report):
     probability: float
     """Share of the draws in which the asynchronous step is the shorter one."""
     decided_by: str
-    """What is uncertain and explains most of the spread of the ratio, in words."""
+    """The uncertain factor that explains most of the spread of the ratio, in words."""
     constant: float
     """The ratio by the naive rule: the median of the pairs of other families; 1 where there are none."""
 
@@ -133,7 +132,7 @@ class SpeedUpSummary(Report):
     certain: int
     """Pairs with a probability of at least 0.95, of either order (count)."""
     certain_right: int
-    """Those of them that were measured in that order (count)."""
+    """Of these, measured in that order (count)."""
 
 
 class AloneSummary(Report):
@@ -167,7 +166,7 @@ class AloneSummary(Report):
 
 
 class ValidationSummary(Report):
-    """Sizes of the errors of all rows together; None where there is no such row."""
+    """Errors over all rows; None without such a row."""
 
     rows: int
     """Rows predicted (count)."""

@@ -6,7 +6,6 @@ from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
 
 TABLE_FILE = "validation.md"
-"""The table as Markdown, in the folder of a validation."""
 COLUMNS = (
     "run", "unit", "measured", "predicted", "80 % band", "error", "alone", "inputs of the row itself", "assumed",
     "rows used",
@@ -43,7 +42,6 @@ def validation_markdown(report: ValidationReport) -> str:
 
 
 PAIRS_TITLE = "Asynchronous against synchronous on equal GPUs, no row of the family used:"
-"""Above the pairs."""
 
 
 def speed_up_words(one: SpeedUp) -> str:
@@ -61,7 +59,7 @@ def speed_up_words(one: SpeedUp) -> str:
 
 
 def validation_sentence(report: ValidationReport) -> str:
-    """Return in a sentence how far off the predictions are."""
+    """Return the errors of the predictions in a sentence."""
     summary = report.summary
     parts = [f"{summary.rows} rows predicted, {len(report.unusable)} not usable"]
     if summary.median_error is not None:
@@ -91,7 +89,6 @@ def validation_sentence(report: ValidationReport) -> str:
 
 
 def _pairs_words(pairs: SpeedUpSummary) -> str:
-    """Return how good the probabilities of the pairs are, beside the naive rules."""
     return (
         f"{pairs.pairs} asynchronous runs beside synchronous ones on equal GPUs, {pairs.families} systems "
         f'({pairs.faster} faster): Brier score {pairs.brier:.2f} ({pairs.always_brier:.2f} by "always faster"; '

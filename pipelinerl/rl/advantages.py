@@ -9,22 +9,14 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def leave_one_out(reward_G: ArrayLike) -> NDArray[np.float64]:
-    """Return each rollout's reward minus the mean reward of the others of its group.
+    """Return each rollout's reward minus the mean reward of the others of its group, shape [G].
 
     A_i = r_i - b_i with b_i = sum_{j != i} r_j / (n - 1), the same as n / (n - 1) * (r_i - mean r). The baseline
     does not depend on the rollout it is subtracted from, so it adds no bias. The advantages of a group sum to 0,
-    and are exactly 0 when all rewards are equal. They are not divided by the standard deviation.
+    and are exactly 0 when all rewards are equal. They are not divided by the standard deviation. In a group of 1 it is
+    the reward itself (ServiceNow/PipelineRL gives 0, so that such groups do not train).
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free".
-
-    Args:
-        reward_G: Rewards R of one group, shape [G].
-
-    Returns:
-        Advantages, shape [G], in the unit of the rewards. A group of 1 has no others: its baseline is 0, its
-        advantage the reward itself (ServiceNow/PipelineRL gives 0, so that such groups do not train).
-
-    Raises:
-        ValueError: If the array is empty, not one-dimensional, or has a non-finite entry.
+    Raises ValueError if the array is empty, not one-dimensional, or has a non-finite entry.
     """
     reward = np.asarray(reward_G, dtype=np.float64)
     if reward.ndim != 1 or reward.size == 0:

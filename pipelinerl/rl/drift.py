@@ -38,7 +38,7 @@ QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 EXPONENTS = tuple(np.round(np.arange(0.3, 2.51, 0.05), 2).tolist())
 """Exponents that are tried (no unit)."""
 LEAST_ESS = 1e-3
-"""ESS below which a lag of a step says nothing: a few tokens outweigh all others."""
+"""ESS below which a lag of a step is ignored: a few tokens outweigh all others."""
 BLOCK_STEPS = 64
 """Steps over which the rate counts as the same while the exponent is fitted (count)."""
 
@@ -47,9 +47,9 @@ class DriftModel(StrictModel):
     """How the effective variance of log w grows with lag: a fit to a run that learned."""
 
     exponent: float = Field(ge=0)
-    """Power of lag: 1 for a random walk of the weights, 2 for a steady direction (no unit)."""
+    """Power of lag: 1 for a random walk, 2 for a steady direction (no unit)."""
     rates: list[Annotated[float, Field(ge=0)]] = Field(min_length=1)
-    """Effective variance at lag 1: quantiles over the optimizer steps of the run, rising (nats squared)."""
+    """Rising quantiles over optimizer steps of the effective variance at lag 1 (nats squared)."""
 
     @model_validator(mode="after")
     def _rates_rise(self) -> Self:
@@ -76,22 +76,17 @@ class LearnedRun:
     steps: Sequence[Mapping[str, float]]
     """Metrics per optimizer step (the lines of ``metrics.jsonl``), with ``ess/lag_1`` and so on."""
     tokens_by_lag: Sequence[float]
-    """Trained tokens of lag 0, 1, 2, ... over the whole run: how much the ESS of each lag is worth."""
+    """Trained tokens of lag 0, 1, 2, ... over the whole run: the weight of the ESS of each lag."""
 
 
 def fit_drift(runs: Sequence[LearnedRun]) -> DriftModel:
-    """Fit a model to runs that learned, real or simulated with a policy.
+    """Fit a model to one or more runs that learned, real or simulated with a policy.
 
     Each step gives an effective variance for each lag that its tokens had. For every exponent the rate of a block of
     ``BLOCK_STEPS`` steps is the mean of variance / lag^exponent, and the exponent is taken that leaves the least
     squared error of the ESS; lags weigh by their tokens. (Blocks, because a step of conventional RL has one lag only,
     and tells nothing of the exponent.) The rates that are kept are those of single steps, at that exponent.
-
-    Args:
-        runs: At least one.
-
-    Raises:
-        ConfigError: If no step has an ESS of a lag above 0.
+    Raises ConfigError if no step has an ESS of a lag above 0.
     """
     blocks = [block for run in runs for block in _blocks(run)]
     if not blocks:
@@ -115,17 +110,9 @@ def fit_drift(runs: Sequence[LearnedRun]) -> DriftModel:
 
 
 def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
-    """Return the ESS of batches whose tokens have these lags.
+    """Return the ESS of batches with so many tokens (any unit) of lag 0, 1, 2, ...: mean and band, each in (0, 1].
 
-    Args:
-        model: A fitted model.
-        tokens_by_lag: Tokens of lag 0, 1, 2, ... (any unit).
-
-    Returns:
-        Mean and band; each in (0, 1].
-
-    Raises:
-        ValueError: If there are no tokens, or a count is negative.
+    Raises ValueError if there are no tokens, or a count is negative.
     """
     tokens_G = np.asarray(tokens_by_lag, dtype=float)
     if tokens_G.ndim != 1 or not tokens_G.sum() > 0 or (tokens_G < 0).any():
@@ -139,12 +126,12 @@ def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
 
 
 def ess_at_lag(model: DriftModel, lag: float) -> float:
-    """Return the modelled ESS of tokens of one lag, or about it, in optimizer steps: the mean over the rates."""
+    """Return the modelled ESS of tokens about one lag (optimizer steps): the mean over the rates."""
     return math.fsum(math.exp(-rate * lag**model.exponent) for rate in model.rates) / len(model.rates)
 
 
 def _blocks(run: LearnedRun) -> list[NDArray[np.float64]]:
-    """Return step, lag, ESS and weight of what the steps of each block say, shape [4, N] per block."""
+    """Return step, lag, ESS and weight of the steps of each block, shape [4, N] per block."""
     weight_G = np.asarray(run.tokens_by_lag, dtype=float)
     blocks = []
     for start in range(0, len(run.steps), BLOCK_STEPS):

@@ -22,10 +22,10 @@ Content = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model has generated since the environment's last answer."""
+    """A turn of the model: everything generated since the last observation."""
 
     tokens: tuple[int, ...]
-    """All of it, the end token included if there is one."""
+    """Its tokens, the end token included if there is one."""
     text: str
     """The same as text, without the end token."""
 
@@ -35,7 +35,7 @@ class Observation:
     """The answer of an environment to a turn."""
 
     content: Content = ""
-    """What the model reads next; not trained on."""
+    """Text or tokens that the model reads next; not trained on."""
     reward: float = 0.0
     """Reward of this turn (no unit); that of the rollout is the sum over its turns."""
     done: bool = False
@@ -43,7 +43,7 @@ class Observation:
 
 
 class Environment(Protocol):
-    """Methods that an environment must have. Whatever one of them raises costs this rollout only.
+    """Methods that an environment must have. An exception costs this rollout and its group only.
 
     An episode also ends where ``environment.turns`` cuts it: after ``max`` turns, or when its context is full. Its
     reward is the sum until then.
@@ -54,15 +54,10 @@ class Environment(Protocol):
         """Distinct held-out problems (count). None: as many as are asked for."""
 
     async def reset(self, index: int, *, held_out: bool) -> Content:
-        """Begin a new episode, whatever became of the last one, and return its prompt.
-
-        Args:
-            index: Which problem; at least 0, unbounded. Siblings of a group have the same one.
-            held_out: Whether it is a problem that is never trained on.
-        """
+        """Begin a new episode, also after an unfinished one, and return its prompt; siblings share ``index``, 0 up."""
 
     async def step(self, turn: Turn) -> Observation:
         """Act on a turn and answer."""
 
     async def close(self) -> None:
-        """Give back what it holds, at the end of the run. Not called if the process is killed or has crashed."""
+        """Free resources at the end of the run. Not called if the process is killed or has crashed."""

@@ -16,29 +16,23 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict
 
+from pipelinerl.util.arrays import RunningMean
 from pipelinerl.util.report import Report
-from pipelinerl.util.running_mean import RunningMean
 
 # Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
 
 LAG_PREFIX = "ess/lag_"
 """Metrics of an optimizer step that hold the ESS of the tokens of a lag."""
 TURN_PREFIX = "ess/turn_"
-"""Those that hold the ESS of the tokens of turn 1, 2, ..."""
+"""Of the tokens of turn 1, 2, ..."""
 
 
 def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf) -> float:
-    """Return the normalised effective sample size of importance weights w = pi/mu given by their logarithms.
+    """Return the normalised effective sample size of weights w = pi/mu from their logarithms, shape [N]; in [1/N, 1].
 
-    ESS = (sum w)^2 / (N * sum w^2): 1 when all weights are equal, 1/N when one dominates.
+    ESS = (sum w)^2 / (N * sum w^2): 1 when all weights are equal, 1/N when one dominates. -inf is a weight of zero;
+    ``truncation`` is the largest weight, paper symbol c (infinite: raw weights, the ESS of eq. 6).
     Source: Piche et al. 2025 (arXiv:2509.19128), eq. 6; Kong 1992.
-
-    Args:
-        log_weight_N: Logarithms of weights, shape [N] (nats); -inf is a weight of zero.
-        truncation: Largest weight (no unit). Paper symbol c. Infinite: raw weights, the ESS of eq. 6.
-
-    Returns:
-        A value in [1/N, 1].
 
     Raises:
         ValueError: If the array is empty, not one-dimensional, all -inf, or has an entry that is NaN or +inf; if
@@ -55,19 +49,12 @@ def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf)
 
 
 def kl_estimate(log_ratio_N: ArrayLike) -> float:
-    """Return the estimate of KL(mu || pi) in which every token counts w - 1 - log w, which is never negative.
+    """Return the estimate of KL(mu || pi) per token (nats): the mean of w - 1 - log w, which is never negative.
 
-    It has no bias for tokens sampled from mu: there w - 1 has mean 0, and -log w = log mu - log pi is the
-    divergence. Source: Schulman 2020, "Approximating KL divergence", estimator k3.
-
-    Args:
-        log_ratio_N: log pi - log mu of tokens sampled from mu, shape [N] (nats).
-
-    Returns:
-        Mean per token (nats), at least 0; infinite beyond the largest float.
-
-    Raises:
-        ValueError: If the array is empty, not one-dimensional, or has a non-finite entry.
+    ``log_ratio_N``: log pi - log mu of tokens sampled from mu, shape [N] (nats). There it has no bias: w - 1 has mean
+    0, and -log w = log mu - log pi is the divergence. Infinite beyond the largest float.
+    Source: Schulman 2020, "Approximating KL divergence", estimator k3.
+    Raises ValueError if the array is empty, not one-dimensional, or has a non-finite entry.
     """
     log_ratio = _finite("log_ratio_N", log_ratio_N)
     return _k3_sum(log_ratio) / log_ratio.size
@@ -76,11 +63,10 @@ def kl_estimate(log_ratio_N: ArrayLike) -> float:
 class RatioStats:
     """Sums over the tokens of one optimizer step, for its ESS and KL divergence; add answers, then read.
 
-    Its size grows with the number of different lags and turns only.
+    Its size grows with the number of different lags and turns only. ``truncation``: the largest weight, paper symbol c.
     """
 
     def __init__(self, *, truncation: float) -> None:
-        """Start with no tokens; ``truncation`` is the largest weight the loss uses (paper symbol c)."""
         _check_truncation(truncation)
         self._log_truncation = math.log(truncation)
         self._raw, self._truncated, self._sequence = _WeightSums(), _WeightSums(), _WeightSums()
@@ -90,16 +76,11 @@ class RatioStats:
         self._k3 = self._k3_at_lag_0 = self._abs_max_at_lag_0 = 0.0
 
     def add(self, log_ratio_T: ArrayLike, lag_T: ArrayLike, turn_T: NDArray[np.integer] | tuple[()] = ()) -> None:
-        """Add one whole answer.
+        """Add one whole answer: shapes [T], turns from 1 on, none where answers have one.
 
-        Args:
-            log_ratio_T: log pi - log mu of its tokens, shape [T] (nats), pi before the optimizer step.
-            lag_T: Lag of its tokens, shape [T] (optimizer steps).
-            turn_T: Turn of its tokens, from 1 on, shape [T]; none where answers have one.
-
-        Raises:
-            ValueError: If the answer has no token, the shapes differ, a log ratio is not finite, or a lag is not a
-                whole number of at least 0. Nothing has been added then.
+        ``log_ratio_T``: log pi - log mu (nats), pi before the optimizer step; ``lag_T`` (optimizer steps).
+        Raises ValueError, with nothing added, if the answer has no token, the shapes differ, a log ratio is not finite,
+        or a lag is not a whole number of at least 0.
         """
         log_ratio = _finite("log_ratio_T", log_ratio_T)
         lag = np.asarray(lag_T)
@@ -170,21 +151,18 @@ class EssReport(Report):
     model_config = ConfigDict(allow_inf_nan=True)
 
     mean: float
-    """Mean over optimizer steps of the ESS of its tokens, (Σw)² / (N Σw²) for N of them: 1 if all weights are equal,
-    1/N if one outweighs all others (share)."""
+    """Mean over optimizer steps of (Σw)² / (N Σw²) over its N tokens (share)."""
     min: float
     """The least of any optimizer step (share)."""
     truncated_mean: float
-    """As ``ess.mean``, for the truncated weights min(c, w) that the loss uses (share)."""
+    """The same for the truncated weights min(c, w) of the loss (share)."""
     sequence_mean: float
-    """As ``ess.mean``, for the products of the weights over each rollout (share)."""
+    """The same for the product of the weights of each rollout (share)."""
     by_lag: dict[int, float]
-    """ESS of the tokens of lag 0, 1, 2, ..., by lag; each the mean over the optimizer steps that had some (share). A
-    lag that few tokens have says little: the ESS of N tokens is at least 1/N. Below 1 at lag 0 under ``keep``: there
-    are tokens of lag 0 behind an older KV cache."""
+    """By lag, each the mean over the optimizer steps that had some (share). At least 1/N for N tokens; below 1 at lag 0
+    under ``keep``, whose tokens may stand behind an older KV cache."""
     by_turn: dict[int, float] | None = None
-    """The same of the tokens of turn 1, 2, 3, ... (share). Turns without an observation between them count as one.
-    Absent where rollouts have one turn."""
+    """By turn 1, 2, 3, ... (share). Turns without an observation between them count as one."""
 
 
 class MismatchReport(Report):
@@ -193,27 +171,21 @@ class MismatchReport(Report):
     model_config = ConfigDict(allow_inf_nan=True)
 
     kl: float
-    """Mean over optimizer steps of the divergence KL(mu, pi) per token, estimated as the mean of w − 1 − log w
-    (nats)."""
+    """Mean over optimizer steps of KL(mu, pi) per token, as the mean of w − 1 − log w (nats)."""
     kl_at_lag_0: float | None = None
-    """The same over answers all of whose tokens have lag 0, where both policies are the same: what engine and trainer
-    differ by numerically (nats). Absent if there was none."""
+    """The same over answers wholly of lag 0: the numerical difference of engine and trainer (nats). Absent if none."""
     log_ratio_abs_max_at_lag_0: float | None = None
-    """Largest absolute log w of a token of these answers; absent likewise (nats)."""
+    """Largest absolute log w of a token of these answers (nats)."""
 
 
 class RatioMeans:
-    """The ESS and the mismatch of a run, as means over its optimizer steps; add steps, then read (can be pickled).
-
-    Its size grows with the number of different lags and turns only.
-    """
+    """The ESS and the mismatch of a run, as means over its optimizer steps; add steps, then read (can be pickled)."""
 
     def __init__(self) -> None:
-        """Start with no steps."""
         self._by_name: dict[str, RunningMean] = {}  # each metric over the steps that had it
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step; of these, what ``RatioStats.metrics`` names."""
+        """Add the metrics of a step; of these, those of ``RatioStats.metrics``."""
         for name, value in metrics.items():
             if name.startswith(("ess/", "mismatch/")):
                 self._by_name.setdefault(name, RunningMean()).add(value)
@@ -246,7 +218,6 @@ def ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
 
 
 def _numbered(step: Mapping[str, float], prefix: str) -> list[tuple[int, float]]:
-    """Return the metrics of a prefix, each with the number behind it."""
     return [(int(name.removeprefix(prefix)), ess) for name, ess in step.items() if name.startswith(prefix)]
 
 

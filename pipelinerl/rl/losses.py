@@ -43,9 +43,132 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from pipelinerl.rl.config import LossConfig
-from pipelinerl.rl.tensor_checks import check, check_clip, check_sequences, check_shape, check_tokens
+
+# Checks of shapes, types and settings; values are not looked at, since the host would have to wait for the GPU.
+
+
+def check_tokens(logprob_N: torch.Tensor, **others: torch.Tensor) -> None:
+    """Check that log-probabilities have one dimension, and that the others have their shape."""
+    check(logprob_N.dim() == 1, "logprob_N must be one-dimensional", f"shape {tuple(logprob_N.shape)}")
+    for name, other in others.items():
+        check_shape(name, other, "logprob_N", logprob_N)
+
+
+def check_sequences(logprob_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> None:
+    """Check the sequence that each token belongs to."""
+    check_shape("sequence_N", sequence_N, "logprob_N", logprob_N)
+    check(sequence_N.dtype == torch.int64, "sequence_N must be int64", sequence_N.dtype)
+    check(num_sequences >= 0, "num_sequences must be at least 0", num_sequences)
+
+
+def check_shape(name: str, tensor: torch.Tensor, like: str, other: torch.Tensor) -> None:
+    """Check that a tensor has the shape of another one."""
+    shape = tuple(other.shape)
+    check(tuple(tensor.shape) == shape, f"{name} must have the shape of {like}, {shape}", f"{tuple(tensor.shape)}")
+
+
+def check_clip(clip_low: float, clip_high: float) -> None:
+    """Check how far below and above 1 a ratio counts."""
+    check(0 <= clip_low < 1, "clip_low must be at least 0 and below 1", clip_low)
+    check(clip_high >= 0, "clip_high must be at least 0", clip_high)
+
+
+def check(holds: bool, rule: str, got: object) -> None:
+    """Raise ``ValueError`` with the rule and what came instead, unless it holds."""
+    if not holds:
+        raise ValueError(f"{rule}, got {got}")
+
+
+# Log-probabilities and entropies from hidden states, the output layer in chunks: the logits of a whole pack, and their
+# gradient, are 5 GB each for 16 384 tokens of a vocabulary of 152 064 in bfloat16. The backward pass computes each
+# chunk's logits again. Shapes: N flat tokens of a packed row; C tokens of a chunk; H width of the model; V vocabulary.
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at a time (count)."""
+
+
+def token_logprobs(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each token under softmax(hidden weight^T / temperature), and the entropy of it.
+
+    Both have shape [N] (nats), float32; no gradient flows through the entropies. Products are of the type of the
+    weights; the softmax is of float32 at least (float64 stays), and so is the sum of the chunks' gradients of the
+    weights. It cannot be differentiated twice.
+
+    Args:
+        hidden_NH: Last hidden states, shape [N, H], each where its token was predicted.
+        weight_VH: The output layer, shape [V, H], of the same type.
+        token_N: Tokens, 0 to V - 1, shape [N], int64.
+        temperature: Softmax temperature that the tokens were sampled with (no unit).
+
+    Raises:
+        ValueError: If shapes do not fit, ``token_N`` is not int64, or ``temperature`` is not above 0.
+    """
+    check(hidden_NH.dim() == 2, "hidden_NH must be two-dimensional", f"shape {tuple(hidden_NH.shape)}")
+    width = hidden_NH.shape[1]
+    check(
+        weight_VH.dim() == 2 and weight_VH.shape[1] == width,
+        f"weight_VH must have shape (V, {width})",
+        f"{tuple(weight_VH.shape)}",
+    )
+    rows = tuple(hidden_NH.shape[:1])
+    check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", f"{tuple(token_N.shape)}")
+    check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
+    check(temperature > 0, "temperature must be above 0", temperature)
+    logprob_N, entropy_N = _OutputLayer.apply(hidden_NH, weight_VH, token_N, temperature)
+    return logprob_N, entropy_N
+
+
+class _OutputLayer(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """Output layer and log-softmax at the tokens; keeps its inputs only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(hidden_NH, weight_VH, token_N)
+        ctx.temperature = temperature
+        precise = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logprob_N, entropy_N = (hidden_NH.new_empty(len(token_N), dtype=precise) for _ in range(2))
+        for rows in _chunks(len(token_N)):
+            logprob_CV = (hidden_NH[rows] @ weight_VH.T).to(precise).div_(temperature).log_softmax(-1)
+            logprob_N[rows] = logprob_CV.gather(1, token_N[rows, None])[:, 0]
+            entropy_N[rows] = -logprob_CV.exp().mul_(logprob_CV).sum(-1)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprob_N, entropy_N
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch is Any to mypy
+    def backward(
+        ctx: Any, gradient_N: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden_NH, weight_VH, token_N = ctx.saved_tensors
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        hidden_gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        weight_gradient_VH = torch.zeros_like(weight_VH, dtype=gradient_N.dtype) if needs_weight else None
+        scaled_N = gradient_N / ctx.temperature
+        for rows in _chunks(len(token_N)):  # (1[v = token] - softmax_v) * gradient / temperature
+            logits_CV = (hidden_NH[rows] @ weight_VH.T).to(gradient_N.dtype).div_(ctx.temperature)
+            scale_C1 = scaled_N[rows, None]
+            gradient_CV = logits_CV.softmax(-1).mul_(-scale_C1).scatter_add_(1, token_N[rows, None], scale_C1)
+            del logits_CV
+            gradient_CV = gradient_CV.to(weight_VH.dtype)
+            if hidden_gradient_NH is not None:
+                hidden_gradient_NH[rows] = gradient_CV @ weight_VH
+            if weight_gradient_VH is not None:
+                weight_gradient_VH += gradient_CV.T @ hidden_NH[rows]
+        if weight_gradient_VH is not None:
+            weight_gradient_VH = weight_gradient_VH.to(weight_VH.dtype)
+        return hidden_gradient_NH, weight_gradient_VH, None, None
+
+
+def _chunks(num_tokens: int) -> list[slice]:
+    return [slice(start, start + CHUNK_TOKENS) for start in range(0, num_tokens, CHUNK_TOKENS)]
+
 
 # Legend of shapes: N flat tokens of a packed row; S sequences in it; V words of the vocabulary.
 
@@ -64,11 +187,7 @@ def policy_loss(
     sequence_N: torch.Tensor,
     num_sequences: int,
 ) -> torch.Tensor:
-    """Return the loss that ``config.kind`` names, with its clipping. The caller adds the KL and value terms.
-
-    Raises:
-        ValueError: If shapes differ or a setting is out of range.
-    """
+    """Return the loss of ``config.kind``, without KL and value terms; ValueError if shapes or a setting are wrong."""
     low, high = config.clip_low, config.clip_high
     tokens = {"behaviour_logprob_N": behaviour_logprob_N, "advantage_N": advantage_N}
     sequences: dict[str, Any] = {"sequence_N": sequence_N, "num_sequences": num_sequences}
@@ -97,9 +216,7 @@ def reinforce(
     """Return -sg[min(c, w)] A log pi: REINFORCE with importance weights truncated from above.
 
     Source: Piche et al. 2025 (arXiv:2509.19128), eq. 5, with c = 5 in its experiments.
-
-    Raises:
-        ValueError: If shapes differ or ``truncation`` is not above 0.
+    Raises ValueError if shapes differ or ``truncation`` is not above 0.
     """
     check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     check(truncation > 0, "truncation must be above 0", truncation)
@@ -108,11 +225,7 @@ def reinforce(
 
 
 def plain(logprob_N: torch.Tensor, *, behaviour_logprob_N: torch.Tensor, advantage_N: torch.Tensor) -> torch.Tensor:
-    """Return -A log pi: REINFORCE as if pi had sampled every token, biased by whatever mu differs from it.
-
-    Raises:
-        ValueError: If shapes differ.
-    """
+    """Return -A log pi: REINFORCE as if pi had sampled every token; ValueError if shapes differ."""
     check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     return -advantage_N.detach() * logprob_N
 
@@ -129,9 +242,7 @@ def sequence_weighted(
     """Return -sg[min(c, W)] A log pi with W the product of the token ratios of the whole sequence.
 
     Without truncation this is the unbiased importance-weighted gradient; its variance grows with length and lag.
-
-    Raises:
-        ValueError: If shapes differ or ``truncation`` is not above 0.
+    Raises ValueError if shapes differ or ``truncation`` is not above 0.
     """
     check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     check_sequences(logprob_N, sequence_N, num_sequences)
@@ -152,9 +263,7 @@ def ppo_clip(
     """Return -min(w A, clip(w, 1 - low, 1 + high) A): no gradient once w has moved far enough the way A points.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GRPO (arXiv:2402.03300) uses it per token.
-
-    Raises:
-        ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
+    Raises ValueError if shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
     """
     check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     check_clip(clip_low, clip_high)
@@ -173,9 +282,7 @@ def cispo(
     """Return -sg[clip(w, 1 - low, 1 + high)] A log pi: every token keeps a gradient, with a clipped weight.
 
     Source: MiniMax-M1 (arXiv:2506.13585); it clips from above only, which is ``clip_low`` near 1.
-
-    Raises:
-        ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
+    Errors as of ``ppo_clip``.
     """
     check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     check_clip(clip_low, clip_high)
@@ -198,10 +305,7 @@ def gspo(
     s = exp(mean of log w), the n-th root of the product of the token ratios; the losses of a sequence's tokens sum
     to -min(s A, clip(s, 1 - low, 1 + high) A), so every sequence counts once, as in the paper. (ServiceNow/PipelineRL
     weighs it by n instead.) s lies much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4.
-    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7.
-
-    Raises:
-        ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
+    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7. Errors as of ``ppo_clip``.
     """
     check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     check_sequences(logprob_N, sequence_N, num_sequences)
@@ -226,10 +330,7 @@ def topr(
     W is the product of the token ratios of the sequence. What has become unlikely is not pushed down further; what
     is good is pulled up with full weight however unlikely. Good and bad is the sign of the advantage; where that
     differs within a sequence (a value head), each token goes by its own.
-    Source: Le Roux et al. 2025 (arXiv:2503.14286), tapered off-policy REINFORCE.
-
-    Raises:
-        ValueError: If shapes differ.
+    Source: Le Roux et al. 2025 (arXiv:2503.14286), tapered off-policy REINFORCE. Raises ValueError if shapes differ.
     """
     check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     check_sequences(logprob_N, sequence_N, num_sequences)
@@ -241,25 +342,16 @@ def topr(
 
 
 def kl_to_reference(logprob_N: torch.Tensor, *, reference_logprob_N: torch.Tensor) -> torch.Tensor:
-    """Return exp(d) - d - 1 with d = log ref - log pi, to be added to the loss times ``kl_coefficient``.
+    """Return exp(d) - d - 1 >= 0 with d = log ref - log pi (nats), to be added to the loss times ``kl_coefficient``.
 
     For tokens sampled from pi its mean is KL(pi || ref); the mean of its gradient, (1 - ref/pi) d log pi, is that of
-    KL(ref || pi). Both are 0 at pi = ref only. Tokens sampled from an older mu are not weighed for it.
+    KL(ref || pi). Both are 0 at pi = ref only. Tokens sampled from an older mu are not weighed for it. All shapes [N].
 
     d is cut at 5 from above: rare tokens with ref/pi > 148 would have all the gradient. It is not cut from below,
     where the gradient is at most 1: ServiceNow/PipelineRL cuts at -5 too, which frees just those tokens
     that have moved furthest from the reference.
     Source: Schulman 2020, "Approximating KL divergence", estimator k3; GRPO (arXiv:2402.03300), eq. 4.
-
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        reference_logprob_N: Its log-probability under the reference model, at the same temperature, shape [N] (nats).
-
-    Returns:
-        Estimate of each token (nats), at least 0, shape [N].
-
-    Raises:
-        ValueError: If shapes differ.
+    ``reference_logprob_N`` is at the same temperature. Raises ValueError if shapes differ.
     """
     check_tokens(logprob_N, reference_logprob_N=reference_logprob_N)
     difference_N = (reference_logprob_N.detach() - logprob_N).clamp(max=KL_LOG_RATIO_LIMIT)
@@ -267,17 +359,9 @@ def kl_to_reference(logprob_N: torch.Tensor, *, reference_logprob_N: torch.Tenso
 
 
 def value_loss(value_N: torch.Tensor, *, reward_N: torch.Tensor) -> torch.Tensor:
-    """Return 0.5 (v - R)^2, to be added to the loss times ``value_coefficient``.
+    """Return 0.5 (v - R)^2 per token, shape [N], R of its sequence, to add times ``value_coefficient``.
 
-    Args:
-        value_N: v at each token, shape [N], with gradient.
-        reward_N: R of its sequence, shape [N].
-
-    Returns:
-        Loss of each token, shape [N].
-
-    Raises:
-        ValueError: If shapes differ.
+    Raises ValueError if shapes differ.
     """
     check(value_N.dim() == 1, "value_N must be one-dimensional", f"shape {tuple(value_N.shape)}")
     check_shape("reward_N", reward_N, "value_N", value_N)

@@ -31,34 +31,16 @@ class Task(Protocol):
         """Distinct held-out problems (count). None: as many as are asked for."""
 
     def problem(self, index: int, *, held_out: bool) -> Problem:
-        """Return a problem, which is a function of the arguments alone.
-
-        Args:
-            index: At least 0; unbounded.
-            held_out: Whether it is a problem that is never trained on.
-        """
+        """Return a problem, a function of the arguments alone; ``index`` is at least 0 and unbounded."""
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """Return the reward of an answer (no unit): 1 for a right one, 0 for a wrong one. May raise.
-
-        Args:
-            problem: The problem that was asked.
-            answer: Generated text, without the end token.
-        """
+        """Return the reward of an answer, generated text without the end token: 1 if right, 0 if wrong. May raise."""
 
 
 def shuffled(place: int, *, count: int, seed: int) -> int:
-    """Return the number at a place of the shuffled list 0..count-1, without making the list.
+    """Return the number at a place in [0, count) of the shuffled list 0..count-1, without making the list.
 
     A Feistel network of four rounds on the next even number of bits; values past the end go through it again.
-
-    Args:
-        place: In [0, count).
-        count: Length of the list (count).
-        seed: Decides the order.
-
-    Returns:
-        A value in [0, count); every value has one place.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

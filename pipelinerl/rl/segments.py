@@ -33,7 +33,6 @@ class Segment:
     """Tokens of one origin that follow each other."""
 
     kind: SegmentKind
-    """Where they come from."""
     tokens: NDArray[np.int64]
     """At least one."""
     logprobs: NDArray[np.float32]

@@ -2,22 +2,208 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from inspect import iscoroutinefunction
+from multiprocessing.connection import wait
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
 from pipelinerl.errors import ConfigError, install
-from pipelinerl.rl.calculator import Calculator
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Environment
-from pipelinerl.rl.math_verifier import Verifiers
 from pipelinerl.rl.problems import Problem, Task, shuffled
-from pipelinerl.rl.sums import Arithmetic, Chain
+from pipelinerl.rl.sums import Arithmetic, Calculator, Chain
 from pipelinerl.util.user_code import first_line, kind_and_line, named_attribute
+
+# math-verify in child processes that can be killed.
+#
+# math-verify evaluates an answer. For ``9^{9^{9^{9}}}`` this never ends and may hold the interpreter's lock, so a
+# thread that did it could stop the whole run. Limits, in the order in which they act:
+#
+# limit                                   kept by                                 then the child process
+# ──────────────────────────────────────  ──────────────────────────────────────  ─────────────────────────
+# a third of ``VERIFY_LIMIT_S``, a step   math-verify's alarm                     goes on with the next
+# ``VERIFY_LIMIT_S``                      the caller                              is killed
+# ``VERIFY_LIMIT_S`` and 1 s, processor   the kernel, also without a caller       ends
+#
+# Each child process serves one answer at a time, so killing one touches no other answer. A child also ends when its
+# standard input closes: none outlives the process that started it, however that ended, by more than the last limit.
+
+VERIFY_LIMIT_S = 10.0
+"""Longest verification of one answer (s)."""
+START_LIMIT_S = 60.0
+"""Longest start of a child process (s)."""
+MAX_PROCESSES = min(4, os.cpu_count() or 1)
+"""Answers verified at a time (count)."""
+
+
+class Verifiers:
+    """Verifies answers in child processes, which are started when they are needed. Any thread may call it.
+
+    The child processes end with this object. A pickled copy has none.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._idle: list[_Child] = []  # each operation on these two is atomic
+        self._children: set[_Child] = set()
+        weakref.finalize(self, _end, self._children)  # also runs when the interpreter ends
+
+    def __reduce__(self) -> tuple[type[Verifiers], tuple[()]]:
+        return Verifiers, ()
+
+    @property
+    def pids(self) -> set[int]:
+        """Process ids of the child processes."""
+        return {child.pid for child in list(self._children)}
+
+    def verify(self, expected: str, answer: str) -> bool | None:
+        """Return whether an answer equals the expected one, texts with an expression; None: the latter is unreadable.
+
+        One that takes too long does not, nor one that a child process does not survive, in a second try with a new one.
+        Raises RuntimeError if math-verify raised an error, or no process of it can be started.
+        """
+        with self._free:
+            try:
+                try:
+                    return self._ask(self._idle_child() or self._new_child(), expected, answer)
+                except EOFError:  # it may have been killed long before this answer
+                    return self._ask(self._new_child(), expected, answer)
+            except (TimeoutError, EOFError):
+                return False
+
+    def _idle_child(self) -> _Child | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _new_child(self) -> _Child:
+        """Start a child process and let it verify one answer, so that it loads math-verify."""
+        child = _Child()
+        self._children.add(child)
+        try:
+            verdict = child.ask("$1$", "$1$", limit_s=START_LIMIT_S)
+        except BaseException as error:
+            self._discard(child)
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(f"a process for math-verify was not ready after {START_LIMIT_S:g} s") from error
+            if isinstance(error, EOFError):
+                raise RuntimeError("a process for math-verify ended at its start; see its error above") from error
+            raise
+        if verdict is not True:
+            self._discard(child)
+            raise RuntimeError("math-verify must find that 1 is equal to 1")
+        return child
+
+    def _ask(self, child: _Child, expected: str, answer: str) -> bool | None:
+        try:
+            verdict = child.ask(expected, answer, limit_s=VERIFY_LIMIT_S)
+        except BaseException:  # its next reply may belong to this request
+            self._discard(child)
+            raise
+        self._idle.append(child)
+        return verdict
+
+    def _discard(self, child: _Child) -> None:
+        child.end()
+        self._children.discard(child)
+
+
+class _Child:
+    """A child process; requests and replies are lines of JSON."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", "-m", "pipelinerl.rl.tasks"],  # not the caller's main
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            process_group=0,  # so that Ctrl-C reaches only the caller
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, expected: str, answer: str, *, limit_s: float) -> bool | None:
+        """Return the verdict; TimeoutError, EOFError if the child has ended, RuntimeError if math-verify raised one."""
+        try:
+            self._requests.write(json.dumps([expected, answer, limit_s]).encode() + b"\n")
+            self._requests.flush()
+        except BrokenPipeError as error:
+            raise EOFError from error
+        if not wait([self._replies.fileno()], limit_s):
+            raise TimeoutError
+        line = self._replies.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        reply = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(f"math-verify: {reply['error']}")
+        verdict: bool | None = reply["verdict"]
+        return verdict
+
+    def end(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):  # a request that it did not read
+            self._requests.close()
+        self._replies.close()
+        self._process.wait()
+
+
+def _end(children: Iterable[_Child]) -> None:
+    for child in list(children):
+        child.end()
+
+
+def _serve() -> None:
+    """Answer requests on standard input until it closes: the main function of a child process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process even if it holds the lock
+    logging.disable()
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # prints of libraries do not reach the pipe
+    for line in sys.stdin.buffer:
+        expected, answer, limit_s = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, limit_s + 1)
+        reply: dict[str, bool | str | None]
+        try:
+            reply = {"verdict": _verdict(expected, answer, step_s=max(1, int(limit_s / 3)))}
+        except Exception as error:  # the caller raises it
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(json.dumps(reply).encode() + b"\n")
+
+
+def _verdict(expected: str, answer: str, *, step_s: int) -> bool | None:
+    from math_verify import parse, verify  # only child processes load it, at their first answer
+
+    gold = parse(expected, parsing_timeout=step_s)
+    if not gold:
+        return None
+    found = parse(answer, parsing_timeout=step_s)
+    return bool(verify(gold, found, timeout_seconds=step_s))
+
+
+if __name__ == "__main__":
+    _serve()
+
 
 BUILT_IN = "arithmetic, chain, math or package.module:attribute"
 ENVIRONMENTS = "calculator or package.module:attribute"
@@ -26,10 +212,9 @@ ENVIRONMENTS = "calculator or package.module:attribute"
 class Math:
     """Questions and answers from a file; an answer is right if math-verify finds it equal to the expected one.
 
-    math-verify runs in child processes, which end with the task; ``pipelinerl.rl.math_verifier`` has their limits.
-    An answer that takes longer, such as ``9^{9^{9^{9}}}``, is wrong: its process is killed, and no other answer is
-    lost. Measured on two slow shared cores: 0.4 to 3 ms a reward for numbers and fractions, 0.6 s for the first
-    one of each process.
+    math-verify runs in child processes, which end with the task. An answer that takes longer than ``VERIFY_LIMIT_S``,
+    such as ``9^{9^{9^{9}}}``, is wrong: its process is killed, and no other answer is lost. On two slow shared cores
+    a reward takes 0.4 to 3 ms for numbers and fractions, 0.6 s for the first one of each process.
     """
 
     def __init__(
@@ -102,20 +287,14 @@ class Math:
         return len(self._training)
 
     def problem(self, index: int, *, held_out: bool) -> Problem:
-        """Return the problem of an index; see the top of the file.
-
-        Raises:
-            ValueError: If a held-out problem is asked for and there is none.
-        """
+        """Return the problem of an index (``problems``); ValueError if a held-out one is requested and none exists."""
         problems = self._held_out if held_out else self._training
         if not problems:
             raise ValueError("no problem is held out")
         return problems[index % len(problems)]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """Return 1 if the answer equals the expected one, else 0.
-
-        An answer that cannot be read, or not be verified in time, is wrong.
+        """Return 1 if the answer equals the expected one, else 0, also if it cannot be read, or verified in time.
 
         Raises:
             ValueError: If the expected answer cannot be read.
@@ -129,21 +308,11 @@ class Math:
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:
-    """Return the penalty that is added to the reward of an answer near the length limit.
+    """Return the penalty in [-1, 0] that is added to the reward of an answer near the length limit.
 
-    p(L) = ((L_max - b) - L) / b for L > L_max - b, and -1 from L_max on; 0 before. Source: Yu et al. 2025
-    (DAPO, arXiv:2503.14476), eq. 13, used by Piche et al. 2025 (arXiv:2509.19128).
-
-    Args:
-        num_tokens: Length L of the answer (tokens).
-        max_tokens: Length L_max at which answers are cut (tokens).
-        overlong_tokens: Width b of the slope (tokens). 0: no penalty at any length.
-
-    Returns:
-        A value in [-1, 0].
-
-    Raises:
-        ValueError: If a number is negative.
+    p(L) = ((L_max - b) - L) / b for L > L_max - b, and -1 from L_max on; 0 before, and always if b = 0. L, L_max
+    and b are ``num_tokens``, ``max_tokens`` and ``overlong_tokens``. Source: Yu et al. 2025 (DAPO,
+    arXiv:2503.14476), eq. 13, used by Piche et al. 2025 (arXiv:2509.19128). Raises ValueError if a number is negative.
     """
     for name, value in (("num_tokens", num_tokens), ("max_tokens", max_tokens), ("overlong_tokens", overlong_tokens)):
         if value < 0:
@@ -155,16 +324,9 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) 
 
 
 def load_task(config: TaskConfig) -> Task:
-    """Return the task that a run file names.
+    """Return the built-in task that ``train.task`` names, or what the user's class or function returns.
 
-    Args:
-        config: The table ``train.task``.
-
-    Returns:
-        A built-in task, or the task that the user's class or function returns for the settings.
-
-    Raises:
-        ConfigError: One line: the name is not one of a task, it cannot be imported, or its settings are wrong.
+    Raises ConfigError, one line, if the name is no task's, it cannot be imported, or its settings are wrong.
     """
     known = {"arithmetic": Arithmetic, "chain": Chain, "math": Math}
     task = _made(known, config, allowed=BUILT_IN)
@@ -176,14 +338,7 @@ def load_task(config: TaskConfig) -> Task:
 
 
 def load_environment(config: TaskConfig) -> Environment:
-    """Return a new environment of the kind that a run file names.
-
-    Args:
-        config: The table ``train.task``.
-
-    Raises:
-        ConfigError: One line: the name is not one of an environment, it cannot be imported, or its settings are wrong.
-    """
+    """Return a new environment of the kind that ``train.task`` names; errors as of ``load_task``."""
     environment = _made({"calculator": Calculator}, config, allowed=ENVIRONMENTS)
     if not all(iscoroutinefunction(getattr(environment, name, None)) for name in ("reset", "step", "close")):
         raise ConfigError(
@@ -195,7 +350,6 @@ def load_environment(config: TaskConfig) -> Environment:
 
 
 def _made(known: Mapping[str, Any], config: TaskConfig, *, allowed: str) -> Any:
-    """Return what the class or function of this name, which may be a known one, makes of the settings."""
     factory = known.get(config.name) or _factory(config.name, allowed)
     try:
         return factory(**config.settings)
@@ -210,7 +364,6 @@ def _made(known: Mapping[str, Any], config: TaskConfig, *, allowed: str) -> Any:
 
 
 def _check_num_held_out(task: Any, name: str) -> None:
-    """Raise ConfigError if a user's task does not say how many problems it holds out."""
     try:
         count = task.num_held_out
     except Exception as error:  # the user's own property may raise anything
@@ -251,7 +404,6 @@ def _rows(setting: str, path: str, split: str) -> Iterable[tuple[str, Mapping[st
 
 
 def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of one split of a data set that ``datasets`` reads."""
     try:
         import datasets
     except ImportError as error:
@@ -279,5 +431,4 @@ def _question(row: Mapping[str, Any], place: str, *, keys: tuple[str, str]) -> t
 
 
 def _not_installed(package: str, *, setting: str, value: str) -> ConfigError:
-    """Return the error of a setting that needs an optional package."""
     return ConfigError(f"train.task.{setting}={value!r} needs {package}: {install('math')}")

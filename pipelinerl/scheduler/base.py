@@ -1,20 +1,24 @@
-"""The state machine that all schedulers share. ``pipeline`` has the theory of operation."""
+"""The state machine that all schedulers share; ``pipeline`` has the theory of operation.
+
+A schedule of your own is a subclass that answers four questions: ``may_admit``, ``enqueue``, ``take_micro_batch`` and
+``may_publish``. They look at the public state below, and nothing else.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import assert_never
+from typing import NotRequired, Protocol, TypedDict, assert_never
 
 from pipelinerl.errors import SchedulerError
-from pipelinerl.scheduler.contexts import EngineContexts
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
     EnvironmentFailed,
     Event,
     ObservationReady,
+    OnFull,
     OnStale,
     PublishWeights,
     RolloutAborted,
@@ -31,34 +35,102 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler.groups import RolloutGroup
 from pipelinerl.scheduler.lag_bound import LagBound
-from pipelinerl.scheduler.rollouts import RolloutPool
-from pipelinerl.scheduler.settings import SchedulerSettings
+from pipelinerl.scheduler.rollouts import EngineContexts, RolloutGroup, RolloutPool
 from pipelinerl.scheduler.slots import EngineSlots
+
+
+class SchedulerSettings(Protocol):
+    """The part of its configuration that a scheduler reads (``SchedulerConfig`` satisfies it)."""
+
+    @property
+    def train_batch_size(self) -> int:
+        """Sequences per optimizer step (count). Paper symbol B."""
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Sequences in progress per engine, at most (count). Paper symbol H."""
+
+    @property
+    def optimizer_steps_per_rl_step(self) -> int:
+        """Optimizer steps per RL step (count), not pipeline. Paper symbol G."""
+
+    @property
+    def publish_every(self) -> int:
+        """Optimizer steps from one publication to the next (count), pipeline only."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per micro-batch (count)."""
+
+    @property
+    def max_lag(self) -> int | None:
+        """Largest lag of any trained token (optimizer steps)."""
+
+    @property
+    def weight_update(self) -> WeightUpdate:
+        """How rollouts in progress go on when weights arrive."""
+
+    @property
+    def on_stale(self) -> OnStale:
+        """How ``max_lag`` is kept."""
+
+    @property
+    def ready_queue_limit(self) -> int:
+        """Finished rollouts that may wait for the trainer (sequences)."""
+
+    @property
+    def on_full(self) -> OnFull:
+        """What happens when the ready queue is full."""
+
+    @property
+    def filter_no_signal(self) -> bool:
+        """Whether groups with equal rewards are discarded."""
+
+    @property
+    def discard_limit(self) -> int:
+        """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
+
+
+class Sizes(TypedDict):
+    """The arguments of a scheduler beside its settings, documented in ``Scheduler``."""
+
+    optimizer_steps: int
+    num_engines: int
+    group_size: int
+    environments: NotRequired[int | None]
+    kv_cache_tokens: NotRequired[int | None]
 
 
 class TrainerState(Enum):
     """State of the trainer, as far as the scheduler knows."""
 
     IDLE = auto()
-    """It waits for a command."""
     TRAINING = auto()
-    """It works on a micro-batch."""
     PUBLISHING = auto()
-    """It sends its weights."""
 
 
 class Scheduler(ABC):
-    """Decides what is generated, trained on and published; a subclass answers when (mutable, can be pickled).
+    """Decides what is generated, trained on and published (mutable, can be pickled).
 
     Args:
         settings: The ``scheduler`` table of a run file.
         optimizer_steps: Optimizer steps to make (count).
-        num_engines: Engines to keep busy (count); their ids are 0 to below that.
+        num_engines: Engines (count); their ids are 0 to below that.
         group_size: Rollouts per prompt (count).
-        environments: Environments there are (count): rollouts open at a time, at most. None: rollouts have none.
+        environments: Largest number of open rollouts with environments (count). None: rollouts have none.
         kv_cache_tokens: KV cache of an engine (tokens). None: it never fills. 0: none of it outlasts a turn.
+
+    Attributes:
+        version: Optimizer steps done.
+        published: Last version published.
+        num_loading: Engines that have not yet reported ``published`` (count).
+        oldest_loaded: Oldest version of any engine.
+        num_ready: Rollouts in the ready queue (count).
+        num_taken: Rollouts of the current optimizer step given to the trainer (count).
+        trainer: State of the trainer.
+        stopped: Why the run is over; None while it is not.
+        lag_bound: Live rollouts by age, for a schedule that keeps ``max_lag`` by waiting.
     """
 
     def __init__(
@@ -74,22 +146,20 @@ class Scheduler(ABC):
         self.settings, self.weight_update = settings, settings.weight_update
         self.optimizer_steps = optimizer_steps
         self.environments = environments
-        self.version = 0  # optimizer steps done
+        self.group_size = group_size
+        self.version = self.published = 0
+        self.num_loading = self.oldest_loaded = 0
+        self.num_ready = self.num_taken = 0
         self.stopped: StopReason | None = None
         self.trainer = TrainerState.IDLE
-        self.num_ready = 0  # rollouts in the ready queue
-        self._lag_bound = LagBound(
+        self.lag_bound = LagBound(
             settings.max_lag if settings.on_stale is OnStale.TRAIN else None,
             train_batch_size=settings.train_batch_size,
         )
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
         contexts = EngineContexts(num_engines, kv_cache_tokens) if environments and kv_cache_tokens != 0 else None
         self._pool = RolloutPool(slots, group_size=group_size, contexts=contexts)
-        self._num_taken = 0  # rollouts of the current step already given to the trainer
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
-        self._oldest_loaded = 0  # the least of them
-        self._published = 0  # last version published
-        self._num_loading = 0  # engines that have not yet reported it
         self._num_cancelled_at_step = 0  # cancelled rollouts when the last optimizer step ended
 
     @property
@@ -100,12 +170,22 @@ class Scheduler(ABC):
     @property
     def num_live(self) -> int:
         """Rollouts of groups admitted, not yet taken for training, not cancelled (count)."""
-        return self._lag_bound.num_live
+        return self.lag_bound.num_live
 
     @property
     def loaded(self) -> dict[int, int]:
-        """Version that each engine has reported to have loaded (optimizer steps done), by its id."""
+        """Version that each engine has loaded, by its id."""
         return dict(self._loaded)
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether all engines have the newest version."""
+        return self.published == self.version and not self.num_loading
+
+    @property
+    def groups_per_micro_batch(self) -> int:
+        """Groups of a micro-batch (count)."""
+        return self.settings.micro_batch // self.group_size
 
     def start(self) -> Sequence[Command]:
         """Return the first commands."""
@@ -114,16 +194,9 @@ class Scheduler(ABC):
         return commands
 
     def handle(self, event: Event) -> Sequence[Command]:
-        """Record an event and return what to do now.
+        """Record an event and return the commands to execute now, in this order; empty after ``Stop``.
 
-        Args:
-            event: Reported by the simulated cluster or the real driver.
-
-        Returns:
-            Commands, to be carried out in this order. None after ``Stop``, whatever is reported.
-
-        Raises:
-            SchedulerError: If the event cannot have happened: the simulated cluster or the driver has a fault.
+        Raises SchedulerError if it cannot have happened: the simulated cluster or the driver has a fault.
         """
         if self.stopped is not None:
             return ()
@@ -150,7 +223,7 @@ class Scheduler(ABC):
             case TrainingFinished():
                 self._training_finished(event)
             case WeightsPublished():
-                if self.trainer is not TrainerState.PUBLISHING or event.version != self._published:
+                if self.trainer is not TrainerState.PUBLISHING or event.version != self.published:
                     raise self._impossible(event)
                 self.trainer = TrainerState.IDLE
             case WeightsLoaded():
@@ -174,36 +247,38 @@ class Scheduler(ABC):
         self._decide(commands)
         return commands
 
-    # ------------------------------------------------------------------ the questions that a kind answers
+    # ----------------------------------------------------------------- the questions of a schedule
 
     @abstractmethod
-    def _may_admit(self) -> bool:
+    def may_admit(self) -> bool:
         """Return whether a new group may be admitted."""
 
     @abstractmethod
-    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:
-        """Put a ready group into the ready queue."""
+    def enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:
+        """Put a ready group, already counted in ``num_ready``, into the ready queue; append what that discards."""
 
     @abstractmethod
-    def _take_micro_batch(self) -> list[int]:
-        """Take the next micro-batch off the ready queue: its rollouts, or none while there is none."""
+    def take_micro_batch(self) -> Sequence[RolloutGroup]:
+        """Take the ``groups_per_micro_batch`` groups to train on next off the ready queue, or none yet.
+
+        Asked while the trainer is idle; ``num_ready`` and ``num_taken`` count them afterwards.
+        """
 
     @abstractmethod
-    def _may_publish(self) -> bool:
-        """Return whether this version is one to publish."""
+    def may_publish(self) -> bool:
+        """Return whether to publish ``version``, which is newer than ``published``; asked while the trainer is idle."""
 
-    def _cancel_stale(self, commands: list[Command]) -> None:  # noqa: B027 - most kinds have nothing to cancel
-        """Cancel groups that the batch after the one just started comes too late for. By default there are none."""
+    def cancel_stale(self, commands: list[Command]) -> None:  # noqa: B027 - most schedules cancel nothing
+        """Cancel groups that would be too old in the batch after the one just taken; by default none."""
 
     # -------------------------------------------------------------------------------------- decisions
 
     def _decide(self, commands: list[Command]) -> None:
-        """Look at the state and append what is to be done."""
         if self.version == self.optimizer_steps:
             self._stop(StopReason.DONE, commands)
             return
         if self.trainer is TrainerState.IDLE:
-            if self._published < self.version and not self._num_loading and self._may_publish():
+            if self.published < self.version and not self.num_loading and self.may_publish():
                 self._publish(commands)
             else:
                 self._train(commands)
@@ -212,7 +287,6 @@ class Scheduler(ABC):
             self._stop(StopReason.STALLED, commands)
 
     def _fill(self, commands: list[Command]) -> None:
-        """Start rollouts while there is room and something to start."""
         pool, slots = self._pool, self._pool.slots
         if self.environments is not None:
             pool.go_on(commands)
@@ -226,29 +300,28 @@ class Scheduler(ABC):
         """Return whether a group has rollouts to start; admit one if none has and it may be."""
         pool = self._pool
         if pool.starting is None:
-            if not self._may_admit():
+            if not self.may_admit():
                 return False
-            pool.admit(self._oldest_loaded)
-            self._lag_bound.add(self._oldest_loaded, pool.group_size)
+            pool.admit(self.oldest_loaded)
+            self.lag_bound.add(self.oldest_loaded, pool.group_size)
         return True
 
     def _train(self, commands: list[Command]) -> None:
-        """Start the next micro-batch, if there is one."""
-        rollout_ids = self._take_micro_batch()
-        if not rollout_ids:
+        groups = self.take_micro_batch()
+        if not groups:
             return
-        self._num_taken += len(rollout_ids)
-        completes_step = self._num_taken == self.settings.train_batch_size
+        rollout_ids = [rollout_id for group in groups for rollout_id in self._take(group)]
+        self.num_taken += len(rollout_ids)
+        completes_step = self.num_taken == self.settings.train_batch_size
         self.trainer = TrainerState.TRAINING
         commands.append(StartTraining(tuple(rollout_ids), self.version, completes_step))
         if completes_step:
-            self._cancel_stale(commands)
+            self.cancel_stale(commands)
 
     def _publish(self, commands: list[Command]) -> None:
-        """Send the current version to all engines."""
         self.trainer = TrainerState.PUBLISHING
-        self._published = self._pool.newest_version = self.version
-        self._num_loading = len(self._loaded)
+        self.published = self._pool.newest_version = self.version
+        self.num_loading = len(self._loaded)
         if self.weight_update is WeightUpdate.WAIT:
             for engine in self._loaded:
                 self._pool.slots.hold(engine)
@@ -261,7 +334,7 @@ class Scheduler(ABC):
     # ------------------------------------------------------------------------------------------ state
 
     def _finished(self, event: RolloutFinished, commands: list[Command]) -> None:
-        """Record a rollout that has all its tokens; with its score, if it takes no time."""
+        """Record a rollout with its last token; with its score, if that takes no time."""
         pool, rollout_id, reward = self._pool, event.rollout_id, event.reward
         if event.engine is None:
             group = pool.leave_environment(rollout_id)
@@ -285,55 +358,50 @@ class Scheduler(ABC):
         if self.settings.filter_no_signal and not group.rewards_differ:
             self._cancel(group, DiscardReason.NO_SIGNAL, commands)
         else:
-            self._enqueue(group, commands)
+            self.num_ready += self.group_size
+            self.enqueue(group, commands)
         self._decide(commands)
 
     def _cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
         """Cancel a live group; start its prompt again if it is stale and ``on_stale`` is ``requeue``."""
-        self._lag_bound.add(group.oldest_bound, -self._pool.group_size)
+        self.lag_bound.add(group.oldest_bound, -self.group_size)
         self._pool.cancel(group, reason, commands)
         if reason is DiscardReason.STALE and self.settings.on_stale is OnStale.REQUEUE:
             self._pool.retry(group)
 
     def _take(self, group: RolloutGroup) -> list[int]:
-        """Take a ready group for training."""
-        self._lag_bound.add(group.oldest_bound, -self._pool.group_size)
-        self.num_ready -= self._pool.group_size
+        self.lag_bound.add(group.oldest_bound, -self.group_size)
+        self.num_ready -= self.group_size
         return self._pool.take(group)
-
-    def _take_off(self, groups: list[RolloutGroup]) -> list[int]:
-        """Take a micro-batch off the end of a list of groups: its rollouts, or none if the list is empty."""
-        num_groups = self.settings.micro_batch // self._pool.group_size if groups else 0
-        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(groups.pop())]
 
     def _know_age(self, group: RolloutGroup) -> None:
         """From now on, count a live group by the versions that engines have reported."""
-        self._lag_bound.add(group.oldest_bound, -self._pool.group_size)
+        self.lag_bound.add(group.oldest_bound, -self.group_size)
         group.oldest_bound = group.oldest_reported
-        self._lag_bound.add(group.oldest_bound, self._pool.group_size)
+        self.lag_bound.add(group.oldest_bound, self.group_size)
 
     def _training_finished(self, event: TrainingFinished) -> None:
-        step_done = self._num_taken == self.settings.train_batch_size
+        step_done = self.num_taken == self.settings.train_batch_size
         if self.trainer is not TrainerState.TRAINING or event.version != self.version + step_done:
             raise self._impossible(event)
         self.trainer = TrainerState.IDLE
         if step_done:
             self.version = event.version
-            self._num_taken = 0
+            self.num_taken = 0
             self._num_cancelled_at_step = self._pool.num_cancelled
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
-        loading = event.version == self._published and event.engine in self._loaded
+        loading = event.version == self.published and event.engine in self._loaded
         if not loading or self._loaded[event.engine] == event.version:
             raise self._impossible(event)
         self._loaded[event.engine] = event.version
-        self._num_loading -= 1
-        if not self._num_loading:
-            self._oldest_loaded = event.version  # one publication at a time: until then some engine had the one before
+        self.num_loading -= 1
+        if not self.num_loading:
+            self.oldest_loaded = event.version  # one publication at a time: until then some engine had the one before
         self._pool.release(event.engine)
 
     def _impossible(self, event: Event) -> SchedulerError:
         return SchedulerError(
             f"cannot handle {event}: version {self.version}, trainer {self.trainer.name}, "
-            f"published {self._published}, engines still loading {self._num_loading}"
+            f"published {self.published}, engines still loading {self.num_loading}"
         )

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Unpack
 
-from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.errors import SchedulerError
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes
 from pipelinerl.scheduler.pipeline import PipelineScheduler
 from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
-from pipelinerl.scheduler.settings import SchedulerSettings, Sizes
 
 
 class SchedulerFactory(Protocol):
@@ -24,6 +24,36 @@ class SchedulerFactory(Protocol):
         """Return a fresh scheduler."""
 
 
+class StepTimes(Protocol):
+    """Seconds of which a steady state is made, of one candidate of a plan."""
+
+    @property
+    def settings(self) -> SchedulerSettings:
+        """The ``scheduler`` table."""
+
+    @property
+    def training_s(self) -> float:
+        """One optimizer step (seconds)."""
+
+    @property
+    def loading_s(self) -> float:
+        """From the start of a publication until idle engines have loaded it (seconds)."""
+
+    def generation_s(self, sequences: int) -> float:
+        """Return the seconds from empty engines to the last reward of so many sequences, begun together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyState:
+    """Steady state of a kind of schedule."""
+
+    step_s: float
+    lag_mean: float
+    """Mean lag of a trained token (optimizer steps)."""
+    lag_max: float
+    """Largest lag of a trained token (optimizer steps)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
     """One kind of schedule: the facts that planning, simulation and training depend on."""
@@ -31,9 +61,7 @@ class ScheduleKind:
     name: str
     """Its name in tables; ``scheduler.kind`` of a run file, if it is one of ``KINDS``."""
     description: str
-    """Its order of generation and training, in a line."""
     scheduler: SchedulerFactory
-    """Makes its scheduler."""
     colocated: bool
     """Whether the same accelerators generate and train in turn; else some generate and the others train."""
     has_rl_steps: bool
@@ -43,11 +71,14 @@ class ScheduleKind:
     least_lag_reason: str
     """Why, as the start of a sentence that ends in ``= LAG``."""
     axes: tuple[str, ...]
-    """Lists of ``[plan]`` that it searches, of those that not every kind has."""
+    """Planner axes specific to this kind."""
     carries_over: bool = False
     """Whether unfinished rollouts stand still on their engines during an RL step and go on after it."""
     only_waits: bool = False
     """Whether it keeps ``max_lag`` by waiting only, that is with ``on_stale = "train"``."""
+    steady_state: Callable[[StepTimes], SteadyState] | None = None
+    """Returns what ``plan`` screens it by. None: that of the shipped kind with the same ``colocated`` and
+    ``has_rl_steps``, which is too fast for a kind that waits more."""
     publishes_each_step: Callable[[SchedulerSettings], bool] = lambda _: False
     """Returns whether a publication follows every optimizer step, before anything has to be generated."""
 
@@ -96,15 +127,33 @@ PARTIAL_ROLLOUTS = ScheduleKind(
     only_waits=True,
 )
 KINDS = (PIPELINE, CONVENTIONAL, ONE_STEP_OFF, PARTIAL_ROLLOUTS)
-"""The kinds that run files name without saying where to find them."""
+"""Kinds that run files name without a module."""
 
 
 class ScheduledSettings(SchedulerSettings, Protocol):
-    """Settings that say which schedule they are for (``SchedulerConfig`` satisfies it)."""
+    """Settings with the name of their schedule (``SchedulerConfig`` satisfies it)."""
 
     @property
     def schedule(self) -> ScheduleKind:
         """The kind of schedule."""
+
+
+def check_lags(settings: ScheduledSettings, lag_max: int, *, optimizer_steps: int) -> None:
+    """Raise SchedulerError if a run's largest lag breaks the promises of its kind of schedule.
+
+    It may not be above ``max_lag``, nor, in a run long enough to reach that, below ``least_lag``.
+    """
+    kind, least = settings.schedule, settings.schedule.least_lag(settings)
+    if lag_max < least < optimizer_steps:
+        raise SchedulerError(
+            f"least_lag of schedule {kind.name!r} must be at most the largest lag of any run, got {least}, and "
+            f"{optimizer_steps} optimizer steps had a lag of at most {lag_max}"
+        )
+    if settings.max_lag is not None and lag_max > settings.max_lag:
+        raise SchedulerError(
+            f"schedule {kind.name!r} must keep max_lag={settings.max_lag}, got a lag of {lag_max}: its least_lag or "
+            "may_admit is wrong"
+        )
 
 
 def make_scheduler(
@@ -116,7 +165,7 @@ def make_scheduler(
     environments: int | None = None,
     kv_cache_tokens: int | None = None,
 ) -> Scheduler:
-    """Return the scheduler that the settings ask for.
+    """Return a fresh scheduler; call ``start`` once, then ``handle`` with every event.
 
     Args:
         settings: The ``scheduler`` table of a run file, or anything with the same attributes.
@@ -125,9 +174,6 @@ def make_scheduler(
         group_size: Rollouts per prompt (count).
         environments: Environments there are (count). None: rollouts have none.
         kv_cache_tokens: KV cache of an engine (tokens). None: it never fills. 0: none of it outlasts a turn.
-
-    Returns:
-        A fresh scheduler; call ``start`` once, then ``handle`` with every event.
     """
     return settings.schedule.scheduler(
         settings,

@@ -48,22 +48,16 @@ from collections.abc import Mapping
 
 
 class LagBound:
-    """Counts live rollouts, and says what may be admitted and trained on (mutable, can be pickled).
-
-    Args:
-        max_lag: Largest lag of any trained token (optimizer steps). None: everything is allowed.
-        train_batch_size: Rollouts per optimizer step (count).
-    """
+    """Counts live rollouts; decides on admission and training (mutable, can be pickled). ``max_lag`` None: no bound."""
 
     def __init__(self, max_lag: int | None, *, train_batch_size: int) -> None:
         self._max_lag = max_lag
         self._batch = train_batch_size
         self._live: dict[int, int] = {}  # rollouts by bound
         self.num_live = 0
-        """Live rollouts (count)."""
 
     def add(self, bound: int, num_rollouts: int) -> None:
-        """Count rollouts that are live from now on; a negative number, if they are no longer."""
+        """Count rollouts that are live from now on; negative: no more."""
         self.num_live += num_rollouts
         count = self._live.get(bound, 0) + num_rollouts
         if count:
@@ -72,23 +66,13 @@ class LagBound:
             del self._live[bound]
 
     def admits(self, num_rollouts: int, *, bound: int, version: int, left: int) -> bool:
-        """Return whether rollouts may be admitted: the gate.
-
-        Args:
-            num_rollouts: How many (count).
-            bound: Oldest version on any engine (optimizer steps).
-            version: That of the next batch (optimizer steps).
-            left: What is left of that batch (rollouts).
-        """
+        """Return whether rollouts may be admitted: the gate. ``bound``: oldest version on any engine."""
         return self._max_lag is None or self.num_live + num_rollouts <= self._capacity(bound, version, left)
 
     def is_safe(self, taken: Mapping[int, int], *, version: int, left: int) -> bool:
-        """Return whether all other live rollouts can still be trained in time after some are taken. O(max_lag).
+        """Return whether all other live rollouts can be trained in time after ``taken``, by bound, are. O(max_lag).
 
-        Args:
-            taken: Live rollouts that would be taken, by bound (count).
-            version: That of the next batch then (optimizer steps).
-            left: What is left of that batch then (rollouts).
+        ``version``: of the next batch then, ``left`` rollouts of which are not taken then.
         """
         if self._max_lag is None:
             return True
@@ -100,7 +84,6 @@ class LagBound:
         return True
 
     def _capacity(self, bound: int, version: int, left: int) -> int:
-        """Return the rollouts that the batches from ``version`` to ``bound + max_lag`` have room for."""
         assert self._max_lag is not None
         num_later = bound + self._max_lag - version
         return left + self._batch * num_later if num_later >= 0 else 0

@@ -51,12 +51,12 @@ engines reported.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Unpack
 
-from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes
 from pipelinerl.scheduler.events import Command, DiscardReason, OnFull, OnStale
-from pipelinerl.scheduler.groups import RolloutGroup
-from pipelinerl.scheduler.settings import SchedulerSettings, Sizes
+from pipelinerl.scheduler.rollouts import RolloutGroup
 
 
 class PipelineScheduler(Scheduler):
@@ -73,41 +73,42 @@ class PipelineScheduler(Scheduler):
         most_open = max(sizes["num_engines"] * settings.generation_batch_size, self.environments or 0)
         self._room = most_open + settings.ready_queue_limit
 
-    def _may_admit(self) -> bool:
-        settings, size = self.settings, self._pool.group_size
+    def may_admit(self) -> bool:
+        """Return whether ready queue and lag gate have room for a group."""
+        settings, size = self.settings, self.group_size
         if not self._drops_oldest and self._pool.num_open + self.num_ready + size > self._room:
             return False
         if not self._waits:
             return True
-        left = settings.train_batch_size - self._num_taken % settings.train_batch_size
-        return self._lag_bound.admits(size, bound=self._oldest_loaded, version=self._next_version, left=left)
+        left = settings.train_batch_size - self.num_taken % settings.train_batch_size
+        return self.lag_bound.admits(size, bound=self.oldest_loaded, version=self._next_version, left=left)
 
-    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:
-        size = self._pool.group_size
+    def enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:
+        """Queue by arrival, or oldest first under ``max_lag``; drop stale groups and the first of a full queue."""
+        size = self.group_size
         self._know_age(group)
         age = group.oldest_bound if self.settings.max_lag is not None else 0
         heapq.heappush(self._ready, (age, self._num_enqueued, group))
         self._num_enqueued += 1
-        self.num_ready += size
         self._ready_by_bound[group.oldest_bound] = self._ready_by_bound.get(group.oldest_bound, 0) + size
         self._discard_stale_ready(commands)
         if self._drops_oldest:
             while self.num_ready > self.settings.ready_queue_limit:
                 self._discard_first(DiscardReason.QUEUE_FULL, commands)
 
-    def _take_micro_batch(self) -> list[int]:
-        size = self.settings.micro_batch
-        if self.num_ready < size or (self._waits and not self._is_safe()):
-            return []
-        return [
-            rollout_id for _ in range(size // self._pool.group_size) for rollout_id in self._take(self._pop_ready())
-        ]
+    def take_micro_batch(self) -> Sequence[RolloutGroup]:
+        """Take the first groups, once the other live ones can still be trained in time."""
+        if self.num_ready < self.settings.micro_batch or (self._waits and not self._is_safe()):
+            return ()
+        return [self._pop_ready() for _ in range(self.groups_per_micro_batch)]
 
-    def _may_publish(self) -> bool:
+    def may_publish(self) -> bool:
+        """Return whether a multiple of ``publish_every`` has been reached since the last publication."""
         every = self.settings.publish_every
-        return self.version // every > self._published // every
+        return self.version // every > self.published // every
 
-    def _cancel_stale(self, commands: list[Command]) -> None:
+    def cancel_stale(self, commands: list[Command]) -> None:
+        """Cancel groups, ready or not, that exceed ``max_lag`` in the next batch."""
         if self.settings.max_lag is None or self._waits:
             return
         self._discard_stale_ready(commands)
@@ -122,22 +123,20 @@ class PipelineScheduler(Scheduler):
 
     @property
     def _next_version(self) -> int:
-        """Version that the next micro-batch is trained at."""
-        return self.version + (self._num_taken == self.settings.train_batch_size)
+        return self.version + (self.num_taken == self.settings.train_batch_size)
 
     def _is_safe(self) -> bool:
-        """Return whether the next micro-batch may be taken: the oldest of what is ready."""
         to_take = self.settings.micro_batch
-        left = self.settings.train_batch_size - self._num_taken - to_take
+        left = self.settings.train_batch_size - self.num_taken - to_take
         taken: dict[int, int] = {}
         for bound in sorted(self._ready_by_bound):
             taken[bound] = min(to_take, self._ready_by_bound[bound])
             to_take -= taken[bound]
-        return self._lag_bound.is_safe(taken, version=self.version, left=left)
+        return self.lag_bound.is_safe(taken, version=self.version, left=left)
 
     def _pop_ready(self) -> RolloutGroup:
         _, _, group = heapq.heappop(self._ready)
-        count = self._ready_by_bound[group.oldest_bound] - self._pool.group_size
+        count = self._ready_by_bound[group.oldest_bound] - self.group_size
         if count:
             self._ready_by_bound[group.oldest_bound] = count
         else:
@@ -145,11 +144,10 @@ class PipelineScheduler(Scheduler):
         return group
 
     def _discard_stale_ready(self, commands: list[Command]) -> None:
-        """Discard the ready groups that the next batch comes too late for."""
         max_lag = self.settings.max_lag
         while max_lag is not None and self._ready and self._next_version - self._ready[0][0] > max_lag:
             self._discard_first(DiscardReason.STALE, commands)
 
     def _discard_first(self, reason: DiscardReason, commands: list[Command]) -> None:
-        self.num_ready -= self._pool.group_size
+        self.num_ready -= self.group_size
         self._cancel(self._pop_ready(), reason, commands)

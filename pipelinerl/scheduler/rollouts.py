@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from pipelinerl.errors import SchedulerError
-from pipelinerl.scheduler.contexts import EngineContexts
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
@@ -37,17 +36,114 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     VersionSpans,
 )
-from pipelinerl.scheduler.groups import ENVIRONMENT, NOWHERE, SCORING, RolloutGroup
 from pipelinerl.scheduler.slots import EngineSlots
+
+NEVER_REPORTED = 2**62
+"""Oldest version of a group no token of which has been reported: later than any."""
+
+NOWHERE = -1
+"""In place of the engine: not in flight, being scored, with its environment acting."""
+SCORING = -2
+ENVIRONMENT = -3
+
+
+class RolloutGroup:
+    """The rollouts of one prompt (mutable; only the pool changes it)."""
+
+    __slots__ = (
+        "cancelled",
+        "engines",
+        "group_id",
+        "num_scoring",
+        "num_started",
+        "oldest_bound",
+        "oldest_reported",
+        "prompt_id",
+        "ready",
+        "rewards_differ",
+        "scored",
+        "scored_reward",
+    )
+
+    def __init__(self, group_id: int, prompt_id: int, oldest_bound: int, group_size: int) -> None:
+        self.group_id = group_id
+        self.prompt_id = prompt_id
+        self.oldest_bound = oldest_bound  # no token of the group is older than this version
+        self.oldest_reported = NEVER_REPORTED  # oldest version among the tokens reported so far
+        self.num_started = 0
+        self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight, or SCORING, or ENVIRONMENT
+        self.num_scoring = 0
+        self.scored: list[int] = []
+        self.scored_reward = 0.0
+        self.rewards_differ = False
+        self.ready = False
+        self.cancelled: DiscardReason | None = None
+
+
+class EngineContexts:
+    """Tokens of context of rollouts between turns, by engine (mutable, can be pickled).
+
+    Theory of operation. A rollout comes back to its engine turn after turn, with all that came before. If the contexts
+    of an engine's rollouts, those included whose environment acts, do not fit into its KV cache together, each that
+    comes back has lost its own, and all is prefilled again: more open rollouts then give less. So a rollout begins
+
+    * on the engine whose rollouts have the fewest tokens of context, of those with a free slot;
+    * if these and the longest context seen so far fit into the KV cache there, or if the engine has no rollouts.
+
+    For later turns it waits, first come first served, for a slot of its engine, since elsewhere all its context would
+    be prefilled again and take others' room. If its engine has no free slot and another has no rollouts, it moves.
+
+    Nobody waits for ever. One that comes back has a slot when as many turns have ended on its engine as rollouts waited
+    for it. Rollouts that have begun end, and an engine without any takes the first of those that have not.
+
+    Source: ThunderAgent (arXiv:2602.13692), which counts contexts as here, and pauses rollouts besides.
+    ``kv_cache_tokens``: of an engine. None: it never fills.
+    """
+
+    def __init__(self, num_engines: int, kv_cache_tokens: int | None) -> None:
+        self._tokens = [0] * num_engines
+        self._capacity = kv_cache_tokens
+        self._held: dict[int, tuple[int, int]] = {}  # rollout -> its engine, its tokens
+        self._longest = 0
+
+    def hold(self, rollout_id: int, engine: int, tokens: int) -> None:
+        """Count a rollout on an engine with its context (tokens), in place of an earlier count."""
+        if (before := self._held.get(rollout_id)) is not None:
+            self._tokens[before[0]] -= before[1]
+        self._held[rollout_id] = (engine, tokens)
+        self._tokens[engine] += tokens
+
+    def drop(self, rollout_id: int) -> None:
+        """Count a rollout no more, if it is counted."""
+        engine, tokens = self._held.pop(rollout_id, (0, 0))
+        self._tokens[engine] -= tokens
+
+    def see(self, tokens: int) -> None:
+        """Note the length of a context (tokens)."""
+        if tokens > self._longest:  # noqa: PLR1730 - a call would cost more, once per turn
+            self._longest = tokens
+
+    def engine_with_room(self, slots: EngineSlots) -> int | None:
+        """Return an engine with room for a new rollout, or None; there must be a free slot."""
+        if not self._fits_beside(min(self._tokens)):
+            return None
+        tokens, engine = min((tokens, one) for one, tokens in enumerate(self._tokens) if slots.has_free(one))
+        return engine if self._fits_beside(tokens) else None
+
+    def engine_to_go_on(self, home: int, slots: EngineSlots) -> int:
+        """Return the engine on which a rollout waits for a slot."""
+        if slots.has_free(home) or min(self._tokens):
+            return home
+        return next((one for one, tokens in enumerate(self._tokens) if not tokens and slots.has_free(one)), home)
+
+    def _fits_beside(self, tokens: int) -> bool:
+        return not tokens or self._capacity is None or tokens + self._longest <= self._capacity
 
 
 class RolloutPool:
     """All rollouts, by group (mutable, can be pickled).
 
-    Args:
-        slots: Where rollouts can start.
-        group_size: Rollouts per prompt (count).
-        contexts: Where rollouts with turns can begin. None: no KV cache outlasts a turn, or there is one turn.
+    ``contexts``: where rollouts with turns can begin. None: no KV cache outlasts a turn, or there is one turn.
     """
 
     def __init__(self, slots: EngineSlots, *, group_size: int, contexts: EngineContexts | None = None) -> None:
@@ -80,11 +176,7 @@ class RolloutPool:
     # ------------------------------------------------------------------------------------- starting
 
     def admit(self, oldest_bound: int) -> None:
-        """Admit a new group; its prompt is one to be tried again, or else the next one.
-
-        Args:
-            oldest_bound: Version that none of its tokens will be older than (optimizer steps).
-        """
+        """Admit a group, of a prompt to try again or else the next; no token will be older than ``oldest_bound``."""
         assert self.starting is None
         if self._prompts_to_retry:
             prompt_id = self._prompts_to_retry.popleft()
@@ -97,10 +189,7 @@ class RolloutPool:
         self.starting = group
 
     def start_one(self) -> StartRollout:
-        """Start a waiting rollout, interrupted ones first, on the engine with most room.
-
-        There must be such a rollout (``interrupted`` or ``starting``) and a free slot.
-        """
+        """Start a rollout of ``interrupted``, else ``starting``, on the engine with most room; a slot must be free."""
         if self.interrupted:
             rollout_id = next(iter(self.interrupted))
             kept_tokens = self.interrupted.pop(rollout_id)
@@ -151,7 +240,6 @@ class RolloutPool:
         return OpenEnvironment(rollout_id, group.prompt_id)
 
     def _next_to_start(self) -> tuple[RolloutGroup, int]:
-        """Return the group that is starting and which of its rollouts is next."""
         assert self.starting is not None  # the caller has seen to it
         group, member = self.starting, self.starting.num_started
         group.num_started = member + 1
@@ -173,12 +261,7 @@ class RolloutPool:
         self._acting[rollout_id] = (spans.num_tokens, engine)
 
     def observed(self, rollout_id: int, read_tokens: int) -> None:
-        """Record that the environment of a rollout has answered: it waits for a slot.
-
-        Args:
-            rollout_id: The rollout.
-            read_tokens: Its prompt and all that it has observed (tokens).
-        """
+        """Record that the environment has answered: the rollout, of so many tokens read, waits for a slot."""
         if rollout_id not in self._acting:
             raise SchedulerError(f"cannot handle the observation of rollout {rollout_id}: its environment does not act")
         group_id, member = divmod(rollout_id, self.group_size)
@@ -227,7 +310,7 @@ class RolloutPool:
     # --------------------------------------------------------------------------------------- ending
 
     def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans, *, over: bool = True) -> RolloutGroup:
-        """Record that a rollout has left its engine, and return its group; ``over``: it does not come back."""
+        """Record that a rollout has left its engine, for ever if ``over``, and return its group."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)
         if group is None or group.engines[member] != engine or engine < 0:
@@ -257,11 +340,7 @@ class RolloutPool:
         self.num_scoring += 1
 
     def awaited(self, rollout_id: int) -> RolloutGroup:
-        """Record that a rollout is not being scored any more; if it has a score, call ``score`` next.
-
-        Returns:
-            Its group.
-        """
+        """Record that a rollout is no longer being scored, and return its group; ``score`` is next if it has one."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)
         if group is None or group.engines[member] != SCORING:
@@ -272,17 +351,7 @@ class RolloutPool:
         return group
 
     def score(self, group: RolloutGroup, rollout_id: int, reward: float, commands: list[Command]) -> bool:
-        """Record the reward of a finished rollout.
-
-        Args:
-            group: Its group.
-            rollout_id: The rollout.
-            reward: Its reward.
-            commands: Receives the discard of a cancelled group's rollout.
-
-        Returns:
-            Whether the group is ready now: this was its last score, and it is not cancelled.
-        """
+        """Record the reward of a finished rollout; return whether its group, not cancelled, is ready now."""
         if group.cancelled:
             commands.append(DiscardRollouts((rollout_id,), group.cancelled))
             self._forget_if_over(group)
@@ -307,14 +376,9 @@ class RolloutPool:
             self.interrupted[rollout_id] = spans.num_tokens
 
     def fail(self, rollout_id: int, engine: int | None) -> RolloutGroup | None:
-        """Record a rollout that will never be scored.
+        """Record a rollout that will never be scored; return its group if not cancelled.
 
-        Args:
-            rollout_id: The rollout.
-            engine: Where it was in progress. None: its environment was acting, or it had finished.
-
-        Returns:
-            Its group, which can never be ready now, if it is not cancelled already.
+        ``engine`` None: its environment was acting, or it had finished.
         """
         if engine is not None:
             group = self.leave_engine(rollout_id, engine, NO_TOKENS)
@@ -328,13 +392,7 @@ class RolloutPool:
         return group
 
     def cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
-        """Cancel a group: abort its rollouts in flight, discard those that have ended or wait.
-
-        Args:
-            group: A group in ``groups`` that is not cancelled.
-            reason: Why.
-            commands: Receives the aborts and the discard.
-        """
+        """Cancel a group of ``groups`` that is not cancelled: abort its rollouts in flight, discard the others."""
         group.cancelled = reason
         self.num_cancelled += self.group_size
         ended = list(group.scored)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Unpack
 
-from pipelinerl.scheduler.base import Scheduler, TrainerState
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes, TrainerState
 from pipelinerl.scheduler.events import Command, WeightUpdate
-from pipelinerl.scheduler.groups import RolloutGroup
-from pipelinerl.scheduler.settings import SchedulerSettings, Sizes
+from pipelinerl.scheduler.rollouts import RolloutGroup
 
 
 class ConventionalScheduler(Scheduler):
@@ -24,32 +24,39 @@ class ConventionalScheduler(Scheduler):
         self._ready: list[RolloutGroup] = []
         self._num_to_train = 0  # rollouts of this RL step not yet given to the trainer; 0 while generating
 
-    def _may_admit(self) -> bool:
-        training = self._num_to_train or self._num_taken
-        up_to_date = self._published == self.version and not self._num_loading
-        return not training and up_to_date and self.num_live < self._num_needed
+    def may_admit(self) -> bool:
+        """Return whether the newest weights generate and the RL step needs more rollouts."""
+        training = self._num_to_train or self.num_taken
+        return not training and self.up_to_date and self.num_live < self._num_needed
 
-    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+    def enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        """Collect; training begins once the RL step is complete."""
         self._ready.append(group)
-        self.num_ready += self._pool.group_size
         if self.num_ready == self._num_needed:
             self._num_to_train = self.num_ready
             self._ready.sort(key=lambda one: one.group_id, reverse=True)  # taken from the end
 
-    def _take_micro_batch(self) -> list[int]:
+    def take_micro_batch(self) -> Sequence[RolloutGroup]:
+        """Take groups in order of admission."""
         if not self._num_to_train:
-            return []
+            return ()
         self._num_to_train -= self.settings.micro_batch
-        return self._take_off(self._ready)
+        return _take_off(self._ready, self.groups_per_micro_batch)
 
-    def _may_publish(self) -> bool:
-        return not self._num_to_train and not self._num_taken
+    def may_publish(self) -> bool:
+        """Return whether all rollouts of the RL step have been trained on."""
+        return not self._num_to_train and not self.num_taken
 
     @property
     def _num_needed(self) -> int:
-        """Rollouts of the RL step that begins at this version (count)."""
         steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self.version)
         return steps * self.settings.train_batch_size
+
+
+def _take_off(groups: list[RolloutGroup], number: int) -> list[RolloutGroup]:
+    taken = groups[: -number - 1 : -1]
+    del groups[-number:]
+    return taken
 
 
 class PartialRolloutScheduler(Scheduler):
@@ -70,15 +77,15 @@ class PartialRolloutScheduler(Scheduler):
         self._to_train: list[RolloutGroup] = []  # of this RL step, not yet given to the trainer, last one first
 
     def _decide(self, commands: list[Command]) -> None:
-        trained = not self._to_train and not self._num_taken and self.trainer is TrainerState.IDLE
-        if trained and self._published == self.version and not self._num_loading:
+        trained = not self._to_train and not self.num_taken and self.trainer is TrainerState.IDLE
+        if trained and self.up_to_date:
             self._begin_rl_step()
         super()._decide(commands)
 
     def _begin_rl_step(self) -> None:
-        """If enough rollouts are ready and it is safe, choose those of an RL step and hold the engines."""
+        """If enough rollouts are ready and it is safe, choose an RL step's and hold the engines."""
         steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self.version)
-        num_groups = steps * self.settings.train_batch_size // self._pool.group_size
+        num_groups = steps * self.settings.train_batch_size // self.group_size
         if not num_groups or len(self._ready) < num_groups:
             return
         chosen, rest = self._ready, []
@@ -93,45 +100,46 @@ class PartialRolloutScheduler(Scheduler):
             self._pool.slots.hold(engine)
 
     def _age(self, group: RolloutGroup) -> int:
-        """First criterion in the order of ready groups."""
         return group.oldest_bound if self.settings.max_lag is not None else 0
 
     def _is_safe(self, chosen: list[RolloutGroup], steps: int) -> bool:
-        """Return whether all other live rollouts can still be trained in time after this RL step."""
         next_version = self.version + steps
         if next_version == self.optimizer_steps:
             return True
         taken: Counter[int] = Counter()
         for group in chosen:
-            taken[group.oldest_bound] += self._pool.group_size
-        return self._lag_bound.is_safe(taken, version=next_version, left=self.settings.train_batch_size)
+            taken[group.oldest_bound] += self.group_size
+        return self.lag_bound.is_safe(taken, version=next_version, left=self.settings.train_batch_size)
 
-    def _may_admit(self) -> bool:
-        if self._to_train or self._num_taken:
+    def may_admit(self) -> bool:
+        """Return whether engines generate and the lag gate has room."""
+        if self._to_train or self.num_taken:
             return False
-        return self._lag_bound.admits(
-            self._pool.group_size,
-            bound=self._oldest_loaded,
+        return self.lag_bound.admits(
+            self.group_size,
+            bound=self.oldest_loaded,
             version=self.version,
             left=self.settings.train_batch_size,
         )
 
-    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+    def enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        """Queue in order of arrival."""
         self._know_age(group)
         self._ready.append(group)
-        self.num_ready += self._pool.group_size
 
-    def _take_micro_batch(self) -> list[int]:
-        return self._take_off(self._to_train)
+    def take_micro_batch(self) -> Sequence[RolloutGroup]:
+        """Take groups of the RL step under way."""
+        return _take_off(self._to_train, self.groups_per_micro_batch)
 
-    def _may_publish(self) -> bool:
-        return not self._to_train and not self._num_taken
+    def may_publish(self) -> bool:
+        """Return whether all rollouts of the RL step have been trained on."""
+        return not self._to_train and not self.num_taken
 
 
 class OneStepOffScheduler(Scheduler):
-    """Generate the rollouts of the next RL step while the trainer makes the G steps of this one; meet; publish.
+    """Generate the rollouts of the next RL step while the trainer makes the G steps of this one; hand over; publish.
 
-    At a *meeting* the rollouts of one RL step are ready and the trainer has made all steps of the one before. The
+    At a *hand-over* the rollouts of one RL step are ready and the trainer has made all steps of the one before. The
     weights are published, unless nothing is left to be generated with them, and both sides set out again: the
     trainer as soon as it is free, the engines, which are empty, when all of them have loaded. So the rollouts trained
     on from version v on were generated at version v - G, those of the first RL step at 0: batch i = 0 .. G - 1 has
@@ -143,33 +151,35 @@ class OneStepOffScheduler(Scheduler):
         self._ready: list[RolloutGroup] = []  # of the RL step being generated
         # of the RL step being trained, not yet given to the trainer, last one first
         self._to_train: list[RolloutGroup] = []
-        self._met_at = 0  # version at the last meeting: what is generated since is generated with it
+        self._handed_over_at = 0  # version at the last hand-over: rollouts started since are generated with it
         self._generating_for = 0  # version at which the training of it will begin
 
     def _decide(self, commands: list[Command]) -> None:
-        trained = not self._to_train and not self._num_taken
-        if trained and self._ready and len(self._ready) * self._pool.group_size == self._num_needed:
+        trained = not self._to_train and not self.num_taken
+        if trained and self._ready and len(self._ready) * self.group_size == self._num_needed:
             self._to_train, self._ready = sorted(self._ready, key=lambda one: one.group_id, reverse=True), []
-            self._met_at = self.version
+            self._handed_over_at = self.version
             self._generating_for += self.settings.optimizer_steps_per_rl_step
         super()._decide(commands)
 
-    def _may_admit(self) -> bool:
-        num_generated = self.num_live - len(self._to_train) * self._pool.group_size
-        return not self._num_loading and num_generated < self._num_needed
+    def may_admit(self) -> bool:
+        """Return whether engines are loaded and the RL step being generated needs more rollouts."""
+        num_generated = self.num_live - len(self._to_train) * self.group_size
+        return not self.num_loading and num_generated < self._num_needed
 
-    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+    def enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        """Collect for the next RL step."""
         self._ready.append(group)
-        self.num_ready += self._pool.group_size
 
-    def _take_micro_batch(self) -> list[int]:
-        return self._take_off(self._to_train)
+    def take_micro_batch(self) -> Sequence[RolloutGroup]:
+        """Take groups of the RL step being trained."""
+        return _take_off(self._to_train, self.groups_per_micro_batch)
 
-    def _may_publish(self) -> bool:
-        return self.version == self._met_at and self._num_needed > 0
+    def may_publish(self) -> bool:
+        """Return whether rollouts were handed over at this version and more are to be generated."""
+        return self.version == self._handed_over_at and self._num_needed > 0
 
     @property
     def _num_needed(self) -> int:
-        """Rollouts of the RL step being generated (count); 0 when there is none left."""
         steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self._generating_for)
         return max(steps, 0) * self.settings.train_batch_size

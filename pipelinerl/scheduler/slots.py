@@ -8,7 +8,7 @@ asked twice per rollout, so it is answered in O(log engines) with one number per
 
 The least load is that of the engine asked for, and an engine has a free slot if its load is below
 ``slots per engine * ID_LIMIT``. A heap holds the loads below that. An entry that is no longer the load of its engine is
-*stale* and skipped when it is met; while some slots are never used, stale entries are never met, so the heap is made
+*stale* and skipped when popped; while some slots are never used, stale entries are never popped, so the heap is made
 anew when most of it is stale. The last load that fell stays out of the heap, since its engine mostly takes the next
 rollout.
 """
@@ -22,16 +22,10 @@ ID_LIMIT = 1 << 16
 """Engine ids are below this."""
 
 NO_LOAD = -1
-"""Stands for the load of no engine."""
 
 
 class EngineSlots:
-    """Slots of engines, by engine id (mutable, can be pickled).
-
-    Args:
-        engines: Ids of the engines, from 0 to below ``ID_LIMIT``.
-        slots_per_engine: Rollouts in progress per engine, at most (count).
-    """
+    """Slots of engines, by engine id from 0 to below ``ID_LIMIT`` (mutable, can be pickled)."""
 
     def __init__(self, engines: Iterable[int], *, slots_per_engine: int) -> None:
         self._loads = {engine: engine for engine in engines}

@@ -17,7 +17,7 @@ from pipelinerl.util.arrays import FloatArray, check
 GRID_POINTS = 1024
 """Positions, at most, at which the survivor function of the answer lengths is averaged."""
 MIXED_MEANS = 4
-"""Mean answers, at least, after which a slot is taken to end one at any time alike (count)."""
+"""Mean answers, at least, after which a slot ends one at any time with equal probability (count)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,12 +29,12 @@ class Lengths:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences described (count)."""
+        """Sequences (count)."""
         return int(self.unfinished[0])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them (count): each decode step gives one to every unfinished sequence."""
+        """Tokens of all sequences (count): each decode step gives one to every unfinished sequence."""
         return int(self.unfinished.sum())
 
     @property
@@ -56,26 +56,15 @@ class Lengths:
 
 
 def uniform_lengths(max_tokens: int) -> Lengths:
-    """Return lengths equally likely on 1..L, exactly: h(l)/S = 1 - (l - 1)/L, mean (L + 1)/2 (the case study).
-
-    Args:
-        max_tokens: Longest answer L in tokens, at least 1.
-
-    Raises:
-        ValueError: If ``max_tokens`` is below 1.
-    """
+    """Return lengths equally likely on 1..L, exactly: h(l)/S = 1 - (l - 1)/L, mean (L + 1)/2; ValueError if L < 1."""
     check(max_tokens >= 1, "max_tokens must be at least 1", max_tokens)
     return Lengths(np.arange(max_tokens, 0, -1, dtype=np.int64))
 
 
 def lengths_from(tokens: Sequence[int] | npt.NDArray[np.int64]) -> Lengths:
-    """Return the lengths of given answers; the longest of them is L.
+    """Return the lengths of given answers, shape [n], n at least 1; the longest of them is L (tokens).
 
-    Args:
-        tokens: Whole numbers of at least 1 token, one per answer, shape [n], n at least 1.
-
-    Raises:
-        ValueError: If the array is empty, not one-dimensional, not of whole numbers, or has an entry below 1.
+    Raises ValueError if the array is empty, not one-dimensional, not of whole numbers, or has an entry below 1.
     """
     array = np.asarray(tokens)
     whole = array.ndim == 1 and array.size > 0 and np.issubdtype(array.dtype, np.integer)
@@ -89,7 +78,6 @@ class LengthStatistics:
     """Prompts and answers, as far as the steady state depends on them."""
 
     lengths: Lengths
-    """Lengths of the answers."""
     prompt_tokens: float
     """Mean prompt (tokens)."""
     group_wait: float = 0.0
@@ -118,7 +106,7 @@ class LengthStatistics:
 
     @cached_property
     def begun(self) -> FloatArray:
-        """Answers that a slot begins in each piece of the grid, the first of them at once, each where one ends (mean).
+        """Answers that a slot begins in each piece of the grid, the first at once, each where one ends (mean).
 
         Renewals: the sum over what was begun of the share that is not finished stays 1.
         """
@@ -166,7 +154,6 @@ class LengthStatistics:
         return sequences / micro_batch * max(bounds_s) + cost.step_s
 
     def _with_prompt(self, tokens: float, squares: float) -> tuple[float, float]:
-        """Return mean and mean square of prompt and answer together, from those of an answer."""
         prompt = self.prompt_tokens
         return prompt + tokens, prompt**2 + 2 * prompt * tokens + squares
 

@@ -2,23 +2,21 @@
 
 The unit of time is the flash: the least possible time per token on one accelerator (eq. 9). Rates are in
 tokens per flash, lags in optimizer steps. Everything is a mean-field formula: no queue, no draw, no event.
-This is the one module that speaks of the paper's letters:
+The paper's letters:
 
-======  ===========================================================  ==============================
+======  ===========================================================  ===============================
 letter  meaning                                                      here
-======  ===========================================================  ==============================
-N, I    accelerators in all; those that generate                     ``accelerators``,
-                                                                     ``generation_accelerators``
+======  ===========================================================  ===============================
+N, I    accelerators in all; those that generate                     ``[generation_]accelerators``
 B, G    sequences per optimizer step; optimizer steps per RL step    ``train_batch_size``,
                                                                      ``optimizer_steps_per_rl_step``
 H       sequences in flight on one generating accelerator            ``generation_batch_size``
-L, L̄    longest and mean answer, in tokens                           ``Lengths.max_tokens``,
-                                                                     ``Lengths.mean_tokens``
+L, L̄    longest and mean answer, in tokens                           ``Lengths.{max,mean}_tokens``
 h(l)    sequences still unfinished at decode step l                  B·G times the share unfinished
 U(h)    share of peak FLOP/s at h sequences per accelerator          ``UtilisationCurve``
 τ       training time per token on one accelerator, in flashes       ``training_flashes_per_token``
 g       lag bound; rounded up it is g_max                            ``lag_estimate``, ``largest_lag``
-======  ===========================================================  ==============================
+======  ===========================================================  ===============================
 
 Slips of the paper that are not copied: A.2 and A.3 bound the lag of conventional RL by S - 1, where S = B·G
 counts sequences; in optimizer steps it is G - 1. A.1 says K tokens "per optimizer step"; K = S·L̄ is per RL
@@ -42,17 +40,10 @@ from pipelinerl.util.arrays import check
 
 
 def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
-    """Return the seconds of one flash, F_gen/M (eq. 9).
+    """Return the seconds of one flash, F_gen/M (eq. 9): K tokens need at least K flashes on one accelerator.
 
-    Args:
-        flops_per_token: FLOPs of a one-token forward pass, about 2 per parameter.
-        peak_flops: Peak of one accelerator in FLOP/s.
-
-    Returns:
-        Seconds; K tokens need at least K flashes on one accelerator.
-
-    Raises:
-        ValueError: If either is not positive.
+    ``flops_per_token``: of a forward pass, about 2 per parameter; ``peak_flops``: of one accelerator (FLOP/s).
+    Raises ValueError if either is not positive.
     """
     check(flops_per_token > 0, "flops_per_token must be above 0", flops_per_token)
     check(peak_flops > 0, "peak_flops must be above 0", peak_flops)
@@ -64,11 +55,7 @@ def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The setting that both methods share when they are compared.
-
-    Raises:
-        ValueError: If a count is below 1 or the training time is not positive.
-    """
+    """The setting that both methods share; ValueError if a count is below 1 or the training time is not positive."""
 
     curve: UtilisationCurve
     """Cost of a decode step, U(h)."""
@@ -100,14 +87,7 @@ def conventional_rates(setting: Setting, *, optimizer_steps_per_rl_step: int) ->
     """Return the rates of conventional RL (eq. 10-15): all N generate B·G sequences, then all N train on them.
 
     t_gen is the sum over decode steps of h/U(h) at h(l)/N sequences per accelerator, K = B·G·L̄,
-    r_gen = K/t_gen, r_train = N/τ, r = 1/(1/r_gen + 1/r_train).
-
-    Args:
-        setting: What is compared.
-        optimizer_steps_per_rl_step: G, at least 1 (count).
-
-    Raises:
-        ValueError: If G is below 1.
+    r_gen = K/t_gen, r_train = N/τ, r = 1/(1/r_gen + 1/r_train). Raises ValueError if G is below 1.
     """
     steps = optimizer_steps_per_rl_step
     check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
@@ -120,16 +100,7 @@ def conventional_rates(setting: Setting, *, optimizer_steps_per_rl_step: int) ->
 
 
 def pipeline_rates(setting: Setting, *, generation_batch_size: int, generation_accelerators: int) -> Rates:
-    """Return the rates of PipelineRL (eq. 16-18): r_gen = U(H)·I, r_train = (N - I)/τ, r the smaller one.
-
-    Args:
-        setting: What is compared.
-        generation_batch_size: H, at least 1 (sequences per generating accelerator).
-        generation_accelerators: I, at least 1 and below N (count).
-
-    Raises:
-        ValueError: If H or I is out of range.
-    """
+    """Return the rates of PipelineRL (eq. 16-18): U(H)·I, (N - I)/τ, the smaller; ValueError if H or I is wrong."""
     batch, generators = generation_batch_size, generation_accelerators
     check(batch >= 1, "generation_batch_size must be at least 1", batch)
     rule = f"generation_accelerators must be at least 1 and below accelerators={setting.accelerators}"
@@ -149,15 +120,6 @@ def lag_estimate(
 
     It holds where generation is the bottleneck. It is an estimate, not a bound: fluctuations pass it by one or
     two steps, a trainer that is busy or has a queue adds more.
-
-    Args:
-        lengths: Lengths of the answers.
-        train_batch_size: B (sequences).
-        generation_batch_size: H (sequences per generating accelerator).
-        generation_accelerators: I (count).
-
-    Returns:
-        Optimizer steps, not rounded.
     """
     in_flight_tokens = generation_batch_size * generation_accelerators * lengths.max_tokens
     return in_flight_tokens * lengths.num_sequences / (train_batch_size * lengths.num_tokens)
@@ -166,7 +128,7 @@ def lag_estimate(
 def largest_lag(
     lengths: Lengths, *, train_batch_size: int, generation_batch_size: int, generation_accelerators: int
 ) -> int:
-    """Return g_max = ceil(H·I·L/(L̄·B)): ``lag_estimate``, same arguments, rounded up in whole numbers (A.3)."""
+    """Return g_max = ceil(H·I·L/(L̄·B)): ``lag_estimate`` rounded up, in whole numbers (A.3)."""
     in_flight_tokens = generation_batch_size * generation_accelerators * lengths.max_tokens
     return -(-in_flight_tokens * lengths.num_sequences // (train_batch_size * lengths.num_tokens))
 
@@ -179,23 +141,11 @@ def mean_lag_pipeline(
     length_cv: float,
     training_share: float = 0.0,
 ) -> float:
-    """Return the mean token lag of PipelineRL, (H·I/B)·(1 + cv²)/2 + ρ.
+    """Return the mean token lag of PipelineRL, (H·I/B)·(1 + cv²)/2 + ρ (optimizer steps).
 
     Derived, not printed in the paper: steady state, generation the bottleneck, so that a token at position p
-    of l has lag (l - p)·g/L. Near ρ = 1 the queue wanders and the true mean is larger.
-
-    Args:
-        train_batch_size: B (sequences).
-        generation_batch_size: H (sequences per generating accelerator).
-        generation_accelerators: I (count).
-        length_cv: Standard deviation over mean of the lengths (no unit), ``Lengths.cv``.
-        training_share: ρ, share of the time in which the trainer is busy, in [0, 1]. 0: it takes no time.
-
-    Returns:
-        Optimizer steps.
-
-    Raises:
-        ValueError: If ``training_share`` is outside [0, 1].
+    of l has lag (l - p)·g/L. Near ρ = 1 the queue wanders and the true mean is larger. ρ, ``training_share``, is
+    the share of the time in which the trainer is busy; ValueError if outside [0, 1].
     """
     check(0 <= training_share <= 1, "training_share must be at least 0 and at most 1", training_share)
     in_flight_steps = generation_batch_size * generation_accelerators / train_batch_size
@@ -203,16 +153,9 @@ def mean_lag_pipeline(
 
 
 def mean_lag_conventional(optimizer_steps_per_rl_step: int) -> float:
-    """Return the mean token lag of conventional RL, (G - 1)/2: batch k of 0..G-1 is trained at lag k (Algorithm 1).
+    """Return the mean token lag of conventional RL, (G - 1)/2 optimizer steps: batch k of 0..G-1 is trained at lag k.
 
-    Args:
-        optimizer_steps_per_rl_step: G, at least 1 (count).
-
-    Returns:
-        Optimizer steps; 0, on-policy, at G = 1.
-
-    Raises:
-        ValueError: If G is below 1.
+    Source: Algorithm 1. Raises ValueError if G is below 1.
     """
     steps = optimizer_steps_per_rl_step
     check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
@@ -233,7 +176,6 @@ class PipelineChoice:
     largest_lag: int
     """g_max (optimizer steps)."""
     rates: Rates
-    """Tokens per flash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +201,9 @@ def search_pipeline(
     """Return the fastest (H, I) with g_max within a bound, by exhaustive search (A.4).
 
     Ties in the rate go to the least H·I (least lag), then to the least H. While generation is the bottleneck,
-    many (H, I) with the same product are near-ties, so the pair says less than the rate.
-
-    Args:
-        setting: What is compared.
-        max_lag: Largest g_max allowed (optimizer steps).
-        generation_batch_limit: Largest H tried (sequences per generating accelerator).
-        generation_batch_multiple: Only multiples of it are tried for H (count).
-
-    Raises:
-        ValueError: If there are fewer than 2 accelerators, no H to try, or nothing within ``max_lag``.
+    many (H, I) with the same product are near-ties, so the pair says less than the rate. H is tried up to
+    ``generation_batch_limit``, in multiples of ``generation_batch_multiple``. Raises ValueError if there are fewer
+    than 2 accelerators, no H to try, or nothing within ``max_lag`` (optimizer steps).
     """
     lengths, accelerators, multiple = setting.lengths, setting.accelerators, generation_batch_multiple
     check(accelerators >= 2, "accelerators must be at least 2 to generate and train at once", accelerators)
@@ -302,19 +237,7 @@ def search_pipeline(
 def throughput_against_lag(
     setting: Setting, max_lags: Sequence[int], *, generation_batch_limit: int = 1024
 ) -> list[LagPoint]:
-    """Return both methods at equal largest lag: the fastest (H, I), and G = g + 1 (A.4, Fig. 9).
-
-    Args:
-        setting: What is compared.
-        max_lags: The lags g (optimizer steps).
-        generation_batch_limit: Largest H tried (sequences per generating accelerator).
-
-    Returns:
-        A point per lag, in the given order.
-
-    Raises:
-        ValueError: If no PipelineRL keeps to one of the lags, as in ``search_pipeline``.
-    """
+    """Return both methods at each largest lag g: fastest (H, I), and G = g + 1 (A.4, Fig. 9); ValueError if none."""
     return [
         LagPoint(
             lag,
@@ -333,7 +256,7 @@ class Staleness(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Both together (optimizer steps)."""
+        """Sum (optimizer steps)."""
         return self.pre_queue + self.in_queue
 
 
@@ -344,13 +267,13 @@ def staleness_applied_compute(
 
     PQS = C·M/(B·max(1, ρ)). IQS = ρ for ρ < 1, and (2q + ρ - 1)/(2ρ) for ρ > 1. The form jumps by q - 1 at
     ρ = 1, where it says nothing; the value of the lower side is returned there. For ρ < 1 groups that come evenly wait
-    for ρ whatever q is; how much q adds by their fluctuations is in ``theory/ready_queue.py``.
+    for ρ whatever q is; how much q adds by their fluctuations is in ``tests/support/ready_queue.py``.
     Source: appliedcompute.com/research/staleness-in-fully-async-rl (2026); see ``docs/analytic.md`` for its fit.
 
     Args:
-        in_flight: C, sequences generated at a time on all accelerators, H·I (sequences).
+        in_flight: C = H·I (sequences).
         train_batch_size: B (sequences).
-        rate_ratio: ρ, sequences per second of generation over those of training, each running freely; above 0.
+        rate_ratio: ρ, sequences per second of generation over training, each running freely; above 0.
         queue_batches: q, capacity of the ready queue over B; the oldest is dropped when it is full.
         tailness: M, mean longest answer of a group over the mean answer, at least 1.
 

@@ -39,12 +39,180 @@ import numpy as np
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
 from pipelinerl.hardware.tables import LatencyConfig, PrefillConfig, ResolvedHardware
 from pipelinerl.scheduler.events import WeightUpdate
-from pipelinerl.theory.engines import Engines
+from pipelinerl.scheduler.kinds import SteadyState
 from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.theory.turns import TurnMeans
+from pipelinerl.util.arrays import FloatArray
+
+# ----------------------------------------------------------------------------------------------- engines in closed form
+
+GRID = 17
+"""Numbers of full slots for which the seconds of an answer are computed (count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of a candidate."""
+
+    number: int
+    slots: float
+    """Sequences that an engine decodes together: H, or as many as fit into the KV cache (mean)."""
+    cache_tokens: float
+    decode_step: DecodeStep
+    prompt_s: float
+    """Prefill of a prompt (seconds)."""
+    dispatch_s: float
+    request_s: float
+    """Front end of an engine, per answer: one after the other."""
+    report_s: float
+    answers: LengthStatistics
+    acting_s: float = 0.0
+    """Seconds in which the environment of a rollout acts, without a slot."""
+    reset_s: float = 0.0
+    """Of these, before its first token."""
+    held_up_s: float = 0.0
+    """Seconds in which an answer waits at its engine for the ends of prefills that were under way when it came."""
+    uneven: float = 1.0
+    """Seconds of a token over its seconds in a batch of the mean size (``of_rollouts``)."""
+
+    @property
+    def front_end_s(self) -> float:
+        """Front end per answer, before the engine and after the last token, without the dispatch (seconds)."""
+        return self.request_s + self.report_s
+
+    def step_s(self, batch: float) -> float:
+        """Return seconds per token of a sequence in a stationary batch, the prefill of others included."""
+        even_s = self.decode_step.of(batch, batch * self.answers.context) + batch / self.answers.mean * self.prompt_s
+        return even_s * self.uneven
+
+    def of_rollouts(self, each: float) -> Engines:
+        """Return engines of so many rollouts each (mean), which come back to the same one turn after turn.
+
+        A rollout is there, or for Z seconds in all with its environment. Whatever the distributions of single turns and
+        gaps, of N rollouts k are there with probability p(k) ~ p(k - 1) (N - k + 1) / Z * (seconds of an answer beside
+        k) / k. What an engine loses while it happens to be empty, it does not make up for while it is crowded.
+        Source: Baskett, Chandy, Muntz and Palacios 1975: a station where nobody waits, and one that all share.
+        """
+        if not self.acting_s:
+            return replace(self, slots=min(each, self.slots))
+        low = math.floor(each)
+        (low_slots, low_rate), (high_slots, high_rate) = self._shared(low), self._shared(low + 1)
+        slots = low_slots + (each - low) * (high_slots - low_slots)
+        rate = low_rate + (each - low) * (high_rate - low_rate)
+        rest_s = self.dispatch_s + self.front_end_s + self.held_up_s
+        uneven = (slots / rate - rest_s) / (self.answer_s(self.busy(slots)) - rest_s)
+        return replace(self, slots=slots, uneven=uneven)
+
+    def _shared(self, number: int) -> tuple[float, float]:
+        if not number:
+            return 0.0, 0.0
+        grid = np.linspace(1.0, max(1.0, self.slots), GRID)
+        slots_K = np.minimum(np.arange(1.0, number + 1), self.slots)
+        answer_K = np.interp(slots_K, grid, [self.answer_s(self.busy(slots)) for slots in grid.tolist()])
+        left_K = np.arange(number, 0, -1)  # with their environment, and one more
+        log_p_K = np.cumsum(np.log(left_K / self.acting_s * answer_K / slots_K))
+        most = max(0.0, float(log_p_K.max()))
+        p_K = np.exp(log_p_K - most)
+        p_K /= p_K.sum() + math.exp(-most)
+        return float((p_K * slots_K).sum()), float((p_K * slots_K / answer_K).sum())
+
+    def answer_s(self, batch: float) -> float:
+        """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
+        return self._answer_s(self.step_s(batch))
+
+    def _answer_s(self, step_s: float) -> float:
+        return (self.answers.mean + 1) * step_s + self.dispatch_s + self.front_end_s + self.held_up_s
+
+    def open_over_slots(self, slots: float, *, with_tokens: bool = False) -> float:
+        """Return open rollouts (``with_tokens``: only with a token) over rollouts with a slot, by full slots."""
+        outside_s = self.acting_s - (self.reset_s if with_tokens else 0.0)
+        return 1 + outside_s / self.answer_s(self.busy(slots)) if outside_s else 1.0
+
+    def longest_s(self, number: int, slots: float) -> float:
+        """Return the mean of the longest of so many rollouts (s), with so many slots of an engine full."""
+        token_s, turns = self.step_s(self.busy(slots)), self.answers.turns
+        return self.answers.longest(number) * token_s if turns is None else turns.longest_s(number, token_s)
+
+    def busy(self, slots: float) -> float:
+        """Return how many of an engine's slots are decoding on average."""
+        step_s = self.step_s(slots)
+        at_front_end_s, answer_s = self._at_front_end_s(slots, step_s)
+        return slots * (1 - (step_s + self.dispatch_s + at_front_end_s) / answer_s)
+
+    def sampling(self, slots: float) -> float:
+        """Return how many of an engine's slots are not at its front end on average."""
+        at_front_end_s, answer_s = self._at_front_end_s(slots, self.step_s(slots))
+        return slots * (1 - at_front_end_s / answer_s)
+
+    def _at_front_end_s(self, slots: float, step_s: float) -> tuple[float, float]:
+        """Return an answer's seconds at the front end, queue included where that is the slowest, and all its own."""
+        answer_s = self._answer_s(step_s)
+        queue_s = max(0.0, slots * self.request_s - answer_s)
+        return self.front_end_s + queue_s, answer_s + queue_s
+
+    def batch_s(self, number: float, slots: float) -> float:
+        """Return seconds for so many answers of all engines, each with so many slots full."""
+        return number * self.answer_s(self.busy(slots)) / (self.number * slots)
+
+    def sent_s(self, number: float) -> float:
+        """Return seconds in which the front ends of all engines take so many answers, one after the other."""
+        return number * self.request_s / self.number
+
+    def phase_s(self, number: int) -> float:
+        """Return seconds from the start of so many answers to the end of the last."""
+        if self.answers.turns is not None:
+            return self._turns_phase_s(self.answers.turns, number)
+        each = number / self.number
+        answers = self.answers
+        peak = float((answers.share * (answers.prompt_tokens + answers.position)).max())
+        fresh = min(each, self.slots, self.cache_tokens / peak)
+        drain_s = self._drain_s(fresh * answers.share, number, answers.share, answers.prompt_tokens + answers.position)
+        if each > fresh:
+            drain_s = max(drain_s, self._refilled_s(each, number))
+            drain_s = max(drain_s, self.sent_s(number) - fresh * self.request_s)
+        return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s
+
+    def _turns_phase_s(self, turns: TurnMeans, number: int) -> float:
+        """Return the phase with turns: full environments first, then a drain of lives."""
+        opened = self.number * self.slots * self.open_over_slots(self.slots)
+
+        def token_s(working: float) -> float:
+            batch = working / self.number
+            slots = max(1.0, min(batch, self.slots))
+            return self.step_s(slots) * max(1.0, batch / slots)
+
+        drain_s = turns.drain_s(min(opened, number), token_s, refilled=False)
+        if number > opened:
+            life_s = turns.lives_s(self.answer_s(self.busy(self.slots)) / self.answers.mean)
+            spread = 1 + float(life_s.var() / life_s.mean() ** 2)
+            full_s = self.batch_s(max(0.0, number - opened * spread / 2), self.slots)
+            drain_s = max(drain_s, full_s + turns.drain_s(opened, token_s, refilled=True))
+        return max(drain_s, self.sent_s(number)) + self.dispatch_s + self.front_end_s
+
+    def _refilled_s(self, each: float, number: int) -> float:
+        """Return seconds until the last of ``number`` is done; past the grid's end the batch is stationary."""
+        answers, slots = self.answers, min(self.slots, each)
+        rounds = each / slots
+        later = max(0.0, rounds - float(answers.begun.sum()))
+        begun = np.diff(np.minimum(answers.begun.cumsum(), rounds), prepend=0.0)
+        begun = begun[: int(np.flatnonzero(begun)[-1]) + 1]
+        full = np.asarray(np.convolve(begun, answers.share), dtype=np.float64)
+        tokens = np.convolve(begun, answers.share * answers.position)
+        context = answers.prompt_tokens + tokens / np.maximum(full, 1e-300)
+        missed_s = (rounds - 1) * (self.answer_s(slots) - answers.mean * self.step_s(slots))
+        later_s = later * answers.mean * (self.step_s(slots) - slots / answers.mean * self.prompt_s)
+        return later_s + missed_s + self._drain_s(slots * full, number, np.minimum(full / rounds, 1.0), context)
+
+    def _drain_s(self, batch: FloatArray, number: int, share: FloatArray, context: FloatArray) -> float:
+        """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""
+        alive = 1 - (1 - share) ** max(number, 1)
+        batch = np.maximum(batch, 1.0)
+        return float(self.answers.width * (alive * self.decode_step.of_all(batch, batch * context)).sum())
+
 
 TOLERANCE = 1e-3
 """Relative, of the times that are found by trial."""
@@ -63,13 +231,10 @@ class Estimate:
     """A steady state. Times are seconds per optimizer step."""
 
     step_s: float
-    """One optimizer step, from one to the next."""
     generation_s: float
-    """Generation alone; colocated: the generation phase and the switches."""
+    """Colocated: the generation phase and the switches."""
     training_s: float
-    """Training."""
     publishing_s: float
-    """Publishing."""
     tokens_per_s: float
     """Trained answer tokens per second."""
     lag_mean: float
@@ -77,22 +242,16 @@ class Estimate:
     lag_max: float
     """Largest lag of a trained token (optimizer steps)."""
     start_s: float
-    """Seconds by which a run is longer than its optimizer steps: what is in flight at its end was for nothing."""
+    """Seconds by which a run exceeds its optimizer steps: rollouts in flight at its end are lost."""
 
 
 def screen(
     config: RunConfig, hardware: ResolvedHardware, decode_step: DecodeStep, answers: LengthStatistics
 ) -> Estimate:
-    """Estimate the steady state of a run.
+    """Estimate the steady state of a run from its tables ``cluster``, ``scheduler`` and ``workload``.
 
     Discarded rollouts, filtering, growth of the answers and micro-batches are left out, and ``weight_update`` is
     taken for keep or recompute; the simulator has all of it.
-
-    Args:
-        config: The run; of its tables ``cluster``, ``scheduler`` and ``workload`` are read.
-        hardware: Its hardware in explicit numbers.
-        decode_step: The decode step of one of its engines.
-        answers: Its prompts and answers.
     """
     scheduler = config.scheduler
     capacity = math.inf if hardware.kv_cache_tokens is None else float(hardware.kv_cache_tokens)
@@ -116,11 +275,42 @@ def screen(
     if answers.turns is not None:
         engines = _with_turns(engines, answers.turns, config, hardware, training_s)
     schedule = scheduler.schedule
+    if schedule.steady_state is not None:
+        times = _Times(scheduler, training_s, loading_s(hardware.weights), engines, hardware.latency)
+        return _of_its_kind(config, hardware, times, schedule.steady_state(times))
     if schedule.colocated:
         return _conventional(config, hardware, engines, training_s)
     if schedule.has_rl_steps:
         return _one_step_off(config, hardware, engines, training_s)
     return _pipeline(config, hardware, engines, training_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of a candidate."""
+
+    settings: SchedulerConfig
+    training_s: float
+    loading_s: float
+    engines: Engines
+    latency: LatencyConfig
+
+    def generation_s(self, sequences: int) -> float:
+        phase_s = max(self.engines.phase_s(sequences), _scored_s(self.latency, sequences))
+        return phase_s + self.latency.reward_s + self.latency.preprocess_s
+
+
+def _of_its_kind(config: RunConfig, hardware: ResolvedHardware, times: _Times, state: SteadyState) -> Estimate:
+    return _estimate(
+        config,
+        times.engines,
+        step_s=state.step_s,
+        generation_s=times.generation_s(times.settings.train_batch_size),
+        training_s=times.training_s,
+        publishing_s=hardware.weights.publish_s,
+        lag_mean=state.lag_mean,
+        lag_max=state.lag_max,
+    )
 
 
 def _with_turns(
@@ -147,7 +337,7 @@ def _with_turns(
         slots = engines.slots
         rate = slots / engines.answer_s(engines.busy(slots))
         fit = 0.0
-        if keeps:  # a rollout begins where contexts, and the longest besides, fit (``pipelinerl.scheduler.contexts``)
+        if keeps:  # a rollout begins where contexts, and the longest besides, fit (``pipelinerl.scheduler.rollouts``)
             longest = min(environment.turns.context_max, turns.held + turns.held_sd * LONGEST_DEVIATIONS)
             longest -= emptiest * turns.held_sd * math.sqrt(begun)  # on the emptiest engine, not the mean one
             room = engines.cache_tokens - longest - slots * turns.context
@@ -205,8 +395,9 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: Engine
 def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: Engines, training_s: float) -> Estimate:
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
     latency, weights = hardware.latency, hardware.weights
-    number = steps * config.scheduler.train_batch_size
-    phase_s = max(engines.phase_s(number), _scored_s(latency, number)) + latency.reward_s + latency.preprocess_s
+    phase_s = _Times(config.scheduler, training_s, loading_s(weights), engines, latency).generation_s(
+        steps * config.scheduler.train_batch_size
+    )
     return _estimate(
         config,
         engines,
@@ -280,7 +471,6 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: Engines, t
 
 
 def _root(function: Callable[[float], float], *, high: float) -> float:
-    """Return where a falling function crosses 0 between 0 and ``high``, or ``high`` where it does not."""
     if function(high) > 0:
         return high
     low = 0.0
@@ -294,12 +484,10 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
 
 
 def _scored_s(latency: LatencyConfig, number: float) -> float:
-    """Return the seconds in which so many rewards are computed, so many at a time; 0 without a limit."""
     return 0.0 if latency.reward_workers is None else number * latency.reward_s / latency.reward_workers
 
 
 def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:
-    """Return the seconds of one prefill of that mean number of tokens."""
     return prefill_s(prefill, sequences=float(tokens > 0), tokens=tokens, squares=tokens**2)
 
 

@@ -26,11 +26,10 @@ class Turn:
     """The turns of one rollout; T of them."""
 
     before_T: IntArray
-    """Tokens of the context before each turn, its observation included (count)."""
+    """Context before each turn, its observation included (tokens)."""
     observed_T: IntArray
-    """Tokens of that which are new: the prompt, then the observations (count)."""
+    """New tokens of it: the prompt, then the observations."""
     generated_T: IntArray
-    """Tokens that each turn generates (count)."""
     acting_T: FloatArray
     """Time in which the environment acts before each turn (s)."""
 
@@ -42,7 +41,7 @@ class TurnMeans:
     acting_s: float
     """Time in which the environment of a rollout acts, its reset included (s)."""
     reset_s: float
-    """Those of them before the first turn (s)."""
+    """Of these, before the first turn (s)."""
     gap_s: float
     """Time in which it acts before a turn but the first, of those gaps (s)."""
     context: float
@@ -64,7 +63,7 @@ class TurnMeans:
 
     @classmethod
     def of(cls, rollouts: list[Turn]) -> TurnMeans:
-        """Return the means over some rollouts."""
+        """Return the means over rollouts."""
         number = len(rollouts)
         before, observed, generated, acting = (
             np.concatenate([getattr(one, name) for one in rollouts]).astype(np.float64)
@@ -95,7 +94,7 @@ class TurnMeans:
         )
 
     def lives_s(self, token_s: float) -> FloatArray:
-        """Return the lives of rollouts, engine and environment together, where a token takes so long, rising (s)."""
+        """Return the lives of rollouts, engine and environment together, by the seconds of a token, rising (s)."""
         return np.sort(self.generated_R * token_s + self.acting_R)
 
     def longest_s(self, number: int, token_s: float) -> float:
@@ -105,16 +104,11 @@ class TurnMeans:
         return float((np.diff(life_R, prepend=0.0) * (1 - ended**number)).sum())
 
     def drain_s(self, number: float, token_s: Callable[[float], float], *, refilled: bool) -> float:
-        """Return the seconds until the last of so many rollouts that are open has ended, while none begins.
+        """Return the seconds until the last of ``number`` open rollouts has ended, while none begins.
 
         The tail is one of lives, engine and environment together: with S(t) the share of lives of at least t, that many
         of all are open after t if they begin together, and the integral of S from t on over its mean if they have begun
-        one after the other (residual lives).
-
-        Args:
-            number: Rollouts (count).
-            token_s: Seconds of a token if so many rollouts have something to generate.
-            refilled: Whether they have begun one after the other.
+        one after the other (residual lives): ``refilled``. ``token_s``: of a token, by the rollouts that generate.
         """
         mean_s = token_s(number)
         for _ in range(DRAIN_ROUNDS):
@@ -141,12 +135,7 @@ class TurnMeans:
         return np.where(lost > 0, np.interp(lost, gone, share), 0.0)
 
     def prefill_s(self, prefill: PrefillConfig, *, kept: float) -> float:
-        """Return the seconds in which all turns of a rollout are prefilled.
-
-        Args:
-            prefill: The coefficients.
-            kept: Share of the turns whose KV cache is still there.
-        """
+        """Return the prefill seconds of a rollout's turns, a share ``kept`` of which still have their KV cache."""
         number, tokens, squares = (
             kept * there + (1 - kept) * gone for there, gone in zip(self.observed, self.whole, strict=True)
         )
@@ -155,14 +144,9 @@ class TurnMeans:
     def held_up_s(self, prefill: PrefillConfig, *, kept: float, rate: float) -> float:
         """Return the seconds in which the turns of a rollout wait for the ends of prefills of others.
 
-        A prefill holds up the whole engine, those too that come meanwhile. So a turn finds the engine in one for a
-        share of the time, and waits for the rest of it: E[S^2] / (2 E[S]) of those lengths S that are met. Of lengths
-        only those with and without the cache are told apart, by their means.
-
-        Args:
-            prefill: The coefficients.
-            kept: Share of the turns whose KV cache is still there.
-            rate: Rollouts that an engine ends in a second (1/s).
+        A prefill holds up the whole engine. So a turn finds the engine in one for a share of the time, and waits for
+        the rest of it: E[S^2] / (2 E[S]) of the lengths S that are met. Of lengths only two are told apart, by their
+        means: with the cache (share ``kept`` of the turns) and without. ``rate``: rollouts that an engine ends (1/s).
         """
         squares_s = 0.0
         for share, (number, tokens, squares) in ((kept, self.observed), (1 - kept, self.whole)):

@@ -1,11 +1,31 @@
-"""Array types, and the check of an argument that all numeric modules share."""
+"""Array types, a running mean, and the check of an argument that all numeric modules share."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+
+class RunningMean:
+    """Mean, least and largest of values, without keeping them (mutable, can be pickled)."""
+
+    def __init__(self) -> None:
+        self.num, self.total, self.min, self.max = 0, 0.0, math.inf, -math.inf
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self.num += 1
+        self.total += value
+        self.min, self.max = min(self.min, value), max(self.max, value)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values; 0 without one."""
+        return self.total / self.num if self.num else 0.0
+
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

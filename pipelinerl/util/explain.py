@@ -1,17 +1,32 @@
-"""Words for wrong input: one line per fault, with key, rule and value."""
+"""Words for wrong input, one line per fault with key, rule and value, and for files that cannot be written."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RunFailedError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write below this path inside the block; RunFailedError, a line with the path, if that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> RunFailedError:
+    """Return the error of a file that cannot be written."""
+    return RunFailedError(f"cannot write {error.filename or path}: {error.strerror or error}")
 
 
 def did_you_mean(
@@ -22,15 +37,7 @@ def did_you_mean(
     num_names: int = 1,
     cutoff: float = 0.6,
 ) -> str:
-    """Return the question ``did you mean X? ``, or nothing where no known name is near.
-
-    Args:
-        word: The user's word.
-        known: The names that exist.
-        shown_as: Names to offer in place of others.
-        num_names: Names to offer, at most (count).
-        cutoff: Least similarity, from 0 to 1, as of ``difflib.get_close_matches``.
-    """
+    """Return ``did you mean X? ``, or nothing if no known name is near (``difflib``); offered as in ``shown_as``."""
     near = difflib.get_close_matches(word, list(known), n=num_names, cutoff=cutoff)
     names = dict.fromkeys((shown_as or {}).get(name, name) for name in near)
     return f"did you mean {' or '.join(names)}? " if names else ""
@@ -43,15 +50,7 @@ def shown(value: Any) -> str:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a user's file, with or without a byte order mark.
-
-    Args:
-        path: The file, in UTF-8.
-        what: The name of the file in messages, such as ``run file``.
-
-    Raises:
-        ConfigError: If it cannot be read or is no UTF-8 text.
-    """
+    """Return a UTF-8 file's text, without byte order mark; ConfigError, naming it ``what``, if it is unreadable."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -61,23 +60,12 @@ def read_text(path: Path, what: str) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """Return one line per fault that pydantic found: key, rule, value.
-
-    Args:
-        error: What validation raised.
-        model: The model that was validated; unknown keys are answered with its own.
-    """
+    """Return a line per fault that pydantic found in ``model``: key, rule, value; unknown keys get its own offered."""
     return [fault_line(fault, *_place(fault["loc"], model)) for fault in error.errors()]
 
 
 def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] = ()) -> str:
-    """Return one line for a fault that pydantic found.
-
-    Args:
-        fault: What pydantic says.
-        key: What the user calls the value.
-        models: The models that the value (of an unknown key: its table) may have.
-    """
+    """Return a line for pydantic's fault at the user's ``key``; ``models``: of its value, or if unknown its table."""
     value, ctx = fault["input"], fault.get("ctx", {})
     got = f"got {shown(value)}"
     got_number = f"got {value:.12g}" if isinstance(value, float) else got
@@ -123,10 +111,7 @@ def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] 
 
 
 def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, list[type[BaseModel]]]:
-    """Return the dotted key of a fault, and the models that its value (of an unknown key: its table) may have.
-
-    The place of a value within a union has the tag of the member, which is not part of the key.
-    """
+    """Return the dotted key of a fault, without tags of unions, and the models of its value (unknown: of its table)."""
     key: list[str] = []
     models = [model]
     for part in loc:
@@ -148,5 +133,4 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tag(model: type[BaseModel]) -> str:
-    """Return the value of ``kind`` by which a member of a union is known."""
     return str(get_args(model.model_fields["kind"].annotation)[0])

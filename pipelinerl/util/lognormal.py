@@ -7,15 +7,10 @@ from collections.abc import Callable
 
 
 def location_of_mean(mean: float, *, log_sd: float, longest: int) -> float:
-    """Return the mean of log X for which drawn lengths have a given mean after the cuts.
+    """Return the mean of log X for which drawn lengths have a given mean after the cuts at 1 and L = ``longest``.
 
     Rounding at random keeps the mean, and the cuts at 1 and at L are whole numbers, so a drawn length has mean
     E[max(1, min(X, L))] = 1 + E[min(X, L)] - E[min(X, 1)], which rises with the location.
-
-    Args:
-        mean: Mean length after the cuts (tokens).
-        log_sd: Standard deviation of log X (no unit).
-        longest: Length L at which all are cut (tokens).
     """
 
     def mean_at(location: float) -> float:
@@ -51,5 +46,4 @@ def mean_of_cut(location: float, *, log_sd: float, cut: float) -> float:
 
 
 def _normal_cdf(z: float) -> float:
-    """Return the probability that a standard normal is below ``z``."""
     return math.erfc(-z / math.sqrt(2)) / 2

@@ -25,7 +25,7 @@ class Report(StrictModel):
         return {key: value for key, value in serialize(self).items() if value is not None or fields[key].is_required()}
 
     shown_by: ClassVar[Callable[[Any], str | None] | None] = None
-    """What makes the HTML of a report; the front door (``pipelinerl.api``) brings it."""
+    """Renderer of a report's HTML, set by ``pipelinerl.api``."""
 
     def _repr_html_(self) -> str | None:
         """Show itself in a notebook. None: as text."""
@@ -37,24 +37,15 @@ class Report(StrictModel):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, name: str) -> Self:
-        """Return the report that plain values hold.
+        """Return the report that plain values of ``to_dict`` hold.
 
-        Args:
-            data: As ``to_dict`` returns it.
-            name: What messages call it, usually the file.
-
-        Raises:
-            ConfigError: If a key is missing, unknown or wrong; one line that names it.
+        Raises ConfigError, a line with ``name``, usually the file, and the key, if one is missing, unknown or wrong.
         """
         return cls._parsed(json.dumps(data), name)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Return the report that a JSON file holds.
-
-        Raises:
-            ConfigError: As ``from_dict``, and if the file cannot be read.
-        """
+        """Return the report that a JSON file holds; ConfigError as ``from_dict``, and if it cannot be read."""
         try:
             return cls._parsed(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +61,6 @@ class Report(StrictModel):
 
 
 def _complaint(fault: ErrorDetails, name: str) -> str:
-    """Return the line that says what pydantic found wrong in the file ``name``."""
     key, kind, ctx = ".".join(map(str, fault["loc"])), fault["type"], fault.get("ctx", {})
     match kind:
         case "json_invalid":
@@ -101,11 +91,7 @@ def _complaint(fault: ErrorDetails, name: str) -> str:
 
 
 def data_frame(rows: Any) -> Any:
-    """Return records as a pandas data frame.
-
-    Raises:
-        ConfigError: If pandas is not installed; it comes with the extra ``math``.
-    """
+    """Return records as a pandas data frame; ConfigError without pandas, which comes with the extra ``math``."""
     try:
         import pandas as pd  # noqa: PLC0415  # not everybody has it
     except ModuleNotFoundError:

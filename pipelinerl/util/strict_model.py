@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Limits of numbers in a run file, far above any real run: beyond them memory or whole numbers run out.
+
+MOST = 1_000_000
+"""Largest of most counts: sequences, optimizer steps, problems, GiB (count)."""
+MOST_ACCELERATORS = 65_536
+"""Largest number of accelerators, and so of engines (count)."""
+MOST_ROLLOUTS = 10_000_000
+"""Rollouts that slots, or the batches of one RL step, may hold (count). A simulated one takes about a kilobyte."""
+MOST_TOKENS = 1_000_000_000
+"""Longest prompt, answer or pack (tokens)."""
+MOST_CACHED_TOKENS = 1_000_000_000_000
+"""Largest KV cache of an engine (tokens)."""
+LONGEST_S = 1e5
+"""Longest time of a part of a run that a key gives: 28 hours (seconds). The simulator counts in picoseconds; a delay
+drawn at random with this mean still fits into 64 bits."""
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
+Accelerators = Annotated[int, Field(ge=1, le=MOST_ACCELERATORS)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+TokensOrZero = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+CachedTokens = Annotated[int, Field(ge=1, le=MOST_CACHED_TOKENS)]
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 
 class StrictModel(BaseModel):

@@ -44,16 +44,10 @@ class Table:
     lines: list[Line]
 
     def rows(self, kind: type[Row], *, filled: bool = False) -> list[tuple[str, Row]]:
-        """Return the rows as models, each with its file and line for further messages.
+        """Return the rows as models of ``kind``, each with its file and line for further messages.
 
-        A column is a field of the model. An empty cell has the field's default.
-
-        Args:
-            kind: The model of a row.
-            filled: Whether a number that may be left out is left out by its column only, not by an empty cell.
-
-        Raises:
-            ConfigError: At the first fault: file, line, column, rule, value.
+        A column is a field of the model. An empty cell has the field's default; a number's, if ``filled``, is a fault.
+        Raises ConfigError at the first fault: file, line, column, rule, value.
         """
         self._check_columns(kind)
         columns = self.header.cells
@@ -72,7 +66,6 @@ class Table:
         return rows
 
     def _check_columns(self, kind: type[StrictModel]) -> None:
-        """Raise ConfigError unless all columns are known, none is there twice, and all that are needed are there."""
         where, columns = self.header
         allowed = kind.model_fields
         for column in columns:
@@ -92,15 +85,9 @@ class Table:
 
 
 def read_table(path: Path, what: str) -> Table:
-    """Return the header and the lines of a CSV file, blank lines left out.
+    """Return the header and the lines of a comma-separated UTF-8 file, blank lines left out.
 
-    Args:
-        path: The file, in UTF-8, with or without a byte order mark; commas between cells, the names of the columns in
-            the first line.
-        what: The name of the file in messages, such as ``utilisation table``.
-
-    Raises:
-        ConfigError: If it cannot be read, is no UTF-8 text, or its quotes do not match.
+    Raises ConfigError if it cannot be read, is no UTF-8 text, or its quotes do not match; ``what`` names it.
     """
     reader = csv.reader(io.StringIO(read_text(path, what), newline=""), strict=True)
     try:
@@ -132,7 +119,6 @@ def _fault(field: FieldInfo, name: str, cell: str, where: str) -> ConfigError:
 
 
 def _kinds(field: FieldInfo) -> list[Any]:
-    """Return the types that a field may have, None left out."""
     parts = get_args(field.annotation) if get_origin(field.annotation) is not Literal else ()
     return [one for one in parts or (field.annotation,) if one is not type(None)]
 
@@ -142,7 +128,6 @@ def _is_number(field: FieldInfo) -> bool:
 
 
 def _choices(field: FieldInfo) -> Sequence[str]:
-    """Return the words that a field may hold; none where any word will do."""
     kind = _kinds(field)[0]
     if get_origin(kind) is Literal:
         return get_args(kind)
@@ -150,7 +135,6 @@ def _choices(field: FieldInfo) -> Sequence[str]:
 
 
 def _rule(field: FieldInfo) -> str:
-    """Return in words what a number or a choice must be."""
     if choices := _choices(field):
         return f"one of {', '.join(choices)}"
     limits = {name: getattr(one, name) for one in field.metadata for name in LIMITS if hasattr(one, name)}
@@ -162,5 +146,4 @@ def _rule(field: FieldInfo) -> str:
 
 
 def _shown(cell: str) -> str:
-    """Return a cell in quotes, on one line, cut to a readable length."""
     return repr(cell if len(cell) <= 40 else cell[:37] + "...")

@@ -1,23 +1,21 @@
-"""Find the user's own code by its name."""
+"""Find a shipped value by its name, or the user's own code."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from pipelinerl.errors import ConfigError
 
+T = TypeVar("T")
+
 
 def named_attribute(name: str, *, key: str, allowed: str) -> Any:
-    """Return the object that ``package.module:attribute`` names.
+    """Import the object that ``package.module:attribute`` names; ``key`` and ``allowed`` are for messages.
 
-    Args:
-        name: Module and attribute; the module is imported.
-        key: What messages call the setting that holds the name.
-        allowed: What the setting may be.
-
-    Raises:
-        ConfigError: One line: the name has another form, the module cannot be imported, or it lacks the attribute.
+    Raises ConfigError, one line, if the name has another form, the module cannot be imported or lacks the attribute.
     """
     module_name, colon, attribute = name.partition(":")
     if not (colon and attribute and all(part.isidentifier() for part in f"{module_name}.{attribute}".split("."))):
@@ -34,12 +32,29 @@ def named_attribute(name: str, *, key: str, allowed: str) -> Any:
     return found
 
 
+def named_value(name: str, shipped: Mapping[str, T], kind: type[T], *, key: str) -> T:
+    """Return the ``shipped`` value of this name, or the user's own of that kind at ``package.module:ATTRIBUTE``.
+
+    Raises ConfigError, one line that names the setting ``key``, if there is no such value.
+    """
+    if name in shipped:
+        return shipped[name]
+    allowed = f"{', '.join(shipped)} or package.module:ATTRIBUTE"
+    near = difflib.get_close_matches(name, list(shipped), n=1)
+    if near:
+        raise ConfigError(f"{key} must be {allowed}, got {name!r}; did you mean {near[0]}?")
+    found = named_attribute(name, key=key, allowed=allowed)
+    if not isinstance(found, kind):
+        raise ConfigError(f"{key} must name a {kind.__name__}, got {name!r}")
+    return found
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message."""
     return (str(error).splitlines() or [""])[0]
 
 
 def kind_and_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message; the type alone where there is none."""
+    """Return an error's type and the first line of its message, if any."""
     line = first_line(error).strip()
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -2,15 +2,15 @@
 
 Protocol. Given the weights C, C+1, ... C+g_max of consecutive optimizer steps, replay an in-flight schedule: a
 sequence starts under C and meets the next weights every L/g_max tokens, the first interval twice as long. When C+g
-has sampled its interval, the sequence has tokens of lag 0 to g. Measured, per token of it, is KL(mu || C+g), where mu
-is what sampled the tokens:
+has sampled its interval, the sequence has tokens of lag 0 to g. Measured, per token of it, is KL(mu || C+g), where the
+tokens are samples of mu:
 
 * *stale*: earlier keys and values are those of the weights that computed them;
 * *recomputed*: they are computed again at each change of weights;
 * *conventional*: C alone sampled the whole sequence.
 
-The paper names no direction of the divergence and prints no values. Here it is the one that can be estimated from
-samples: the mean over tokens from mu of the estimator r - 1 - log r, r = pi/mu.
+The paper names no direction and prints no values. This one can be estimated from samples: the mean over tokens from mu
+of the estimator r - 1 - log r, r = pi/mu.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KlPoint:
     """Divergence per token (nats) and ESS (share of the tokens) at one lag, for the three ways to sample."""
 
     lag: int
-    """Optimizer steps between the first weights and those of the policy that is compared."""
+    """Optimizer steps from the first weights to the compared policy."""
     tokens: int
     """Tokens that the stale sequences were measured on (count)."""
     stale_kl: float
@@ -54,17 +54,14 @@ def kl_study(
     prompts: Sequence[tuple[int, ...]],
     length: int,
 ) -> list[KlPoint]:
-    """Measure the divergence of mixed and of conventional sequences from the policy, lag by lag.
+    """Measure the divergence of mixed and of conventional sequences from the policy: a point per lag, 0 to g_max - 1.
 
     Args:
         checkpoints: Weights of g_max + 1 consecutive optimizer steps.
         shape: Sizes of the policy.
-        sampler: It must keep caches.
+        sampler: Must keep caches.
         prompts: One sequence is sampled for each; those that end early count with the tokens they have.
         length: L, tokens over which the g_max updates are spread; at least g_max.
-
-    Returns:
-        A point per lag, 0 to g_max - 1.
 
     Raises:
         ValueError: If there are fewer than two checkpoints, or ``length`` is too short for them.

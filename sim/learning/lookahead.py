@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from pipelinerl.config.environment import TurnsConfig
 from pipelinerl.scheduler.events import VersionSpans
+from sim.interface import Request
 from sim.learning.policy import Weights
 from sim.learning.sampling import ROWS, Draft, Sampler
 from sim.learning.tasks import Calculator, TokenTask, problem
-from sim.request import Request
 
 JOINED_BEFORE = -1
 """In place of the tokens that a rollout had when it joined: if it joins again, its cache is computed again."""
@@ -56,16 +56,9 @@ def _pieces(spans: VersionSpans, refills: Set[int], recompute: bool) -> list[_Pi
 class LookaheadAnswers:
     """Keeps the answers of rollouts that are started and not yet trained on or given up.
 
-    Args:
-        sampler: Completes answers.
-        task: Draws prompts.
-        seed: Seed of the run.
-        group_size: Rollouts per prompt (count).
-        max_tokens: Longest answer, with all its turns and what is observed (tokens).
-        longest_turn: Longest turn (tokens).
-        turns: Limits of the turns; ``task`` is a ``Calculator`` then. None: an answer has one turn.
-        look_ahead: Rollouts that usually start between two weight updates (count).
-        weights: Weights of version 0.
+    An answer has at most ``max_tokens``, all turns and observations together, a turn ``longest_turn``. ``turns``, if
+    any, has the limits of the turns of a ``Calculator``. ``look_ahead`` rollouts usually start between two weight
+    updates.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class LookaheadAnswers:
         self._prompt_ids[rollout_id] = prompt_id
 
     def publish(self, version: int, weights: Weights, *, oldest: int) -> None:
-        """Keep the weights of a version, and forget those before ``oldest``, which no engine has any more."""
+        """Keep the weights of a version; drop versions before ``oldest``, which no engine has any more."""
         self._weights[version], self._ahead[version] = weights, {}
         for old in [one for one in self._weights if one < oldest]:
             del self._weights[old], self._ahead[old]
@@ -142,7 +135,7 @@ class LookaheadAnswers:
         return len(words)
 
     def _observation(self, draft: Draft) -> list[int] | None:
-        """Return what the environment answers to the turn of a draft; None: that turn is its last."""
+        """Return the observation after a draft's turn; None: that turn is its last."""
         if self._turns is None or draft.num_turns == self._turns.max:
             return None
         assert isinstance(self._task, Calculator)
@@ -166,13 +159,9 @@ class LookaheadAnswers:
         self._finish(request)
 
     def go_on(self, requests: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
-        """Set the lengths of the rollouts of a batch that has other weights from now on.
+        """Set the lengths of rollouts that have ``num_tokens`` (1 at least) and other weights from now on.
 
-        Args:
-            requests: The rollouts.
-            num_tokens: Tokens each has, at least 1.
-            version: Version of the weights.
-            recompute: Whether these weights compute the keys and values of these tokens again.
+        ``recompute``: these weights compute the keys and values of these tokens again.
         """
         drafts = [self._cut(one.rollout_id, num) for one, num in zip(requests, num_tokens, strict=True)]
         for draft in drafts:
@@ -186,12 +175,10 @@ class LookaheadAnswers:
     # -------------------------------------------------------------------------------------- from a trace
 
     def restore(self, spans: Mapping[int, VersionSpans], refills: Mapping[int, Set[int]], *, recompute: bool) -> None:
-        """Generate rollouts again as engines have reported them.
+        """Generate rollouts again as engines have reported them: by the versions of their tokens (``spans``).
 
-        Args:
-            spans: Which version sampled which tokens of each.
-            refills: At how many tokens each lost its keys and values, which were then computed anew.
-            recompute: Whether every change of version computed them anew.
+        ``refills``: at how many tokens each lost its keys and values, which were then computed anew, with
+        ``recompute`` at every change of version.
         """
         pieces = {rollout_id: _pieces(one, refills[rollout_id], recompute) for rollout_id, one in spans.items()}
         for rollout_id in spans:
@@ -220,7 +207,7 @@ class LookaheadAnswers:
         return Draft(rollout_id, self._prompt(prompt_id), self._max_tokens, self._longest_turn)
 
     def _finish(self, request: Request) -> None:
-        """Have a request finish with its turn, and say whether another follows."""
+        """Let a request end with its turn; set whether another follows."""
         draft = self._drafts[request.rollout_id]
         request.finish_at(draft.num_generated)
         request.goes_on = self._observation(draft) is not None
@@ -239,7 +226,7 @@ class LookaheadAnswers:
         self._sampler.complete(self._weights[version], drafts)
 
     def _fresh(self, rollout_id: int, version: int) -> Draft:
-        """Return the answer of a rollout that starts; generate those that will probably start next with it."""
+        """Return the answer of a starting rollout; generate the probable next ones in the same batch."""
         ahead, prompt_id = self._ahead[version], self._prompt_ids[rollout_id]
         draft = self._draft(rollout_id, prompt_id)
         found = ahead.pop(rollout_id, None)

@@ -40,13 +40,9 @@ REACHED_STEPS = 8
 
 
 class Learner:
-    """A policy, its optimizer, and the answers it gives. One per run.
+    """A policy, its optimizer, and the answers it gives, of one run with the table ``policy``.
 
-    Args:
-        config: A run with the table ``policy``.
-
-    Raises:
-        ConfigError: If task and policy do not fit the run, or the base model is not finite.
+    Raises ConfigError if task and policy do not fit the run, or the base model is not finite.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -120,8 +116,7 @@ class Learner:
     def train(self, command: StartTraining) -> None:
         """Accumulate the gradient of a micro-batch; make the optimizer step if it completes the batch.
 
-        Raises:
-            RunFailedError: If loss or gradient is not finite.
+        Raises RunFailedError if loss or gradient is not finite.
         """
         rollout_ids = sorted(command.rollout_ids)  # sums do not depend on the order in which rollouts finished
         loss = self._loss(rollout_ids, command.version)
@@ -140,7 +135,7 @@ class Learner:
     # ------------------------------------------------------------------------------------------- results
 
     def take_metrics(self, row: StepRow) -> dict[str, float]:
-        """Return the metrics of an optimizer step that is done, and begin those of the next."""
+        """Return the metrics of a finished optimizer step, and reset them."""
         metrics = {
             "reward/mean": row.reward_mean,
             "length/mean": row.length_mean,

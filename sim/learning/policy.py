@@ -76,16 +76,7 @@ def new_cache(shape: PolicyShape, *, rows: int) -> Cache:
 
 
 def forward(weights: Weights, shape: PolicyShape, word_MT: torch.Tensor) -> tuple[torch.Tensor, Cache]:
-    """Return the logits after every position, and the keys and values of all.
-
-    Args:
-        weights: Parameters.
-        shape: Sizes of the policy.
-        word_MT: Words from position 0 on, shape [M, T], int64.
-
-    Returns:
-        Logits, shape [M, T, V], and a cache of T positions.
-    """
+    """Return the logits after every position, shape [M, T, V], and a cache of all, from words [M, T] (int64)."""
     rows, length = word_MT.shape
     keys, values = [], []
     x_MTW = weights["word"][word_MT] + weights["position"][:length]
@@ -104,20 +95,10 @@ def forward(weights: Weights, shape: PolicyShape, word_MT: torch.Tensor) -> tupl
 def decode(
     weights: Weights, shape: PolicyShape, cache: Cache, *, word_M: torch.Tensor, position_M: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits after one more word per row, and put its keys and values into the cache.
+    """Return the logits after one more word per row, shape [M, V], and put its keys and values into the cache.
 
-    All sizes are those of the cache, whatever the rows have in them: what a row gets is a function of that row alone,
-    to the last bit, so answers do not depend on what they are generated beside.
-
-    Args:
-        weights: Parameters.
-        shape: Sizes of the policy.
-        cache: Keys and values of the positions before; changed.
-        word_M: The words, shape [M], int64.
-        position_M: Their positions, shape [M], int64.
-
-    Returns:
-        Logits, shape [M, V].
+    ``word_M`` and ``position_M``: shape [M], int64. All sizes are those of the cache, whatever the rows have in them:
+    the result of a row is a function of that row alone, to the last bit, so answers do not depend on their neighbours.
     """
     rows = len(word_M)
     row_M = torch.arange(rows)

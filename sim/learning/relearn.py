@@ -19,17 +19,11 @@ from sim.learning.loop import Learner, one_thread
 
 
 def relearn(trace: Trace) -> Learner:
-    """Learn what a recorded run has learned, and keep the weights of every version.
+    """Return the learner of a recorded run as it was at the end, with the weights of every version.
 
     Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. The weights
-    are those of the run to the last bit (``weights_sha256`` of its summary): also where rollouts were preempted or have
-    turns, whose cache is filled again from where the trace says. A run that diverged is learned again up to there.
-
-    Args:
-        trace: The trace of a run with the table ``policy``.
-
-    Returns:
-        The learner as it was at the end of the run.
+    are those of the run to the last bit (``weights_sha256`` of its summary), also with preemptions or turns: the trace
+    names the points from which caches are refilled. A run that diverged is learned again up to there.
 
     Raises:
         ConfigError: If the run had no policy.

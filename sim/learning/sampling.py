@@ -1,6 +1,6 @@
 """Sample answers, many rows at a time.
 
-The sampler works on ``ROWS`` rows of fixed sizes. What a row computes depends on its own content only, to the last
+The sampler works on ``ROWS`` rows of fixed sizes. The result of a row depends on its own content only, to the last
 bit, and the random number of a token is a function of (seed, rollout, position). So an answer is a function of its
 prompt, the weights that sample each of its tokens, and whether its KV cache was kept or computed again when they
 changed. It does not depend on the other rows, on how many pieces it is generated in, or on how far ahead of simulated
@@ -36,9 +36,9 @@ class RowCache(NamedTuple):
 
 
 class Draft:
-    """An answer: its tokens so far, and those it will have if its weights do not change (mutable).
+    """An answer: its tokens so far, and its further tokens under the present weights (mutable).
 
-    An answer of several turns holds what was observed between them, too.
+    An answer of several turns also holds the observations between them.
     """
 
     __slots__ = (
@@ -89,14 +89,9 @@ class Draft:
 
 
 class Sampler:
-    """Completes the turns of drafts.
+    """Completes the turns of drafts, on prompts of ``prompt_tokens``; ``shape`` has positions for prompt and answer.
 
-    Args:
-        shape: Sizes of the policy; its positions hold a prompt and the longest answer.
-        prompt_tokens: Length of every prompt (tokens).
-        temperature: Softmax temperature (no unit).
-        seed: Seed of the run.
-        keep_caches: Whether completed drafts keep their keys and values.
+    With ``keep_caches`` completed drafts keep their keys and values.
     """
 
     def __init__(
@@ -125,7 +120,6 @@ class Sampler:
         rows.harvest(keep_caches=self._keep_caches)
 
     def _load(self, weights: Weights, rows: _Rows, free: list[int], drafts: list[Draft]) -> None:
-        """Put drafts into free rows."""
         self._fill_caches(weights, rows.cache, free, drafts)
         rollout_R = np.array([draft.rollout_id for draft in drafts], dtype=np.uint64)
         kept_R = torch.tensor([draft.num_kept for draft in drafts])
@@ -230,17 +224,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(seed: int, rollout_R: NDArray[np.uint64], positions: int) -> NDArray[np.float32]:
-    """Return a random number in [0, 1) for every token of some rollouts: a hash of (seed, rollout, position).
+    """Return random numbers in [0, 1), multiples of 2^-24, shape [R, positions]: a hash of (seed, rollout, position).
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64's mixing).
-
-    Args:
-        seed: Seed of the run.
-        rollout_R: Numbers of the rollouts, shape [R].
-        positions: Tokens of each (count).
-
-    Returns:
-        Multiples of 2^-24, shape [R, positions].
     """
     start = _mixed(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
     rollout_start_R = _mixed(rollout_R * _GOLDEN + start)

@@ -12,8 +12,7 @@ from typing import Protocol, assert_never
 
 import numpy as np
 
-from pipelinerl.config.policy import PolicyConfig
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import PolicyConfig, RunConfig
 from pipelinerl.errors import ConfigError
 from sim.streams import named_stream
 
@@ -21,7 +20,6 @@ NUM_DIGITS = 10
 BLANK, MARK, RESULT, END = 10, 11, 12, 13
 """Fills a prompt up; ends the prompt; announces the result; ends the answer."""
 NUM_WORDS = 14
-"""Words of the vocabulary (count)."""
 CHAIN_MODULUS = 6
 """Terms of ``chain`` are below it, sums are modulo it."""
 DIRECT_SHARE = 0.7
@@ -47,7 +45,7 @@ class TokenTask(Protocol):
         """Return the prompt of a random problem."""
 
     def demonstrate(self, prompt: Sequence[int], stream: np.random.Generator) -> list[int]:
-        """Return an answer as the base model is to give it, with its mistakes."""
+        """Return a demonstration for the base model, mistakes included."""
 
     def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
         """Return whether an answer is right."""
@@ -228,8 +226,7 @@ def make_task(config: PolicyConfig) -> TokenTask:
 def checked_task(config: RunConfig) -> TokenTask:
     """Return the task of a run, if its policy can do it.
 
-    Raises:
-        ConfigError: If the longest right answer is longer than answers may be, or never fits the KV cache.
+    Raises ConfigError if the longest right answer is longer than answers may be, or never fits the KV cache.
     """
     assert config.policy is not None
     task, longest = make_task(config.policy), config.workload.length.max

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-from pipelinerl.config.policy import PolicyConfig
+from pipelinerl.config.run import PolicyConfig
 from sim.learning.policy import PolicyShape, Weights, forward, initial_weights
 from sim.learning.tasks import END, NUM_WORDS, TokenTask, make_task
 from sim.streams import named_stream
@@ -39,16 +39,9 @@ def _made(policy_json: str, positions: int) -> Weights:
 
 
 def base_model(config: PolicyConfig, *, positions: int) -> Weights:
-    """Return the weights that every run of this policy starts from.
+    """Return fresh copies of the weights that every run of this policy starts from; made once per process.
 
-    They depend on task, sizes and ``warm_start`` only. Made once per process.
-
-    Args:
-        config: Task, sizes, and how to train it.
-        positions: Longest prompt and answer together (tokens).
-
-    Returns:
-        Fresh copies.
+    They depend on task, sizes (``positions``: longest prompt and answer together, in tokens) and ``warm_start`` only.
     """
     used = config.model_copy(update={"learning_rate": 1.0, "gradient_clip": 1.0, "temperature": 1.0})
     weights = _made(used.model_dump_json(exclude={"loss"}), positions)
@@ -74,5 +67,5 @@ def _demonstrations(task: TokenTask, seed: int, step: int, size: int) -> tuple[t
         word_BT[place, : len(row) - 1] = torch.tensor(row[:-1])
         first = task.prompt_tokens - 1
         target_BT[place, first : len(row) - 1] = torch.tensor(row[first + 1 :])
-    target_BT[word_BT == END] = IGNORED  # what the environment says
+    target_BT[word_BT == END] = IGNORED  # tokens of the environment
     return word_BT, target_BT

@@ -1,63 +1,755 @@
-"""How sure a plan is, and what would settle it: the table ``certainty`` of plan.json."""
+"""Draws of the unknowns, the same for every candidate (common random numbers): how sure is a recommendation?
+
+Theory. A draw has a factor for each uncertain time (``pipelinerl.hardware.prior``), and values between their levels for
+the coefficients that do not move all seconds alike; the steady state of every candidate is found in it. A number in
+the run file is as certain as a measurement where it decides a whole time, and exact where it is a choice of the user.
+
+A candidate is *right* in a draw if it is the fastest there, within ``TIE``; its *regret* is its loss against the
+fastest. A limit broken in a draw costs no throughput: its probability is told beside the regret. Bands, sensitivity,
+effects of assumptions, probabilities and the value of a measurement are all read from these draws.
+
+Shapes: D draws, C candidates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import combinations
+from statistics import NormalDist
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from pipelinerl.hardware.prior import CERTAIN
-from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport
-from pipelinerl.util.arrays import FloatArray
-from sim.planning.candidates import Screener
+from pipelinerl.calibration.measured import Measured
+from pipelinerl.calibration.solve import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS
+from pipelinerl.config.question import Assumption
+from pipelinerl.config.resolve import stated_coefficients, transport_of
+from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config
+from pipelinerl.hardware import prior
+from pipelinerl.hardware.coefficients import Level, coefficient_table
+from pipelinerl.hardware.costs import batch_s, context_token_s, training_cost
+from pipelinerl.hardware.prior import CERTAIN, between_levels
+from pipelinerl.hardware.tables import PhaseSwitchConfig, ResolvedHardware
+from pipelinerl.hardware.transport import PUBLISHED, ROOT_LAW, WeightTransferConfig, find_transport
+from pipelinerl.records.plan_report import (
+    Assumed,
+    AsynchronousOdds,
+    Band,
+    CertaintyReport,
+    Instead,
+    MeasurementValue,
+    SplitCurve,
+    UnknownEffect,
+)
+from pipelinerl.theory.lengths import Lengths, LengthStatistics
+from pipelinerl.util.arrays import FloatArray, IntArray
 from sim.planning.choose import TIE
-from sim.planning.draws import Draws, Unknown
-from sim.planning.explain import screened_synchronous
-from sim.planning.instruments import Instruments
-from sim.planning.measurements import explained, observations, values_of_measurements
-from sim.planning.search_space import SearchSpace
+from sim.planning.explain import NOTHING, screened_synchronous
+from sim.planning.screen import Candidate, Screener
 from sim.planning.simulate import Outcome
-from sim.planning.uncertainty import Bets, ahead, memory_suffices, rightness
+from sim.planning.space import AXES, Limits, SearchSpace, choice_of
+
+SecondsTable = TypeVar("SecondsTable", WeightTransferConfig, PhaseSwitchConfig)
+
+PERCENTILES = (0.1, 0.9)
+"""Ends of a band."""
+MOST_SPLITS = 32
+"""Points of the curve of splits, about (count)."""
+SPLIT_DRAWS = 40
+"""Draws behind its band (count)."""
+DRAWN_KEYS = {"workload.length.mean": "mean answer", "hardware.weight_sync": "weight transfer"}
+"""Keys of a run file, each with the unknown that it decides."""
+FIFTH = 0.2
+"""Share of the draws with the lowest, the highest, or the nearest values of an unknown."""
+NUM_DRAWS = 400
+"""Draws (count): a probability of 0.95 is found to 0.011."""
+
+
+class Unknown(StrEnum):
+    """A factor that is not known."""
+
+    GENERATION = "decode step"
+    """On all seconds of generation."""
+    TRAINING = "optimizer step"
+    """On all seconds of training."""
+    WEIGHTS = "weight transfer"
+    """On the seconds of a transfer, of both arms."""
+    WEIGHTS_APART = "weight transfer of asynchronous RL"
+    """On the arm's own part."""
+    WEIGHTS_COLOCATED = "weight transfer of synchronous RL"
+    """On the arm's own part."""
+    SWITCH = "phase switch"
+    """On the seconds between the phases of synchronous RL."""
+    ANSWERS = "mean answer"
+    """On the tokens of every answer."""
+    RUN_APART = "the rest of asynchronous RL"
+    """On its whole step: the error of the model's form."""
+    RUN_COLOCATED = "the rest of synchronous RL"
+    """On its whole step."""
+
+
+NOT_DRAWN = (
+    "sync_s_per_root_gb", "stream_bandwidth", "nccl_bandwidth", "file_bandwidth", "host_bandwidth",
+    "switch_to_training_s", "switch_to_generation_s",
+    "recomputation", "pack_tokens", "sequence_accelerators", "extra_forward_passes",
+)  # fmt: skip
+"""Coefficients of times that have a factor of their own, and choices of the trainer, which its user knows."""
+
+
+def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()) -> dict[Unknown, float]:
+    """Return the standard deviation of the log of each factor; a mean answer among ``guessed`` keys is believed less.
+
+    A table of ``[hardware]``, or a coefficient that a calibration fits, is a measurement. A table of weights beside GPU
+    and model by name is measured in the arm of the run file's schedule.
+    """
+    believed = prior.MEAN_SD if "workload.length.mean" in guessed else prior.ANSWERS_SD
+    given, stated = config.hardware, config.hardware.coefficients
+    error, by_name = prior.MEASURED_SD, given.by_name
+    decode_known = given.decode is not None or any(name in stated for name in DECODE_COEFFICIENTS)
+    training_known = given.training is not None or any(name in stated for name in TRAINING_COEFFICIENTS)
+    switch_known = not by_name or given.switch is not None or "switch_to_training_s" in stated
+    return {
+        Unknown.GENERATION: error if decode_known else prior.GENERATION_SD,
+        Unknown.TRAINING: error if training_known else prior.TRAINING_SD,
+        **_weights(config, measured),
+        Unknown.SWITCH: error if switch_known else prior.SWITCH_SD,
+        Unknown.ANSWERS: error if measured.answers else believed,
+        Unknown.RUN_APART: prior.RUN_SD,
+        Unknown.RUN_COLOCATED: prior.RUN_SD,
+    }
+
+
+def _weights(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
+    """Return the spreads of the weight transfer: common to both arms, and each arm's own.
+
+    An arm that was measured tells only the sum of both, so the other stays as uncertain as it was.
+    """
+    given, (common, own) = config.hardware, _unmeasured_weights(config)
+    arms = {False: Unknown.WEIGHTS_APART, True: Unknown.WEIGHTS_COLOCATED}
+    if not given.by_name or "sync_s_per_root_gb" in given.coefficients:
+        return {Unknown.WEIGHTS: prior.MEASURED_SD, **dict.fromkeys(arms.values(), 0.0)}
+    if given.weights is not None:
+        known, other = config.colocated, not config.colocated
+        return {Unknown.WEIGHTS: prior.MEASURED_SD, arms[known]: 0.0, arms[other]: own[other]}
+    if measured.weights:
+        sds = {arm: prior.MEASURED_SD if arm in measured.weights else math.hypot(common, own[arm]) for arm in arms}
+        return {Unknown.WEIGHTS: 0.0, **{arms[arm]: sd for arm, sd in sds.items()}}
+    return {Unknown.WEIGHTS: common, **{arms[arm]: own[arm] for arm in arms}}
+
+
+def _unmeasured_weights(config: RunConfig) -> tuple[float, dict[bool, float]]:
+    """Return the spread common to both arms before any measurement, and each arm's own.
+
+    A transport of ours is as uncertain as the least known of its bandwidths. A method that the run file names has its
+    share of the spread of an unknown one.
+    """
+    methods = {arm: transport_of(config, colocated=arm) for arm in (False, True)}
+    if all(ROOT_LAW not in one.coefficients for one in methods.values()):
+        return 0.0, {arm: max(map(_level_sd, one.coefficients), default=0.0) for arm, one in methods.items()}
+    share, levels = 1.0, methods[False].levels
+    if levels:
+        unknown = coefficient_table()[ROOT_LAW]
+        ratios = [one[Level.PESSIMISTIC] / one[Level.OPTIMISTIC] for one in (levels, unknown)]
+        share = math.log(ratios[0]) / math.log(ratios[1])
+    return prior.SYNC_SD * share, dict.fromkeys([False, True], prior.SYNC_ARM_SD * share)
+
+
+def _level_sd(name: str) -> float:
+    """Return the standard deviation of the log of a coefficient, whose levels are the ends that hold 80 %."""
+    entry = coefficient_table()[name]
+    return abs(math.log(entry[Level.PESSIMISTIC] / entry[Level.OPTIMISTIC])) / (2 * prior.END_SDS)
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Draws of all that is not known."""
+
+    logs_D: dict[Unknown, FloatArray]
+    """Log of each factor by draw."""
+    coefficients_D: dict[str, FloatArray]
+    sds: dict[Unknown, float]
+    """Standard deviation of each of these logs."""
+
+    @property
+    def unknowns(self) -> dict[str, FloatArray]:
+        """Every unknown by name: logs of factors, and coefficients."""
+        return {**{name.value: log_D for name, log_D in self.logs_D.items()}, **self.coefficients_D}
+
+    @property
+    def number(self) -> int:
+        """Draws (count)."""
+        return len(self.logs_D[Unknown.GENERATION])
+
+    def first(self, number: int) -> Self:
+        """Return the first draws."""
+        logs_D = {name: log_D[:number] for name, log_D in self.logs_D.items()}
+        return replace(
+            self, logs_D=logs_D, coefficients_D={k: one_D[:number] for k, one_D in self.coefficients_D.items()}
+        )
+
+    def weights(self, *, colocated: bool) -> FloatArray:
+        """Return the log of the factor on an arm's weight transfer."""
+        own = Unknown.WEIGHTS_COLOCATED if colocated else Unknown.WEIGHTS_APART
+        return self.logs_D[Unknown.WEIGHTS] + self.logs_D[own]
+
+    def run(self, *, colocated: bool) -> FloatArray:
+        """Return the log of what an arm's step lasts longer than its parts."""
+        return self.logs_D[Unknown.RUN_COLOCATED if colocated else Unknown.RUN_APART]
+
+    def screener(self, draw: int, config: RunConfig, answers: LengthStatistics) -> Screener:
+        """Return the screener of one draw, counted from 0."""
+        factors = {name: math.exp(log_D[draw]) for name, log_D in self.logs_D.items()}
+
+        def drawn(central: ResolvedHardware, colocated: bool) -> ResolvedHardware:
+            weights = math.exp(self.weights(colocated=colocated)[draw])
+            tables = {
+                "decode": central.decode.on_slower_accelerators(factors[Unknown.GENERATION]),
+                "prefill": central.prefill.on_slower_accelerators(factors[Unknown.GENERATION]),
+                "training": central.training.on_slower_accelerators(factors[Unknown.TRAINING]),
+                "weights": _longer(central.weights, weights),
+                "switch": _longer(central.switch, factors[Unknown.SWITCH]),
+            }
+            return central.model_copy(update=tables)
+
+        longer = longer_answers(answers, factors[Unknown.ANSWERS], longest=config.workload.length.max)
+        coefficients = {name: float(value_D[draw]) for name, value_D in self.coefficients_D.items()}
+        hardware: dict[str, object] = {}
+        if config.hardware.by_name:
+            hardware = {"level": Level.CENTRAL, "coefficients": {**config.hardware.coefficients, **coefficients}}
+        return Screener(config, longer, hardware, drawn=drawn)
+
+
+def make_draws(
+    config: RunConfig, measured: Measured, *, guessed: Collection[str] = (), number: int = NUM_DRAWS, seed: int = 0
+) -> Draws:
+    """Return draws; each unknown is spread evenly over its distribution, and apart from all others."""
+    stated = stated_coefficients(config)
+    generator = np.random.default_rng(seed)
+    sds = spreads(config, measured, guessed)
+    logs_D = {name: sd * _normals(number, generator) for name, sd in sds.items()}
+    coefficients_D = {}
+    for name, entry in coefficient_table().items():
+        normal_D = _normals(number, generator)  # drawn in any case: what is stated does not move the other draws
+        values = {level: float(entry[level]) for level in Level}
+        if config.hardware.by_name and name not in (*stated, *NOT_DRAWN) and len(set(values.values())) > 1:
+            coefficients_D[name] = between_levels(values, normal_D)
+    return Draws(logs_D, coefficients_D, sds)
+
+
+def _normals(number: int, generator: np.random.Generator) -> FloatArray:
+    """Return standard normal numbers, one from each of so many parts of equal probability, in random order."""
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse((part + 0.5) / number) for part in generator.permutation(number)])
+
+
+def _longer(table: SecondsTable, factor: float) -> SecondsTable:
+    return table.model_copy(update={name: value * factor for name, value in table.model_dump().items()})
+
+
+def longer_answers(answers: LengthStatistics, factor: float, *, longest: int) -> LengthStatistics:
+    """Return answers that are all longer by a factor above 0, and cut at the longest (tokens)."""
+    unfinished = answers.lengths.unfinished
+    most = min(max(1, round(len(unfinished) * factor)), max(longest, 1))
+    place = np.minimum((np.arange(most) / factor).astype(np.int64), len(unfinished) - 1)
+    return replace(answers, lengths=Lengths(unfinished[place]), group_wait=answers.group_wait * factor)
+
+
+# --------------------------------------------------------------------------------------------- candidates in every draw
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnCandidates:
+    """Candidates screened in every draw, each corrected by its simulation."""
+
+    draws: Draws
+    candidates: Sequence[Candidate]
+    screened_DC: FloatArray
+    """Log of the throughput."""
+    lag_DC: FloatArray
+    """Mean lag (optimizer steps)."""
+    hours_DC: FloatArray
+    """GPU-hours of the whole run."""
+
+    @classmethod
+    def of(cls, config: RunConfig, answers: LengthStatistics, candidates: Sequence[Candidate], draws: Draws) -> Self:
+        """Screen candidates of a run file and its prompts and answers in every draw."""
+        screened_DC, lag_DC, hours_DC = np.empty((3, draws.number, len(candidates)))
+        for draw in range(draws.number):
+            screener = draws.screener(draw, config, answers)
+            rows = [screener.screen(one) for one in candidates]
+            screened_DC[draw] = np.log([row.tokens_per_s for row in rows])
+            lag_DC[draw] = [row.estimate.lag_mean for row in rows]
+            hours_DC[draw] = [row.gpu_hours for row in rows]
+        run_DC = np.stack([draws.run(colocated=one.schedule.colocated) for one in candidates], axis=1)
+        return cls(draws, candidates, screened_DC - run_DC, lag_DC, hours_DC * np.exp(run_DC))
+
+    def place(self, label: str) -> int:
+        """Return the column of a candidate."""
+        return [one.label for one in self.candidates].index(label)
+
+    def with_candidates(self, space: SearchSpace, more: Sequence[Candidate]) -> Self:
+        """Return these and further candidates of the same run file, screened in the same draws."""
+        new = type(self).of(space.config, space.answers, more, self.draws)
+        pairs = ((self.screened_DC, new.screened_DC), (self.lag_DC, new.lag_DC), (self.hours_DC, new.hours_DC))
+        return type(self)(self.draws, [*self.candidates, *more], *(np.concatenate(pair, axis=1) for pair in pairs))
+
+    def without(self, labels: Collection[str]) -> Self:
+        """Return all candidates but some."""
+        left = [place for place, one in enumerate(self.candidates) if one.label not in labels]
+        arrays = (self.screened_DC, self.lag_DC, self.hours_DC)
+        return type(self)(
+            self.draws, [self.candidates[place] for place in left], *(one_DC[:, left] for one_DC in arrays)
+        )
+
+    def log_rates(self, factors: Mapping[str, float]) -> FloatArray:
+        """Return the log of the throughput of every candidate in every draw, shape [D, C].
+
+        ``factors``, by label, are simulated over screened throughput; another candidate has the mean of its kind.
+        """
+        known: dict[str, list[float]] = {}
+        for one in self.candidates:
+            known.setdefault(one.family, []).extend([factors[one.label]] if one.label in factors else [])
+        usual = {family: float(np.mean(some or [*factors.values(), 1.0])) for family, some in known.items()}
+        log_C: FloatArray = np.log([factors.get(one.label, usual[one.family]) for one in self.candidates])
+        return self.screened_DC + log_C
+
+    def shares(self, factors: Mapping[str, float]) -> dict[str, float]:
+        """Return the throughput of every candidate over that of the fastest, on average: 1 - regret; by label."""
+        return dict(zip([one.label for one in self.candidates], mean_shares(self.log_rates(factors)), strict=True))
+
+    def band(self, label: str, factors: Mapping[str, float]) -> Band:
+        """Return the band of a candidate's throughput (tokens/s)."""
+        low, high = np.quantile(np.exp(self.log_rates(factors)[:, self.place(label)]), PERCENTILES)
+        return Band(low=float(low), high=float(high))
+
+    def keeps(self, label: str, limits: Limits, *, slower: float, staler: float) -> float | None:
+        """Return the probability that a candidate keeps to the limits; None if no limit depends on the draws.
+
+        The largest lag is kept by waiting. ``slower`` is screened over simulated throughput, ``staler`` simulated over
+        screened mean lag.
+        """
+        if limits.free_of_draws:
+            return None
+        place = self.place(label)
+        lag_D, hours_D = self.lag_DC[:, place] * staler, self.hours_DC[:, place] * slower
+        limits = limits.at(self.candidates[place].rented)
+        broken = [limits.broken(lag, hours) for lag, hours in zip(lag_D, hours_D, strict=True)]
+        return broken.count(None) / len(broken)
+
+
+def mean_shares(log_DC: FloatArray) -> list[float]:
+    """Return the throughput of every candidate over that of the fastest, on average over draws."""
+    share_C: list[float] = np.exp(log_DC - log_DC.max(axis=1, keepdims=True)).mean(axis=0).tolist()
+    return share_C
+
+
+def sensitivity(
+    drawn: DrawnCandidates, label: str, factors: Mapping[str, float], *, least: float
+) -> list[UnknownEffect]:
+    """Return the effect of each unknown on the recommendation (``label``), the largest first.
+
+    The log of its throughput is regressed on all unknowns at once, as no draw moves one of them alone. ``factors`` as
+    in ``log_rates``; a relative difference of ``least`` makes another decision.
+    """
+    log_DC, place = drawn.log_rates(factors), drawn.place(label)
+    unknown = {name: value_D for name, value_D in drawn.draws.unknowns.items() if value_D.std() > 0}
+    slopes = _slopes(list(unknown.values()), log_DC[:, place])
+    rows = []
+    for (name, value_D), slope in zip(unknown.items(), slopes, strict=True):
+        row = UnknownEffect(
+            unknown=name,
+            low=math.exp(-prior.END_SDS * slope),
+            high=math.exp(prior.END_SDS * slope),
+            instead_low=_instead(drawn, log_DC[value_D <= np.quantile(value_D, FIFTH)], place, least),
+            instead_high=_instead(drawn, log_DC[value_D >= np.quantile(value_D, 1 - FIFTH)], place, least),
+        )
+        if row.largest > NOTHING or row.changes_decision:
+            rows.append(row)
+    return sorted(rows, key=lambda row: -row.largest)
+
+
+def _slopes(value_KD: Sequence[FloatArray], log_D: FloatArray) -> FloatArray:
+    """Return the change of a log with one standard deviation of each of K unknowns."""
+    features_DK = np.stack([np.ones(len(log_D)), *map(_standardized, value_KD)], axis=1)
+    slope_K, *_ = np.linalg.lstsq(features_DK, log_D, rcond=None)
+    return np.asarray(slope_K[1:])
+
+
+def _instead(drawn: DrawnCandidates, log_DC: FloatArray, place: int, least: float) -> str | None:
+    """Return the candidate that loses least in some of the draws, if it is another way to run and not a tie."""
+    shares = mean_shares(log_DC)
+    best = int(np.argmax(shares))
+    same = drawn.candidates[best].way == drawn.candidates[place].way
+    return None if same or shares[best] <= (1 + least) * shares[place] else drawn.candidates[best].label
+
+
+def effects_of(
+    assumed: Sequence[Assumption], drawn: DrawnCandidates, label: str, factors: Mapping[str, float]
+) -> list[Assumed]:
+    """Return the assumptions, the most influential first, with the effects of other values on the recommendation."""
+    log_DC, draws, family = drawn.log_rates(factors), drawn.draws, drawn.candidates[drawn.place(label)].family
+    fastest_D = np.array([drawn.candidates[one].family for one in log_DC.argmax(axis=1)])
+    unknown = {name: value_D for name, value_D in draws.unknowns.items() if value_D.std() > 0}
+    slopes = dict(zip(unknown, _slopes(list(unknown.values()), log_DC[:, drawn.place(label)]), strict=True))
+
+    def instead(name: str, other: Any, log_ratio: float) -> Instead:
+        value_D = unknown[name]
+        near_D = np.argsort(abs(value_D - log_ratio))[: round(FIFTH * draws.number)]
+        kinds, counts = np.unique(fastest_D[near_D], return_counts=True)
+        first = str(kinds[counts.argmax()])
+        ratio = math.exp(slopes[name] * log_ratio / value_D.std())
+        return Instead(value=other, throughput=ratio, fastest=None if first == family else first)
+
+    rows = []
+    for one in assumed:
+        name = DRAWN_KEYS.get(one.key)
+        others = [(other, _log_ratio(one, other)) for other in one.others] if name in unknown else []
+        rows.append(
+            Assumed(
+                key=one.key,
+                value=one.value,
+                instead=[instead(name, other, ratio) for other, ratio in others if name is not None],
+            )
+        )
+    return sorted(rows, key=lambda row: -row.largest)
+
+
+def _log_ratio(one: Assumption, other: Any) -> float:
+    if one.key == "hardware.weight_sync":
+        named = find_transport(other, key=one.key, among=PUBLISHED).levels
+        unknown = coefficient_table()[ROOT_LAW]
+        return math.log(named[Level.CENTRAL] / unknown[Level.CENTRAL])
+    return math.log(other / one.value)
+
+
+def rightness(log_DC: FloatArray, chosen: int | IntArray) -> tuple[float, float]:
+    """Return the probability that a choice, one or by draw [D], is right, and its mean regret (share)."""
+    lost_D = log_DC.max(axis=1) - log_DC[np.arange(len(log_DC)), chosen]
+    return float((lost_D <= -math.log1p(-TIE)).mean()), float(-np.expm1(-lost_D).mean())
+
+
+def ahead(candidates: Sequence[Candidate], log_DC: FloatArray) -> FloatArray | None:
+    """Return the log of asynchronous over synchronous throughput, both at their best by draw, [D]; None: one arm."""
+    apart_C = np.array([not one.schedule.colocated for one in candidates])
+    if apart_C.all() or not apart_C.any():
+        return None
+    return np.asarray(log_DC[:, apart_C].max(axis=1) - log_DC[:, ~apart_C].max(axis=1))
+
+
+def memory_suffices(needed_shares: Sequence[float]) -> float:
+    """Return the probability that memory suffices, from its need over its size for each kind of accelerator."""
+    normal = NormalDist(sigma=prior.MEMORY_SD)
+    return min((normal.cdf(-math.log(share)) for share in needed_shares), default=1.0)
+
+
+# ------------------------------------------------------------------------------ commands that measure what is not known
+
+START_MINUTES = 5.0
+"""Minutes until engines and trainer have loaded a model: J, vLLM's start with its graphs takes 1 to 5."""
+MEASURE_MINUTES = 2.0
+"""Minutes of `pipelinerl measure` (docs/calibration.md)."""
+
+OF_A_CHECK = {
+    False: (Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART),
+    True: (Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH, Unknown.ANSWERS),
+}
+"""Unknowns that a short run shows, by colocated. Apart, short answers are done first: their mean says nothing."""
+NUMBERS = {
+    Unknown.TRAINING: "--train-step-s SECONDS --out measured_step.toml",
+    Unknown.WEIGHTS_APART: "--weight-sync-s SECONDS --out measured_sync.toml",
+}
+"""Without ``[train]``: options of ``calibrate`` for measurements in a system of your own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instrument:
+    """One command."""
+
+    shows: tuple[Unknown, ...]
+    command: str
+    minutes: float | None
+    gpus: int | None
+
+
+class Instruments:
+    """The commands that measure the unknowns of a plan; ``run_file`` has path and overrides as words of a command.
+
+    ``arms`` has the best way of each arm, by colocated. Not ``whole``: the run file lacks a value that a run needs, so
+    commands state the plan's. ``one_gpu``: the model runs on one GPU.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_file: str,
+        arms: dict[bool, Candidate],
+        screener: Screener,
+        *,
+        whole: bool,
+        one_gpu: bool,
+    ) -> None:
+        self._config, self._file, self._whole = config, run_file, whole
+        self.all = [self._measure()] if one_gpu else []
+        if config.train is None:
+            sets = "" if whole else self._sets(arms.get(False) or arms[True])
+            self.all += [
+                Instrument((shows,), f"pipelinerl calibrate --run {self._file}{sets} {number}", None, None)
+                for shows, number in NUMBERS.items()
+            ]
+        else:
+            self.all += [self._check(way, screener) for _, way in sorted(arms.items())]
+
+    def _measure(self) -> Instrument:
+        model = "MODEL_FOLDER" if self._config.train is None else self._config.train.model.path
+        command = f"pipelinerl measure --model {shlex.quote(model)} --out measured"
+        return Instrument((Unknown.GENERATION,), command, MEASURE_MINUTES, 1)
+
+    def _check(self, way: Candidate, screener: Screener) -> Instrument:
+        config = check_config(way.config)
+        estimate = screener.screen(replace(way, config=config)).estimate
+        seconds = CHECK_STEPS * estimate.step_s + estimate.start_s
+        command = f"pipelinerl train {self._file} --check{self._sets(way)} --out check_{way.family}"
+        return Instrument(
+            OF_A_CHECK[way.config.colocated],
+            command,
+            START_MINUTES + seconds / 60,
+            config.cluster.accelerators,
+        )
+
+    def _sets(self, way: Candidate) -> str:
+        """Return the overrides that make the run file one of this way."""
+        its, own = choice_of(way.config), choice_of(self._config)
+        fewer = f" --set cluster.accelerators={way.config.cluster.accelerators}" if way.idle else ""
+        return fewer + "".join(
+            f" --set {axis.key}={its[axis.name]}"
+            for axis in AXES
+            if axis.applies_to(way.schedule)
+            and its[axis.name] is not None
+            and not (self._whole and its[axis.name] == own[axis.name])
+        )
+
+    def for_all(self, names: Sequence[Unknown]) -> tuple[list[str], float | None, int | None]:
+        """Return the fewest commands that show all of these, their minutes, and the GPUs of the largest.
+
+        No command if none show all; minutes and GPUs are None where they are not known.
+        """
+        for some in _subsets(self.all):
+            if set(names) <= {shown for one in some for shown in one.shows}:
+                minutes = [one.minutes for one in some if one.minutes is not None]
+                gpus = [one.gpus for one in some if one.gpus is not None]
+                known = len(minutes) == len(gpus) == len(some)
+                return [one.command for one in some], sum(minutes) if known else None, max(gpus) if known else None
+        return [], None, None
+
+
+def _subsets(instruments: Sequence[Instrument]) -> list[list[Instrument]]:
+    """Return every choice of instruments, the fewest first, the earlier first."""
+    chosen = [
+        [one for place, one in enumerate(instruments) if number >> place & 1]
+        for number in range(1, 1 << len(instruments))
+    ]
+    return sorted(chosen, key=len)
+
+
+def split_curve(space: SearchSpace, recommended: Candidate, screener: Screener, draws: Draws) -> SplitCurve:
+    """Return the throughput at every split (band: the first ``SPLIT_DRAWS`` draws); empty if colocated."""
+    if recommended.config.colocated:
+        return SplitCurve()
+    cluster = recommended.config.cluster
+    unit = cluster.tensor_parallel
+    step = unit * max(1, cluster.accelerators // unit // MOST_SPLITS)
+    splits = range(step, cluster.accelerators, step)
+    candidates = [_with(recommended, generation_accelerators=split) for split in splits]
+    drawn = DrawnCandidates.of(space.config, space.answers, candidates, draws.first(SPLIT_DRAWS))
+    low_C, high_C = np.quantile(np.exp(drawn.screened_DC), PERCENTILES, axis=0)
+    return SplitCurve(
+        generation_accelerators=list(splits),
+        tokens_per_s=[screener.screen(one).tokens_per_s for one in candidates],
+        low=low_C.tolist(),
+        high=high_C.tolist(),
+    )
+
+
+def _with(candidate: Candidate, *, generation_accelerators: int) -> Candidate:
+    cluster = candidate.config.cluster.model_copy(update={"generation_accelerators": generation_accelerators})
+    return replace(candidate, config=candidate.config.model_copy(update={"cluster": cluster}))
+
+
+# ------------------------------------------------------------------------------------------- the value of a measurement
+
+FOLDS = 5
+"""Parts of the draws, each predicted from the others (count)."""
+RIDGE = 10.0
+"""Penalty on the weights of features of standard deviation 1, in draws."""
+LEAST_GAIN = 0.01
+"""Least gain predicted of another way than the best on average (share of the fastest): less is noise."""
+MEASURABLE = (
+    Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH,
+    Unknown.ANSWERS,
+)  # fmt: skip
+"""Unknowns that a measurement tells; the error of the model's form shows only in the run itself."""
+
+
+def observations(
+    config: RunConfig,
+    answers: LengthStatistics,
+    draws: Draws,
+    recommended: Candidate,
+    *,
+    colocated: Collection[bool],
+    seed: int = 0,
+) -> dict[Unknown, FloatArray]:
+    """Return the log that each measurement left to make would show in every draw, with its error, shape [D].
+
+    ``recommended`` is the way whose steps are timed; ``colocated`` has True, False or both: the arms compared.
+    """
+    arms = {False: [Unknown.WEIGHTS_APART], True: [Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH]}
+    elsewhere = [one for arm, unknown in arms.items() if arm not in colocated for one in unknown]
+    shown = {
+        Unknown.WEIGHTS_APART: draws.weights(colocated=False),
+        Unknown.WEIGHTS_COLOCATED: draws.weights(colocated=True),
+        Unknown.SWITCH: draws.logs_D[Unknown.SWITCH],
+        Unknown.ANSWERS: draws.logs_D[Unknown.ANSWERS],
+    }
+    shown |= _step_times(config, answers, draws, recommended)
+    generator = np.random.default_rng([seed, 1])
+    rows = {}
+    for name in MEASURABLE:
+        error_D = prior.MEASURED_SD * generator.standard_normal(draws.number)
+        if name not in elsewhere and shown[name].std() > 2 * prior.MEASURED_SD:
+            rows[name] = shown[name] + error_D
+    return rows
+
+
+def _step_times(
+    config: RunConfig, answers: LengthStatistics, draws: Draws, recommended: Candidate
+) -> dict[Unknown, FloatArray]:
+    """Return the logs of the seconds of a decode step and of an optimizer step of the recommendation, by draw."""
+    way = recommended.config
+    size, batch = way.cluster.tensor_parallel, float(way.scheduler.generation_batch_size)
+    decode_D, train_D = np.empty(draws.number), np.empty(draws.number)
+    for draw in range(draws.number):
+        hardware = draws.screener(draw, config, answers).resolved(way)
+        context_s = context_token_s(hardware.decode, size) * batch * answers.context
+        decode_D[draw] = batch_s(hardware.decode, size, np.array([batch]))[0] + context_s
+        train_D[draw] = answers.training_s(
+            training_cost(hardware.training, training_accelerators=way.training_accelerators),
+            sequences=way.scheduler.train_batch_size,
+            micro_batch=way.scheduler.micro_batch,
+        )
+    shortest = np.finfo(float).tiny  # a run file may have a step last no time
+    return {
+        Unknown.GENERATION: np.log(np.maximum(decode_D, shortest)),
+        Unknown.TRAINING: np.log(np.maximum(train_D, shortest)),
+    }
+
+
+def chosen_after(known_KD: Sequence[FloatArray], log_DC: FloatArray) -> IntArray:
+    """Return the candidate chosen in each draw from K measurements (none: the best on average), shape [D]."""
+    share_DC = np.exp(log_DC - log_DC.max(axis=1, keepdims=True))
+    features_DF = _features(known_KD, len(log_DC))
+    penalty_FF = RIDGE * np.eye(features_DF.shape[1])
+    penalty_FF[0, 0] = 0.0
+    fold_D = np.arange(len(log_DC)) % FOLDS
+    chosen_D = np.empty(len(log_DC), dtype=np.int64)
+    for fold in range(FOLDS):
+        here_D = fold_D == fold
+        learnt_DF, learnt_DC = features_DF[~here_D], share_DC[~here_D]
+        weights_FC = np.linalg.solve(learnt_DF.T @ learnt_DF + penalty_FF, learnt_DF.T @ learnt_DC)
+        predicted_DC = features_DF[here_D] @ weights_FC
+        usual = int(learnt_DC.mean(axis=0).argmax())
+        better_D = predicted_DC.max(axis=1) > predicted_DC[:, usual] + LEAST_GAIN
+        chosen_D[here_D] = np.where(better_D, predicted_DC.argmax(axis=1), usual)
+    return chosen_D
+
+
+def _features(known_KD: Sequence[FloatArray], number: int) -> FloatArray:
+    """Return 1, the measurements, their squares and products, each of mean 0 and standard deviation 1."""
+    pairs = [(one, one) for one in known_KD] + list(combinations(known_KD, 2))
+    standard = [_standardized(one) for one in (*known_KD, *(_standardized(a) * _standardized(b) for a, b in pairs))]
+    return np.stack([np.ones(number), *standard], axis=1)
+
+
+def _standardized(value_D: FloatArray) -> FloatArray:
+    return np.asarray((value_D - value_D.mean()) / max(float(value_D.std()), 1e-12))
+
+
+def explained(known_KD: Sequence[FloatArray], value_D: FloatArray) -> float:
+    """Return the share of the variance of a value that measurements explain; cross-fitted, 0 at least."""
+    features_DF = _features(known_KD, len(value_D))
+    fold_D = np.arange(len(value_D)) % FOLDS
+    error_D = np.empty(len(value_D))
+    for fold in range(FOLDS):
+        here_D = fold_D == fold
+        weights_F, *_ = np.linalg.lstsq(features_DF[~here_D], value_D[~here_D], rcond=None)
+        error_D[here_D] = value_D[here_D] - features_DF[here_D] @ weights_F
+    return max(0.0, 1 - float((error_D**2).mean()) / max(float(value_D.var()), 1e-300))
+
+
+def values_of_measurements(
+    shown: Mapping[Unknown, FloatArray], log_DC: FloatArray, instruments: Instruments
+) -> list[MeasurementValue]:
+    """Return the worth of measurements: each alone, the best two, all of a command, and all."""
+    _, before = rightness(log_DC, chosen_after([], log_DC))
+
+    def value(names: Sequence[Unknown]) -> MeasurementValue:
+        right, regret = rightness(log_DC, chosen_after([shown[name] for name in names], log_DC))
+        commands, minutes, gpus = instruments.for_all(names)
+        return MeasurementValue(
+            measured=[name.value for name in names],
+            right=right,
+            regret=regret,
+            gain=before - regret,
+            settles=before - regret > NOTHING,
+            commands=commands,
+            minutes=minutes,
+            gpus=gpus,
+        )
+
+    alone = [value([name]) for name in shown]
+    pairs = [value(pair) for pair in combinations(shown, 2)]
+    several = [[name for name in shown if name in one.shows] for one in instruments.all] + [list(shown)]
+    larger = {tuple(names): value(names) for names in several if len(names) > 2}
+    best_first = sorted(alone, key=lambda one: -one.gain)
+    return [*best_first, *sorted(pairs, key=lambda one: -one.gain)[:1], *larger.values()]
+
+
+# ----------------------------------------------------------------------------------- the table `certainty` of plan.json
 
 
 def certainty(
     space: SearchSpace,
-    bets: Bets,
+    drawn: DrawnCandidates,
     best: Outcome,
     *,
     expected: Outcome,
-    draws: Draws,
     factors: Mapping[str, float],
     screener: Screener,
     run_file: str,
     whole: bool,
 ) -> CertaintyReport:
-    """Return how sure a recommendation is.
+    """Return how sure a recommendation (``best``) is.
 
-    Args:
-        space: The run file and its limits.
-        bets: What was compared.
-        best: The recommendation, one of them.
-        expected: What would be recommended if all were as expected, one of them, too.
-        draws: In which they were.
-        factors: Simulated over screened throughput as things are, by label.
-        screener: Gives steady states as things are.
-        run_file: Its path and overrides, as words of a command.
-        whole: Whether it has all that a run needs.
+    ``expected`` would be recommended if all were as expected; both are among ``drawn``. ``factors`` as in
+    ``log_rates``; ``run_file`` and ``whole`` as in ``Instruments``.
     """
     config, answers, chosen = space.config, space.answers, best.candidate
-    shares, log_DW = bets.shares(factors), bets.log_rates(factors)
-    by_share = sorted(bets.ways, key=lambda way: (way.label != chosen.label, -shares[way.label]))
-    arms = {way.config.colocated: way for way in reversed(by_share)}
-    all_DW, ways = log_DW, list(bets.ways)
+    draws, shares, log_DC = drawn.draws, drawn.shares(factors), drawn.log_rates(factors)
+    by_share = sorted(drawn.candidates, key=lambda one: (one.label != chosen.label, -shares[one.label]))
+    arms = {one.config.colocated: one for one in reversed(by_share)}
+    all_DC, candidates = log_DC, list(drawn.candidates)
     if True not in arms and (other := screened_synchronous(space, screener)) is not None:
         arms[True] = other.candidate
-        ways.append(other.candidate)
-        of_other = Bets.of(config, answers, [other.candidate], draws)
-        all_DW = np.concatenate([log_DW, of_other.log_rates(factors)], axis=1)
-    ahead_D = ahead(ways, all_DW)
+        candidates.append(other.candidate)
+        of_other = DrawnCandidates.of(config, answers, [other.candidate], draws)
+        all_DC = np.concatenate([log_DC, of_other.log_rates(factors)], axis=1)
+    ahead_D = ahead(candidates, all_DC)
     shown = observations(config, answers, draws, chosen, colocated=arms.keys(), seed=config.seed)
-    right, regret = rightness(log_DW, [way.label for way in bets.ways].index(chosen.label))
+    right, regret = rightness(log_DC, drawn.place(chosen.label))
     memory = space.memory.needed_shares(
         tensor_parallel=chosen.config.cluster.tensor_parallel,
         training_accelerators=chosen.config.training_accelerators,
@@ -66,7 +758,7 @@ def certainty(
     screened_lag = screener.screen(chosen).estimate.lag_mean
     return CertaintyReport(
         draws=draws.number,
-        ways=len(bets.ways),
+        compared=len(drawn.candidates),
         tie=TIE,
         right=right,
         regret=regret,
@@ -74,7 +766,7 @@ def certainty(
         expected=expected.candidate.label,
         expected_faster=expected.tokens_per_s / best.tokens_per_s - 1,
         expected_regret=1 - shares[expected.candidate.label],
-        keeps_limits=bets.keeps(
+        keeps_limits=drawn.keeps(
             chosen.label,
             space.limits,
             slower=1 / factors[chosen.label],
@@ -83,7 +775,7 @@ def certainty(
         asynchronous=None if ahead_D is None else _odds(ahead_D, shown, draws),
         fits=None if memory is None else memory_suffices(memory),
         unknown={name.value: sd for name, sd in draws.sds.items()},
-        measurements=values_of_measurements(shown, log_DW, instruments),
+        measurements=values_of_measurements(shown, log_DC, instruments),
     )
 
 

@@ -1,15 +1,13 @@
-"""Choices of a plan: what is simulated next, and what is recommended of what has been simulated.
+"""Choices of a plan: the next simulations, and the recommendation among their outcomes.
 
 Theory of operation. The screening errs, in the mean lag by about ``lag_error``. So candidates are simulated in rounds,
-in the order of their *promise*: the odds that the limits are kept, times the gain in screened tokens/s over the best
-that was found to keep them. After each round the screened lags of a kind of schedule are corrected by what its
-simulations gave, and their error is what these leave of it. Rounds do not depend on how many simulations there are in
-all, so a plan with more simulations makes those of a plan with fewer, and then others.
+by their *promise*: the odds that the limits are kept, times the gain in screened tokens/s over the best outcome that
+keeps them. After each round the screened lags of a kind of schedule are corrected by its simulations, and their error
+is the residual. Rounds do not depend on the number of simulations: more only add to those of fewer.
 
-What a candidate is worth is its throughput over that of the fastest, on average over draws of what is not known: 1 less
-its expected regret. Where all is known that is its throughput. Lag decides only where it differs: of those within
-``TIE`` of the most worth, the recommendation is the one worth most whose mean lag is as small as the least of them, to
-``same_lag``.
+Candidates are ranked by their throughput over that of the fastest, on average over draws: 1 less the expected regret.
+Lag decides only where it differs: of those within ``TIE`` of the highest rank, the recommendation is the highest whose
+mean lag is the least of them, to ``same_lag``.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sim.planning.candidates import Screened, lag_error
-from sim.planning.search_space import Limits
+from sim.planning.screen import Screened, lag_error
 from sim.planning.simulate import Outcome
+from sim.planning.space import Limits
 
 TIE = 0.03
-"""Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
+"""Relative difference in throughput within which the mean lag decides: far below the error of the coefficients."""
 SAME_LAG = 0.1
 """Relative difference in mean lag that counts for nothing."""
 SAME_LAG_STEPS = 0.25
@@ -36,12 +34,12 @@ FROM_EACH_KIND = 2
 ERRORS = tuple(step / 2 for step in range(-4, 5))
 """Errors of a mean lag with which the odds are found (standard deviations): -2 to 2."""
 
-Worth = Callable[[Outcome], float]
-"""What an outcome is worth."""
+Rank = Callable[[Outcome], float]
+"""What outcomes are ranked by: the larger, the better."""
 
 
 def throughput(outcome: Outcome) -> float:
-    """Return what an outcome is worth where all is known (tokens/s)."""
+    """Return the rank of an outcome where all is known (tokens/s)."""
     return outcome.tokens_per_s
 
 
@@ -53,59 +51,45 @@ def same_lag(lag: float) -> float:
 # ------------------------------------------------------------------------------------------- what is recommended
 
 
-def best_of(outcomes: Sequence[Outcome], worth: Worth = throughput) -> Outcome:
-    """Return the recommendation among outcomes that keep to the limits.
+def best_of(outcomes: Sequence[Outcome], rank: Rank = throughput) -> Outcome:
+    """Return the recommendation among outcomes that keep to the limits: none ranks as high at less lag.
 
-    None of them is worth as much at less lag. With more of them it never loses more than ``TIE`` of its worth, and it
-    loses any only where one of the new ones is worth as much within ``TIE`` at a lag less by more than ``same_lag``.
+    With more of them it never loses more than ``TIE`` of its rank, and it loses any only where one of the new ones
+    ranks as high within ``TIE`` at a lag less by more than ``same_lag``.
     """
-    most = max(map(worth, outcomes))
-    as_good = [one for one in outcomes if worth(one) >= most * (1 - TIE)]
+    most = max(map(rank, outcomes))
+    as_good = [one for one in outcomes if rank(one) >= most * (1 - TIE)]
     least = min(one.lag_mean for one in as_good)
     as_fresh = [one for one in as_good if one.lag_mean <= least + same_lag(least)]
-    return max(as_fresh, key=lambda one: (worth(one), -one.lag_mean))
+    return max(as_fresh, key=lambda one: (rank(one), -one.lag_mean))
 
 
-def in_order(outcomes: Sequence[Outcome], worth: Worth = throughput) -> list[Outcome]:
+def in_order(outcomes: Sequence[Outcome], rank: Rank = throughput) -> list[Outcome]:
     """Return outcomes that keep to the limits, the recommendation first, then what would be recommended without it."""
     left, order = list(outcomes), []
     while left:
-        order.append(best_of(left, worth))
+        order.append(best_of(left, rank))
         left.remove(order[-1])
     return order
 
 
-def why_not(loser: Outcome, winner: Outcome, worth: Worth, verdict: Callable[[], str]) -> str:
-    """Return one line: by what a candidate loses against the recommendation, or that it is a tie.
-
-    Args:
-        loser: The other candidate.
-        winner: The recommendation.
-        worth: Their shares of the fastest, on average.
-        verdict: Returns the bottleneck of the loser.
-    """
+def why_not(loser: Outcome, winner: Outcome, rank: Rank, verdict: Callable[[], str]) -> str:
+    """Return one line: the loss of a candidate against the recommendation, with its bottleneck, or that it is a tie."""
     slower = 1 - loser.tokens_per_s / winner.tokens_per_s
     lags = f"its mean lag is {loser.lag_mean:.3g} instead of {winner.lag_mean:.3g}"
     speed = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
-    if worth(loser) >= worth(winner) * (1 - TIE):
+    if rank(loser) >= rank(winner) * (1 - TIE):
         if loser.lag_mean > winner.lag_mean + same_lag(winner.lag_mean):
             return f"as good within {TIE:.0%}, but {lags}"
         return f"a tie: {speed} at a mean lag of {loser.lag_mean:.3g} against {winner.lag_mean:.3g}"
     if slower > TIE:
         return f"{slower:.0%} slower, {lags}; {verdict()}"
-    lost = f"it loses {1 - worth(loser):.1%} on average to the fastest instead of {1 - worth(winner):.1%}"
+    lost = f"it loses {1 - rank(loser):.1%} on average to the fastest instead of {1 - rank(winner):.1%}"
     return f"{speed} as things are expected, but {lost}; {verdict()}"
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the points that no other beats: none has both values as good, and one of them better.
-
-    Args:
-        points: Throughput and lag of each.
-
-    Returns:
-        Their indices, by rising lag; of equal points the first.
-    """
+    """Return the indices of the pairs (throughput, lag) that no other beats, by rising lag; of equal ones the first."""
     front: list[int] = []
     for index in sorted(range(len(points)), key=lambda one: (points[one][1], -points[one][0], one)):
         if not front or points[index][0] > points[front[-1]][0]:
@@ -173,17 +157,11 @@ def next_to_simulate(
     outcomes: Sequence[Outcome] = (),
     tried: Sequence[str] = (),
 ) -> list[Screened]:
-    """Return the candidates to simulate next: two of each kind, then promising ones and some of the front in turn.
+    """Return at most ``number`` to simulate next: two of each kind, then promising ones and some of the front in turn.
 
     Of the Pareto front of throughput against lag, among those that keep the limits at odds of a half at least, come the
-    ones with the least lag that are as fast as the fastest within ``TIE``, half, a quarter, 3/4, ... as fast.
-
-    Args:
-        kept: Candidates with their steady states.
-        limits: The limits to keep.
-        number: How many to return, at most (count).
-        outcomes: What the simulations gave so far.
-        tried: Labels of the candidates that have been simulated or failed to be.
+    ones with the least lag that are as fast as the fastest within ``TIE``, half, a quarter, 3/4, ... as fast. ``tried``
+    has the labels simulated, failed ones included.
     """
     checks = check_lags(outcomes, kept)
     chances = [odds(one, limits, checks.get(one.candidate.family, LagCheck())) for one in kept]
@@ -214,14 +192,10 @@ def next_to_simulate(
 
 
 def _promises(kept: Sequence[Screened], chances: Sequence[float], within: Sequence[Outcome]) -> list[float]:
-    """Return the expected gain of each candidate over the best that is known and the best of its kind (tokens/s).
+    """Return the gain of each candidate over the best outcome within the limits and the best of its kind (tokens/s).
 
-    Those that are as fast as that within ``TIE`` gain something too, and of others fast ones are preferred.
-
-    Args:
-        kept: Candidates with their steady states.
-        chances: The odds of each that it keeps to the limits.
-        within: The outcomes that keep to the limits.
+    It is multiplied by ``chances``, the odds of each to keep the limits. Ties gain something too; else faster is
+    better.
     """
     best: dict[str, float] = {}
     for outcome in within:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.config.compare import CompareConfig, Variant
-from pipelinerl.config.plan import PlanConfig
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import CompareConfig, PlanConfig, RunConfig, Variant
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.hardware.tables import WeightTransferConfig
+from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.comparison_report import ArmReport
 from pipelinerl.records.cost import Prices
@@ -41,16 +39,14 @@ def environments(
     on_done: Callable[[], None] = lambda: None,
     weights: Mapping[bool, WeightTransferConfig] | None = None,
 ) -> EnvironmentsReport:
-    """Simulate a run with several numbers of environments.
-
-    On Ctrl-C the runs that have ended are kept and compared.
+    """Simulate a run with several numbers of environments; on Ctrl-C the runs that have ended are kept and compared.
 
     Args:
         config: The run; its ``plan`` table has numbers, prices, and the optimizer steps of each simulation.
-        out: Folder to keep the runs and environments.json in.
+        out: Folder of the runs and environments.json.
         workers: Processes (count). None: one per core.
         on_done: Called after each run.
-        weights: Measured weight transfers, as ``sim.compare.compare`` takes them.
+        weights: Measured weight transfers, as in ``sim.compare.compare``.
 
     Raises:
         ConfigError: If the input is wrong; nothing is written.
@@ -89,7 +85,6 @@ def environments(
 
 
 def _row(config: RunConfig, arm: ArmReport) -> EnvironmentsRow:
-    """Return the numbers of one run."""
     report, count = arm.summary, int(arm.name)
     assert report.environments is not None
     steps, scheduler = report.steps, config.scheduler
@@ -118,7 +113,7 @@ def _row(config: RunConfig, arm: ArmReport) -> EnvironmentsRow:
 
 
 def _verdict(rows: Sequence[EnvironmentsRow], knee: EnvironmentsRow) -> str:
-    """Return the answer in words: where the knee is, what fewer and more do, and which number is cheapest."""
+    """Return the answer in words: the knee, the effect of fewer and of more, and the cheapest number."""
     fewest, last = rows[0], rows[-1]
     if knee is last:
         text = f"no knee up to {last.count} environments: {_rate(last)}, {last.bottleneck}-bound; try more"

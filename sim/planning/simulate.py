@@ -13,22 +13,21 @@ from types import FrameType
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
-from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.steady import steady_part
 from pipelinerl.records.step_ledger import Step
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
-from sim.planning.candidates import Candidate
+from sim.planning.screen import Candidate
 from sim.run import simulate_steps
 
 LOOK_EVERY = 32
-"""Optimizer steps after which a simulation looks whether it is steady, from twice as many on (count)."""
+"""Optimizer steps between checks whether a simulation is steady, the first after twice as many (count)."""
 STEADY_RATE = 0.005
-"""Difference in tokens/s between the halves of what stands for the rest of a run that counts for nothing (relative)."""
+"""Relative difference in tokens/s between the halves of the steady part that counts for nothing."""
 STEADY_LAG = 0.02
-"""Difference in mean lag between them that counts for nothing (relative), or ``STEADY_LAG_STEPS`` if that is more."""
+"""The same in mean lag (relative), or ``STEADY_LAG_STEPS`` if that is more."""
 STEADY_LAG_STEPS = 0.1
 """The same of a small lag (optimizer steps)."""
 
@@ -41,17 +40,16 @@ class HowToPlan:
     """All that a plan is told besides its question."""
 
     out: Path | None = None
-    """Folder for plan.json and recommended.toml; of several cases for a folder each."""
+    """Folder of plan.json and recommended.toml; of several cases a folder each."""
     workers: int | None = None
     """Processes (count). None: one per core."""
     ray_address: str | None = None
     """Simulate on this Ray cluster instead."""
     on_progress: OnProgress = lambda *_: None
-    """Called with the stage, the number of simulations done, and their number."""
     measured: Sequence[Path] = ()
     """Measurements to merge into the run file (``pipelinerl.calibration.measured``)."""
     run_file: tuple[str, ...] = ("RUN.toml",)
-    """The run file and what it is read with, as words of the commands that measure what is not known."""
+    """The run file and its options, as words of the commands that measure."""
     against: tuple[str, PlanReport] | None = None
     """Another plan to compare with, and its name."""
 
@@ -61,30 +59,26 @@ class Job:
     """One simulation."""
 
     candidate: Candidate
-    level: Level
     steps: int
     """Optimizer steps to simulate, at most (count)."""
 
     @property
     def config(self) -> RunConfig:
         """The run to simulate."""
-        config = self.candidate.config
-        hardware = config.hardware.model_copy(update={"level": self.level} if config.hardware.by_name else {})
-        return config.model_copy(update={"optimizer_steps": self.steps, "hardware": hardware})
+        return self.candidate.config.model_copy(update={"optimizer_steps": self.steps})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The whole run of a candidate, extended from its simulation."""
+    """A candidate's whole run, extrapolated from its simulation."""
 
     candidate: Candidate
-    level: Level
     tokens_per_s: float
     """Trained tokens per second over the whole run."""
     step_s: float
-    """One optimizer step of the steady state."""
+    """Seconds of an optimizer step of the steady state."""
     seconds: float
-    """The whole run."""
+    """Seconds of the whole run."""
     lag_mean: float
     """Mean lag of a token of the steady state (optimizer steps)."""
     lag_max: int
@@ -98,7 +92,7 @@ class Outcome:
     bottleneck: Bottleneck
     """The side that limits the throughput of the steady state."""
     ess: float | None = None
-    """Effective sample size that the run file's drift model gives the lags of the steady state."""
+    """Effective sample size of the lags of the steady state, by the drift model."""
 
     @property
     def gpu_hours(self) -> float:
@@ -110,7 +104,7 @@ class Runner:
     """Simulates jobs in parallel, each run once however many candidates make it; remembers whether it was stopped."""
 
     def __init__(self, how: HowToPlan) -> None:
-        self._workers, self._ray_address, self.say = how.workers, how.ray_address, how.on_progress
+        self._workers, self._ray_address, self.on_progress = how.workers, how.ray_address, how.on_progress
         self._done: dict[str, Outcome] = {}  # by the run simulated, as text
         self.failures: list[str] = []
         self.interrupted = False
@@ -136,13 +130,10 @@ class Runner:
             signal.signal(signal.SIGINT, before)
 
     def run(self, what: str, jobs: Sequence[Job], *, before: int = 0, total: int | None = None) -> list[Outcome]:
-        """Return the outcomes of the simulations that ended, by level and label.
+        """Return the outcomes of the simulations that ended, by label.
 
-        Args:
-            what: The stage that ``on_progress`` is told.
-            jobs: What to simulate.
-            before: Simulations of this stage that have ended (count).
-            total: Simulations of this stage in all. None: these.
+        ``what`` is the stage that ``on_progress`` is told, of which ``before`` of ``total`` (None: these) have ended
+        (count).
         """
         if self.interrupted or not jobs:
             return []
@@ -150,18 +141,18 @@ class Runner:
         # Those with the most in progress take longest: they go first.
         new = {run: job for run, job in zip(runs, jobs, strict=True) if run not in self._done}
         in_order = sorted(new.values(), key=lambda job: -job.candidate.config.num_slots)
-        run_of = {(job.level, job.candidate.label): run for run, job in new.items()}
+        run_of = {job.candidate.label: run for run, job in new.items()}
         known = before + len(jobs) - len(new)
         try:
             self._simulating = True
-            self.say(what, known, total or len(jobs))
+            self.on_progress(what, known, total or len(jobs))
             with closing(self._results(in_order)) as results:
                 for done, result in enumerate(results, known + 1):
                     if isinstance(result, str):
                         self.failures.append(result)
                     else:
-                        self._done[run_of[result.level, result.candidate.label]] = result
-                    self.say(what, done, total or len(jobs))
+                        self._done[run_of[result.candidate.label]] = result
+                    self.on_progress(what, done, total or len(jobs))
         except RunFailedError as error:
             self.failures.append(str(error))
         except KeyboardInterrupt:
@@ -170,7 +161,7 @@ class Runner:
             self._simulating = False
         ended = [(job, self._done[run]) for run, job in zip(runs, jobs, strict=True) if run in self._done]
         outcomes = [replace(one, candidate=job.candidate) for job, one in ended]
-        return sorted(outcomes, key=lambda one: (one.level.value, one.candidate.label))
+        return sorted(outcomes, key=lambda one: one.candidate.label)
 
     def _results(self, jobs: Sequence[Job]) -> Generator[Outcome | str, None, None]:
         if self._ray_address is not None:
@@ -179,7 +170,7 @@ class Runner:
 
 
 def simulate_job(job: Job) -> Outcome | str:
-    """Simulate one candidate and extend its steady state to the whole run; return what failed, if anything, as text.
+    """Simulate one candidate and extend its steady state to the whole run; return a failure as text.
 
     A simulation ends when it is steady, unless it is of the whole run, or answers grow and never are.
     """
@@ -198,15 +189,11 @@ def cycle(candidate: Candidate) -> int:
 
 
 def is_steady(rows: Sequence[Step], unit: int) -> bool:
-    """Return whether the steps that stand for the rest of a run have the same tokens/s and mean lag in both halves.
+    """Return whether the steps that stand for the rest have the same tokens/s and mean lag in both halves.
 
-    In ten of the candidates of ``examples/plan_qwen7b_128_h100.toml`` this ends the simulation after 113 steps of 200
-    on average. Against 500 steps tokens/s are then off by 0.3 % (root mean square), at most 0.7 %, and the mean lag by
-    at most 0.3 steps; those of 200 steps by 0.2 % and 0.1 steps.
-
-    Args:
-        rows: The optimizer steps so far.
-        unit: Steps after which the run repeats itself (count).
+    A run repeats itself after ``unit`` steps. In ten of the candidates of ``examples/plan_qwen7b_128_h100.toml`` this
+    ends the simulation after 113 steps of 200 on average. Against 500 steps tokens/s are then off by 0.3 % (root mean
+    square), at most 0.7 %, and the mean lag by at most 0.3 steps; those of 200 steps by 0.2 % and 0.1 steps.
     """
     if len(rows) % LOOK_EVERY or len(rows) < 2 * LOOK_EVERY:
         return False
@@ -243,7 +230,6 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     prefill_s = sum(row.prefill_s for row in window)
     return Outcome(
         job.candidate,
-        job.level,
         tokens_per_s=(sum(row.tokens for row in rows[:known]) + rest * tokens / len(window)) / seconds,
         step_s=step_s,
         seconds=seconds,

@@ -1,10 +1,10 @@
 """Is asynchronous RL faster than synchronous RL on the same GPUs? The probability, for pairs of published runs.
 
 Theory. The two runs of a pair are arms of one system (``pipelinerl.hardware.prior``): factors on generation, training,
-mean answer and weights are common, so they are drawn once for both; each arm has its own factor on its weights, on its
-phase switch, and its own run-to-run spread. An arm lasts S(g, t, m) + weights + switch, S from its simulations. The
-probability is the share of draws in which the asynchronous step is shorter. No measurement of the family goes in: the
-draws are of the prior, and the mean log error of the ratios is that of the pairs of all other families.
+mean answer and weights are common, so drawn once for both; each arm has its own factor on its weights, on its phase
+switch, and its own run-to-run spread. An arm lasts S(g, t, m) + weights + switch, S from its simulations. The
+probability is the share of draws in which the asynchronous step is shorter. Draws are of the prior, without any
+measurement of the family; the mean log error of the ratios is that of the pairs of all other families.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from pipelinerl.hardware.prior import (
 )
 from pipelinerl.records.validation_report import SpeedUp, SpeedUpSummary
 from pipelinerl.util.arrays import FloatArray
-from sim.validation.inference import STEP, SimulationGrid, across_nodes
+from sim.validation.infer import STEP, SimulationGrid, across_nodes
 from sim.validation.reconstruct import LOG_MOST_MEAN, measured_seconds, same_run, switch_s, weights_s
-from sim.validation.records import Schedule
+from sim.validation.rows import Schedule
 from sim.validation.unseen import BAND_SDS, family_interval, spread_of
 
 DRAWS = 4000
-"""Draws of all factors (count)."""
 SAME_WORK = 0.1
-"""Logs of the tokens of two steps nearer than this are as much work."""
+"""Largest difference of the logs of the tokens of two steps that are as much work."""
 SYNCHRONOUS = (Schedule.SYNC, Schedule.SYNC_APART)
 
 
@@ -55,7 +54,7 @@ class Pair(NamedTuple):
 
     @property
     def measured(self) -> float:
-        """Seconds of the synchronous step over those of the other."""
+        """Synchronous over asynchronous seconds per step."""
         first, second = (measured_seconds(one.run.published) for one in self)
         assert first is not None
         assert second is not None
@@ -63,7 +62,7 @@ class Pair(NamedTuple):
 
 
 def speed_ups(grids: Iterable[SimulationGrid]) -> tuple[SpeedUp, ...]:
-    """Return what is predicted of each pair of runs of a family on as many GPUs, with alike answers."""
+    """Return the predictions for pairs of runs of a family with equal GPUs and similar answers."""
     pairs = _pairs(list(grids))
     factors = [_drawn(pair) for pair in pairs]
     ratios = [_log_ratio(pair, drawn) for pair, drawn in zip(pairs, factors, strict=True)]
@@ -126,7 +125,7 @@ def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
 
 
 def _by_family(made: Sequence[SpeedUp], values: Sequence[float] | FloatArray) -> list[FloatArray]:
-    """Return what is known of each pair, pairs first, in an array for each family."""
+    """Return the data of each pair, shape [pairs, ...], by family."""
     families: dict[str, list[int]] = {}
     for index, one in enumerate(made):
         families.setdefault(one.family, []).append(index)

@@ -1,16 +1,16 @@
-"""Predict published runs from what was published about them and about other runs of the same system.
+"""Predict published runs from their published settings and from other runs of the same system.
 
 Theory. Four numbers about a system are uncertain: a factor g on its times of generation, a factor t on its times of
 training, one on the rest of a step, and the mean answer m where it is not published. Before any measurement each is
 log-normal around the hardware model's central value. Measurements of the *other* rows of a family sharpen that (Bayes'
-rule on a grid); the row itself is never among them. Simulations on the grid give the seconds that each row's step would
-last. The prediction is the median over what is then likely; its band holds 80 %, as a normal distribution of the logs.
-A row without a family is predicted from the hardware model alone, with a band from how far off that is for other
-families (``unseen.py``).
+rule on a grid of simulations). The prediction is the median over the likely seconds of a step; its band holds 80 %, as
+a normal distribution of the logs. A row without a family is predicted from the hardware model alone, with a band from
+its error for other families (``unseen.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -21,19 +21,139 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.validation_report import PredictedRow, Quantity, UnusableRow, ValidationReport
+from pipelinerl.records.validation_report import (
+    AloneSummary,
+    PredictedRow,
+    Quantity,
+    RowPair,
+    SpeedUp,
+    UnusableRow,
+    ValidationReport,
+    ValidationSummary,
+)
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.parallel import run_all
-from sim.validation.inference import Band, SimulationGrid, seconds_band, simulation_grid
-from sim.validation.pairs import speed_ups
+from sim.validation.infer import Band, SimulationGrid, seconds_band, simulation_grid
+from sim.validation.pairs import speed_up_summary, speed_ups
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s, same_run
-from sim.validation.records import PublishedRun, Schedule
-from sim.validation.report import validation_report
-from sim.validation.runs_file import read_published_runs
-from sim.validation.unseen import BAND_SDS, AloneRun, alone_run, truly_simulated, unseen_bands
+from sim.validation.rows import PublishedRun, Schedule, read_published_runs
+from sim.validation.unseen import (
+    BAND_SDS,
+    AloneRun,
+    alone_run,
+    median_interval,
+    spread_of,
+    truly_simulated,
+    unseen_bands,
+)
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+SAME = 0.05
+"""Two measurements with logs nearer than this count as equally fast."""
+
+
+def validation_report(
+    predictions: Sequence[PredictedRow | UnusableRow], made: tuple[SpeedUp, ...] = ()
+) -> ValidationReport:
+    """Return the content of validation.json: every row, and how far off they are together."""
+    rows = tuple(one for one in predictions if isinstance(one, PredictedRow))
+    pairs = tuple(
+        RowPair(rows=(one.id, other.id), in_order=(one.predicted < other.predicted) is (one.measured < other.measured))
+        for one, other in itertools.combinations(rows, 2)
+        if one.family == other.family
+        and one.quantity == other.quantity
+        and abs(math.log(one.measured / other.measured)) > SAME
+    )
+    return ValidationReport(
+        rows=rows,
+        unusable=tuple(one for one in predictions if isinstance(one, UnusableRow)),
+        pairs=pairs,
+        speed_ups=made,
+        summary=_summary(rows, pairs, made),
+    )
+
+
+def _summary(rows: Sequence[PredictedRow], pairs: Sequence[RowPair], made: Sequence[SpeedUp]) -> ValidationSummary:
+    relative = sorted(abs(one.error) for one in rows if one.is_relative)
+    simulated = [abs(one.error) for one in rows if one.is_simulated]
+    absolute = [abs(one.error) for one in rows if not one.is_relative]
+    return ValidationSummary(
+        rows=len(rows),
+        median_error=_median(relative),
+        median_error_simulated=_median(simulated),
+        alone=_alone([one for one in rows if one.alone is not None]),
+        speed_ups=speed_up_summary(made),
+        p90_error=float(np.quantile(relative, 0.9)) if relative else None,
+        within_30_percent=sum(one <= 0.3 for one in relative) / len(relative) if relative else None,
+        largest_staleness_error=max(absolute) if absolute else None,
+        pairs=len(pairs),
+        pairs_in_order=sum(pair.in_order for pair in pairs) / len(pairs) if pairs else None,
+    )
+
+
+def _median(errors: Sequence[float]) -> float | None:
+    return float(np.median(errors)) if errors else None
+
+
+def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
+    if not rows:
+        return None
+    log_errors = _by_family([(row, math.log(_ratio(row))) for row in rows])
+    errors = _by_family([(row, abs(_ratio(row) - 1)) for row in rows])
+    every = [error for family in errors.values() for error in family]
+    low, high = median_interval(errors)
+    spread = spread_of(log_errors)
+    return AloneSummary(
+        rows=len(rows),
+        families=len(errors),
+        median_error=float(np.median(every)),
+        median_error_low=low,
+        median_error_high=high,
+        p90_error=float(np.quantile(every, 0.9)),
+        within_45_percent=sum(error <= 0.45 for error in every) / len(every),
+        within_band=sum(_inside(row) for row in rows) / len(rows),
+        bias=float(np.mean([error for family in log_errors.values() for error in family])),
+        family_sd=spread.family_sd,
+        row_sd=spread.row_sd,
+        naive_median_error=_naive(rows),
+    )
+
+
+def _ratio(row: PredictedRow) -> float:
+    """Return predicted over measured of a row alone."""
+    assert row.alone is not None
+    return row.alone / row.measured
+
+
+def _inside(row: PredictedRow) -> bool:
+    return row.alone_low is not None and row.alone_high is not None and row.alone_low <= row.measured <= row.alone_high
+
+
+def _by_family(values: Sequence[tuple[PredictedRow, float]]) -> dict[object, list[float]]:
+    families: dict[object, list[float]] = {}
+    for row, value in values:
+        families.setdefault(row.family, []).append(value)
+    return families
+
+
+def _naive(rows: Sequence[PredictedRow]) -> float | None:
+    """Return the median error of the rule that all systems make as many tokens per second and GPU."""
+    log_s = {
+        row.id: math.log(row.measured * row.gpus / row.answer_tokens)
+        for row in rows
+        if row.gpus and row.answer_tokens and row.quantity == "s/step"
+    }
+    errors = []
+    for row in rows:
+        others = [log_s[one.id] for one in rows if one.family != row.family and one.id in log_s]
+        if row.id in log_s and others:
+            errors.append(abs(math.exp(float(np.median(others)) - log_s[row.id]) - 1))
+    return _median(errors)
+
 
 OWN_REST_SD = 0.7
-"""Standard deviation of the log of what a step lasts besides, between rows of one system (verl: 11 to 55 s)."""
+"""Standard deviation of the log of a step's remaining seconds, between rows of one system (verl: 11 to 55 s)."""
 
 IN_PARTS = (Schedule.SYNC, Schedule.SYNC_APART, Schedule.ONE_STEP_OFF)
 """Schedules whose step is a sum, or the longer, of generation and training."""
@@ -49,16 +169,10 @@ def validate(
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ValidationReport:
-    """Predict every run from its published inputs and from the other rows of its family.
+    """Predict every run from its published inputs and from the other rows of its family, also those of ``others``.
 
-    Args:
-        runs: The rows to predict.
-        others: Further rows to learn from; rows of the same id count once.
-        workers: Processes (count). None: one per core.
-        on_progress: Called with the numbers of rows simulated and of rows to simulate.
-
-    Returns:
-        The content of validation.json: rows in order, and pairs of those of ``runs``.
+    Rows of the same id count once. ``workers``: processes (None: one per core). ``on_progress`` gets the numbers of
+    rows simulated and to simulate. Rows of the report are in order, its pairs are of ``runs``.
     """
     known, jobs, reasons = _jobs(runs, others)
     grids: dict[tuple[str, bool], SimulationGrid] = {}
@@ -158,7 +272,7 @@ def _predicted(
 
 
 def _with_rest(grid: SimulationGrid, others: Sequence[PublishedRun]) -> SimulationGrid:
-    """Return the simulations of a row with what its step lasts besides, as far as other rows tell."""
+    """Return the simulations of a row plus the remaining seconds of its step, learned from other rows."""
     return replace(grid, rest_s=_rest(grid.run.published, others)[0].middle_s)
 
 
@@ -268,10 +382,10 @@ def _idle_share(run: PublishedRun) -> PredictedRow | None:
 
 
 def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
-    """Return what an RL step lasts beyond generation and training, and the rows it was learned from.
+    """Return the seconds of an RL step beyond generation and training, and the rows they were learned from.
 
-    Offloading, resharding and publishing the weights, rewards, the data's way: of colocated rows of the same family,
-    where their parts are published; else of the hardware model.
+    Offloading, resharding and publishing weights, rewards, data: of colocated rows of the same family with published
+    parts, else of the hardware model.
     """
     own = [
         (other.id, max(0.0, other.measured_step_s - other.generate_s - other.train_s))
@@ -292,7 +406,7 @@ def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tupl
 
 
 def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun], alone: Band | None) -> PredictedRow | None:
-    """Predict a step from its published parts: one after the other, or side by side, and what no part shows."""
+    """Predict a step from its published parts, in sequence or side by side, and the rest."""
     generate_s, train_s, measured = run.generate_s, run.train_s, run.measured_step_s
     if generate_s is None or train_s is None or measured is None or run.schedule not in IN_PARTS:
         return None

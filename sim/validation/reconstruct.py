@@ -24,15 +24,14 @@ from pipelinerl.hardware.costs import loading_s
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.hardware.tables import ResolvedHardware
-from sim.validation.records import DEFAULT_GROUP_SIZE, PublishedRun, Schedule
-from sim.validation.words import precisions, unknown_words
+from sim.validation.rows import DEFAULT_GROUP_SIZE, PublishedRun, Schedule, precisions, unknown_words
 
 PROMPT_TOKENS = 150
-"""Tokens of a prompt: what published tokens/s minus published answer lengths leave over in three systems (100-160)."""
+"""Tokens of a prompt: published tokens/s less published answer lengths in three systems (100-160)."""
 MEAN_OVER_LONGEST = 0.2
 """Mean answer over the longest, where no mean is published; published runs have 0.10 to 0.78."""
 LARGEST_MEAN = 0.95
-"""Mean answer over the longest, at most: more is no distribution."""
+"""Mean answer over the longest, at most."""
 DEFAULT_GPUS = 128
 """GPUs where no count is published; then only ratios are compared."""
 STAND_IN_GPU = "H100"
@@ -41,7 +40,7 @@ MAX_SLOTS = 256
 """Sequences on one engine, at most: vLLM's default for years."""
 
 LOG_MOST_MEAN = math.log(LARGEST_MEAN / MEAN_OVER_LONGEST)
-"""Log of the largest mean answer over the one that is assumed: no mean is above the limit."""
+"""Log of the largest mean answer over the assumed one."""
 ROUNDING = 0.005
 """Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
 
@@ -68,15 +67,14 @@ class ReconstructedRun:
     """Optimizer steps of the simulation per RL step (count)."""
     tensor_parallel: int
     weights: Precision
-    """Format of the weights in an engine."""
     cache: Precision
-    """Format of the KV cache."""
     mean_tokens: float
     """Published, or the centre of the likely range."""
     mean_is_known: bool
     scale_is_known: bool
-    """Whether seconds mean anything: not without the cluster's size, nor from the hours of a whole run alone, which
-    hold evaluation, checkpoints and restarts. Then only the ratios of such rows are compared."""
+    """Whether seconds mean anything, or only ratios: not without the cluster's size, nor from the hours of a whole run,
+    which hold evaluation, checkpoints and restarts.
+    """
     assumed: tuple[str, ...]
     """Assumptions in words, for the report."""
 
@@ -92,17 +90,10 @@ class ReconstructedRun:
 
 
 def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> ReconstructedRun:
-    """Return a row filled up from other rows of its family and from usual values.
+    """Return a row filled up from other rows of its family (itself included or not) and from usual values.
 
-    Args:
-        published: The row.
-        family: Rows of the same software, hardware and model, itself included or not.
-
-    Returns:
-        The run; ``assumed`` names all that was not published.
-
-    Raises:
-        ConfigError: If something that cannot be assumed is missing; the message says what.
+    ``assumed`` names all that was not published. Raises ConfigError, naming it, if a value without a default is
+    missing.
     """
     assumed: list[str] = []
     schedule = published.schedule
@@ -157,11 +148,7 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
 
 
 def _with_limit(row: PublishedRun, assumed: list[str]) -> PublishedRun:
-    """Return a row with the longest answer, from its mean where that alone is published.
-
-    Raises:
-        ConfigError: If neither is.
-    """
+    """Return a row with the longest answer, from its mean where that alone is published; ConfigError without both."""
     if row.max_len is not None:
         return row
     if row.avg_len is None:
@@ -179,8 +166,8 @@ def rest_s(row: PublishedRun, level: Level) -> float:
 def weights_s(row: PublishedRun, level: Level) -> float:
     """Return the seconds of an RL step that the weights take.
 
-    Where both sides go on at once, the longer one decides: the trainer, which stands still for the weights, or engines,
-    which pause. This is the mean of both.
+    At once with generation: the mean of the trainer, which waits for the weights, and of the engines, which pause; the
+    longer side decides.
     """
     assert row.schedule is not None
     weights = _derived(row, level).weights
@@ -233,8 +220,8 @@ def same_run(one: PublishedRun, other: PublishedRun) -> bool:
 def _filled_from_family(row: PublishedRun, family: Sequence[PublishedRun]) -> PublishedRun:
     """Return the row with its missing workload taken over from its family.
 
-    The batch and the limit are those of the first row that has them; how answers are divided is the finest division. A
-    mean answer is nobody's but the row's: rows of one system with harder tasks have longer ones.
+    Batch and limit are of the first row that has them, the division of answers is the finest. A mean answer is only the
+    row's own: rows of one system with harder tasks have longer ones.
     """
     changes: dict[str, Any] = {}
     for name in ("prompts_per_step", "n_per_prompt", "max_len"):
@@ -250,7 +237,6 @@ def _filled_from_family(row: PublishedRun, family: Sequence[PublishedRun]) -> Pu
 
 
 def _mean_tokens(row: PublishedRun, longest: int, assumed: list[str]) -> float:
-    """Return the published mean answer, or a share of the longest (tokens)."""
     if row.avg_len is not None:
         return row.avg_len
     mean = MEAN_OVER_LONGEST * longest
@@ -354,5 +340,5 @@ def _generating(row: PublishedRun, schedule: Schedule, accelerators: int, assume
 
 
 def _in_flight(row: PublishedRun, sequences: int) -> float:
-    """Return the most sequences that are generated at a time: an RL step's, and as many more as staleness allows."""
+    """Return the most sequences generated at a time: an RL step's, and as many more as staleness allows."""
     return sequences * (1 + (row.max_staleness or 0.0) if row.schedule is Schedule.ASYNC else 1)

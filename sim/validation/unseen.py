@@ -1,12 +1,11 @@
 """Systems that nobody has measured: how far off the hardware model alone is, from families left out in turn.
 
-Theory. The log of predicted over measured seconds of row i of family f is a sum, e_fi = c + b_f + w_fi: what the model
-gets wrong about every system, about a family (software, GPU, model), and about one of its rows. Family effects scatter
-with a standard deviation ``family_sd``, rows with ``row_sd``; a row of a new family is off by both. Estimates are by
-moments: c is the mean of the family means, shrunk towards 0 by a prior of standard deviation ``CENTRE_SD``. The
-variance between families is that of their means, less what their rows contribute to it.
-
-A prediction of a family is the hardware model's divided by exp(c), with c and the spread of all *other* families.
+Theory. The log of predicted over measured seconds of row i of family f is a sum, e_fi = c + b_f + w_fi: the error about
+every system, about a family (software, GPU, model), and about one of its rows. Family effects scatter with a standard
+deviation ``family_sd``, rows with ``row_sd``; a row of a new family is off by both. Estimates are by moments: c is the
+mean of the family means, shrunk towards 0 by a prior of standard deviation ``CENTRE_SD``. The variance between families
+is that of their means, less their rows' share of it. A prediction of a family is the hardware model's divided by
+exp(c), with c and the spread of all *other* families.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import numpy as np
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.util.arrays import FloatArray
-from sim.validation.inference import Band, central_seconds
+from sim.validation.infer import Band, central_seconds
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
-from sim.validation.records import PublishedRun
+from sim.validation.rows import PublishedRun
 
 BAND_SDS = 1.2816
 """Standard deviations from the middle of a normal distribution to its 90th percentile."""
 ASSUMED_SD = 0.4
-"""Of the log error of a new family, where fewer than three other families are known."""
+"""Standard deviation of the log error of a new family, where fewer than three others are known."""
 CENTRE_SD = 0.3
 """Standard deviation of c before any family is known."""
 RESAMPLES = 4000
@@ -41,9 +40,7 @@ class Spread:
     centre: float
     """c: mean over families, shrunk."""
     family_sd: float
-    """Standard deviation between families."""
     row_sd: float
-    """Standard deviation between the rows of a family."""
 
     @property
     def sd(self) -> float:
@@ -56,13 +53,12 @@ class AloneRun:
     """A row as the hardware model alone has it, and as it was measured."""
 
     id: str
-    """Name of the row."""
     family: tuple[str, str, str]
-    """Its software, GPU and model."""
+    """Software, GPU and model."""
     predicted_s: float
     """Seconds per RL step, by the central coefficients."""
     measured_s: float
-    """The same, measured."""
+    """Seconds per RL step."""
 
     @property
     def log_error(self) -> float:
@@ -71,10 +67,10 @@ class AloneRun:
 
 
 def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
-    """Return a row as it is predicted alone: from nothing but its own inputs. None if they do not decide its seconds.
+    """Return a row as it is predicted alone, from its own inputs; None if they do not decide its seconds.
 
-    A mean answer, a limit or a cluster's size that is not published leaves the seconds open. So do hours of a
-    whole run, which hold evaluation, checkpoints and restarts.
+    An unpublished mean answer, limit or cluster size leaves the seconds open. So do hours of a whole run, which hold
+    evaluation, checkpoints and restarts.
     """
     try:
         run = reconstruct_run(row, [row])
@@ -85,11 +81,7 @@ def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
 
 
 def alone_run(run: ReconstructedRun) -> AloneRun:
-    """Simulate a row with the central coefficients.
-
-    Raises:
-        PipelineRLError: If the row cannot be simulated.
-    """
+    """Simulate a row with the central coefficients; PipelineRLError if it cannot be simulated."""
     seconds = central_seconds(run)
     if run.schedule.colocated:
         seconds += rest_s(run.published, Level.CENTRAL)
@@ -130,11 +122,7 @@ def spread_of(log_errors: Mapping[object, Sequence[float]]) -> Spread:
 
 
 def median_interval(errors: Mapping[object, Sequence[float]]) -> tuple[float, float]:
-    """Return the 90 % interval of the median error; families are resampled, never rows.
-
-    Args:
-        errors: Relative errors by family, of one family at least.
-    """
+    """Return the 90 % interval of the median error of one or more families; these are resampled, never rows."""
     families = [np.asarray(one, dtype=float) for one in errors.values()]
     return family_interval(families, lambda sample: float(np.median(np.concatenate(sample))))
 
@@ -142,11 +130,9 @@ def median_interval(errors: Mapping[object, Sequence[float]]) -> tuple[float, fl
 def family_interval(
     families: Sequence[FloatArray], statistic: Callable[[list[FloatArray]], float]
 ) -> tuple[float, float]:
-    """Return the 90 % interval of a statistic; families are resampled, never rows.
+    """Return the 90 % interval of a statistic of one or more families, shape [rows, ...] each.
 
-    Args:
-        families: What is known of the rows of each family, rows first; one family at least.
-        statistic: Of as many families, drawn with replacement.
+    ``statistic`` is of as many families, drawn with replacement; rows are never resampled.
     """
     picks = np.random.default_rng(0).integers(len(families), size=(RESAMPLES, len(families)))
     low, high = np.quantile([statistic([families[index] for index in pick]) for pick in picks], [0.05, 0.95])

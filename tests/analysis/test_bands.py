@@ -11,7 +11,7 @@ import tomli_w
 from learning_run import BASE
 from typer.testing import CliRunner
 
-from analysis.bands import learning, mean_and_band, student_t
+from analysis.learning import learning, mean_and_band, student_t
 from analysis.read import read_comparison, read_runs
 from pipelinerl.cli import app as cli
 

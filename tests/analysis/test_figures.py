@@ -14,12 +14,13 @@ from matplotlib.colors import to_hex
 from numpy.testing import assert_allclose
 
 from analysis import figures
+from analysis.chart import drawn
 from analysis.read import Run, read_run
 from analysis.style import ACTIVITY_COLORS
 
 
 def test_lag_by_position_shows_the_bins_at_their_middle(runs: list[Run]) -> None:
-    [axes] = figures.lag_by_position(runs).axes
+    [axes] = drawn(figures.lag_by_position(runs)).axes
     assert [line.get_label() for line in axes.lines] == [run.name for run in runs]
     for line, run in zip(axes.lines, runs, strict=True):
         assert_allclose(line.get_xdata(), 32 + 64 * np.arange(32))  # 2048 tokens in 32 bins
@@ -86,7 +87,7 @@ def test_the_bound_on_lag_is_drawn_where_a_run_has_one(runs: list[Run]) -> None:
     above, below = figures.lag_histogram(bounded).axes
     assert [list(line.get_xdata()) for line in above.lines] == [[12, 12]]
     assert not below.lines
-    [by_position] = figures.lag_by_position(bounded).axes
+    [by_position] = drawn(figures.lag_by_position(bounded)).axes
     assert [list(line.get_ydata()) for line in by_position.lines if line.get_label() == "max_lag = 12"] == [[12, 12]]
     for draw in (figures.lag_by_step, figures.lag_histogram):
         assert "max_lag" in [text.get_text() for text in draw(bounded).legends[0].get_texts()]
@@ -94,7 +95,7 @@ def test_the_bound_on_lag_is_drawn_where_a_run_has_one(runs: list[Run]) -> None:
 
 
 def test_generation_phase_shows_both_series_on_one_time_axis(runs: list[Run]) -> None:
-    upper, lower = figures.generation_phase(runs).axes
+    upper, lower = drawn(figures.generation_phase(runs), rows=2, sharex=True).axes
     assert upper.get_shared_x_axes().joined(upper, lower)
     assert lower.get_xlabel() == "time from the start of generation (min)"  # the longest lasts 60 * 3.9 s
     for run, counts, rates in zip(runs, upper.lines, lower.lines, strict=True):
@@ -106,7 +107,7 @@ def test_generation_phase_shows_both_series_on_one_time_axis(runs: list[Run]) ->
 
 
 def test_samples_against_time_rises_by_a_batch_at_the_end_of_each_step(runs: list[Run]) -> None:
-    [axes] = figures.samples_against_time(runs).axes
+    [axes] = drawn(figures.samples_against_time(runs)).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("time (min)", "trained (thousand samples)")
     for line, run in zip(axes.lines, runs, strict=True):
         assert_allclose(line.get_xdata(), np.append(0, run.steps.time_s) / 60)
@@ -160,7 +161,7 @@ def test_timeline_scale_names_the_most_sequences_in_progress(runs: list[Run]) ->
 
 
 def test_time_split_stacks_seconds_per_1000_samples_and_writes_the_shares(runs: list[Run]) -> None:
-    [axes] = figures.time_split(runs).axes
+    [axes] = figures.time_split_figure(runs).axes
     kinds = ("generating", "training", "publishing", "waiting_for_data")
     for at, run in enumerate(runs):
         bars = [container[at] for container in axes.containers]

@@ -18,11 +18,11 @@ from pipelinerl.errors import ConfigError
 
 def test_a_log_that_ends_before_the_table_of_steps_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     run = read_run(write_real_run(tmp_path / "run", num_steps=5))
-    assert [len(line.get_xdata()) for axes in learning.reward([run]).axes for line in axes.lines] == [3, 3, 3]
+    assert [len(line.get_xdata()) for axes in learning.reward_figure([run]).axes for line in axes.lines] == [3, 3, 3]
 
 
 def test_ess_shows_each_step_raw_and_truncated_and_the_mean_of_each_lag(tmp_path: Path) -> None:
-    left, right = learning.ess([read_run(write_real_run(tmp_path / "run"))]).axes
+    left, right = learning.ess_figure([read_run(write_real_run(tmp_path / "run"))]).axes
     raw, truncated = left.lines
     assert np.column_stack(raw.get_data()).tolist() == [[1, 1.0], [2, 0.75], [3, 0.5]]
     assert np.column_stack(truncated.get_data()).tolist() == [[1, 1.0], [2, 0.875], [3, 0.625]]
@@ -33,13 +33,13 @@ def test_ess_shows_each_step_raw_and_truncated_and_the_mean_of_each_lag(tmp_path
 
 
 def test_ess_of_1_shows_in_full(tmp_path: Path) -> None:
-    left, right = learning.ess([read_run(write_real_run(tmp_path / "run", METRICS[:1]))]).axes
+    left, right = learning.ess_figure([read_run(write_real_run(tmp_path / "run", METRICS[:1]))]).axes
     assert left.get_ylim()[0] < 1.0 < left.get_ylim()[1]
     assert right.lines[0].get_ydata().tolist() == [1.0]
 
 
 def test_ess_is_drawn_without_what_was_not_logged(tmp_path: Path) -> None:
-    left, right = learning.ess(
+    left, right = learning.ess_figure(
         [read_run(write_real_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.0, "ess/token_raw": 0.5}]))]
     ).axes
     assert [line.get_ydata().tolist() for line in left.lines] == [[0.5]]
@@ -48,7 +48,7 @@ def test_ess_is_drawn_without_what_was_not_logged(tmp_path: Path) -> None:
 
 def test_reward_is_shown_against_steps_samples_and_time(tmp_path: Path) -> None:
     run = read_run(write_real_run(tmp_path / "run", rl_step=1))  # 61.5 s per step
-    steps, samples, time = learning.reward([run]).axes
+    steps, samples, time = learning.reward_figure([run]).axes
     for axes, position in ((steps, [1, 2, 3]), (samples, [64, 128, 192]), (time, [61.5 / 60, 2.05, 3.075])):
         [line] = axes.lines
         assert_allclose(line.get_xdata(), position)
@@ -63,7 +63,7 @@ def test_reward_is_shown_against_steps_samples_and_time(tmp_path: Path) -> None:
 
 def test_a_long_run_is_a_moving_mean_over_each_step(runs: list[Run]) -> None:
     [run] = with_metrics(runs[:1])
-    figure = learning.reward([run])
+    figure = learning.reward_figure([run])
     each, mean = figure.axes[0].lines
     reward = run.metrics["reward/mean"]
     assert_allclose(each.get_ydata(), reward)
@@ -79,19 +79,19 @@ def test_a_moving_mean_leaves_out_what_is_unknown(runs: list[Run]) -> None:
     [run] = with_metrics(runs[:1])
     ess = run.metrics["ess/token_raw"]
     ess[[0, 1, 2, 3, 4, 5, 10]] = np.nan
-    _, mean, _ = learning.ess([run]).axes[0].lines
+    _, mean, _ = learning.ess_figure([run]).axes[0].lines
     expected = [np.nan, np.nan, ess[6], ess[6:8].mean(), np.delete(ess[7:14], 3).mean()]  # 3 steps to each side
     assert_allclose(mean.get_ydata()[[0, 2, 3, 4, 10]], expected)
 
 
-@pytest.mark.parametrize("draw", [learning.ess, learning.reward])
+@pytest.mark.parametrize("draw", [learning.ess_figure, learning.reward_figure])
 def test_simulated_runs_are_left_out_and_real_ones_keep_their_colour(
     draw: Callable[[list[Run]], Figure], runs: list[Run], tmp_path: Path
 ) -> None:
     real = read_run(write_real_run(tmp_path / "real", rl_step=2))
     lines = draw([*runs, real]).axes[0].lines
-    expected = figures.samples_against_time([*runs, real]).axes[0].lines[-1]
-    assert {line.get_color() for line in lines} == {expected.get_color()}
+    expected = figures.samples_against_time([*runs, real]).series[-1]
+    assert {line.get_color() for line in lines} == {expected.color}
     assert [line.get_label() for line in lines if not line.get_label().startswith("_")] == ["real"]
     with pytest.raises(ConfigError, match="in pipeline, conventional G=32, conventional G=8"):
         draw(runs)

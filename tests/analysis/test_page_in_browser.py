@@ -14,11 +14,10 @@ pytestmark = needs_browser
 
 from playwright.sync_api import Page as Tab  # noqa: E402
 
-from analysis.interactive import run_figures  # noqa: E402
-from analysis.page import page_html  # noqa: E402
+from analysis.page import page_html, run_charts  # noqa: E402
 from analysis.read import Run  # noqa: E402
+from pipelinerl.pages.page import Page, Section, Table  # noqa: E402
 from pipelinerl.records.comparison_report import ComparisonReport  # noqa: E402
-from pipelinerl.records.page import Page, Table  # noqa: E402
 
 ROWS = [["pipeline", "9,500", "-"], ["conventional G=8", "70", "3%"], ["conventional G=32", "1,200", "20%"]]
 HOSTILE = "</script><script>document.title = 'taken'</script><%= 1 %>"
@@ -51,11 +50,21 @@ SCALE = """() => {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, runs: list[Run], comparison: ComparisonReport) -> Path:
-    tables = [Table("rates", ("scheduler", "tok/s", "wait"), ROWS), Table("names", ("name",), [[HOSTILE]])]
-    facts, lists = [("Band", HOSTILE)], {"What would change it": [HOSTILE]}
-    page = Page("A title", "Which?", "This one.", facts, lists, tables, [HOSTILE], "seed = 0\n")
+    page = Page(
+        title="A title",
+        question="Which?",
+        answer="This one.",
+        facts=[("Band", HOSTILE)],
+        sections=[Section("depends on", [HOSTILE])],
+        tables=[
+            Table(title="rates", columns=("scheduler", "tok/s", "wait"), rows=ROWS),
+            Table(title="names", columns=("name",), rows=[[HOSTILE]]),
+        ],
+        assumptions=[HOSTILE],
+        run_file="seed = 0\n",
+    )
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(page_html(page, run_figures(runs, comparison)), encoding="utf-8")
+    path.write_text(page_html(page, run_charts(runs, comparison)), encoding="utf-8")
     return path
 
 
@@ -83,7 +92,7 @@ def test_what_a_name_holds_is_text_wherever_it_stands(tab: Tab, path: Path) -> N
 
 def test_a_name_in_a_legend_switches_a_run_off_in_every_figure(tab: Tab) -> None:
     other, name = (tab.evaluate(VISIBLE, one) for one in ("pipeline", "conventional G=8"))
-    assert len(other) == len(name) == 10  # five figures, linear and logarithmic
+    assert len(other) == len(name) == 9  # four figures, linear and logarithmic, and the speed-ups
     assert all(other + name)
     entry = tab.locator(".bk-Legend:visible").first.get_by_text("conventional G=8")
     entry.click()

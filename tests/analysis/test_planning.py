@@ -1,27 +1,24 @@
 """The figures of a plan."""
 
-from pathlib import Path
-
 import pytest
 from tiny_plan import planned, priced_plan
 
-from analysis.planning import save_plan, throughput_against_lag
+from analysis.chart import drawn
+from analysis.reports import plan_charts, throughput_against_lag
 from analysis.style import SEEN
 
 
 @pytest.mark.slow
-def test_a_plan_is_drawn_against_lag_and_against_the_split(tmp_path: Path) -> None:
+def test_a_plan_is_drawn_against_lag_and_against_the_split() -> None:
     report = priced_plan()
-    assert report.splits.levels  # some of the accelerators generate
-    names = {path.name for path in save_plan(report, tmp_path / "figures")}
-    figures = ("plan_throughput_against_lag", "plan_throughput_against_split")
-    assert names == {f"{figure}.{kind}" for figure in figures for kind in ("png", "pdf")}
+    assert report.splits.tokens_per_s  # some of the accelerators generate
+    assert [*plan_charts(report)] == ["plan_throughput_against_lag", "plan_throughput_against_split"]
 
 
 def test_what_was_tried_is_drawn_by_kind_of_mark_and_the_limit_beside_it() -> None:
     report = priced_plan()
     limited = report.model_copy(update={"run": report.run.model_copy(update={"mean_lag_limit": 2.5})})
-    [axes] = throughput_against_lag(limited).axes
+    [axes] = drawn(throughput_against_lag(limited)).axes
     marks = {line.get_label(): line for line in axes.lines}
     for family in {one.family for one in report.simulated}:
         lags = [one.lag_mean for one in report.simulated if one.family == family]
@@ -33,10 +30,10 @@ def test_what_was_tried_is_drawn_by_kind_of_mark_and_the_limit_beside_it() -> No
     assert min(marked) >= SEEN  # a dot of the cloud of those screened is not seen alone
     assert list(marks["recommended"].get_xdata()) == [report.recommended.lag_mean]
     assert list(marks["mean_lag_limit"].get_xdata()) == [2.5, 2.5]
-    assert "mean_lag_limit" not in [line.get_label() for line in throughput_against_lag(report).axes[0].lines]
+    assert "mean_lag_limit" not in [one.label for one in throughput_against_lag(report).series]
 
 
 @pytest.mark.slow
-def test_a_colocated_recommendation_has_no_split(tmp_path: Path) -> None:
+def test_a_colocated_recommendation_has_no_split() -> None:
     report = planned("plan={schedulers=['conventional'], generation_batch_size=[8], simulate=2, simulate_steps=4}")
-    assert [path.stem for path in save_plan(report, tmp_path)] == 2 * ["plan_throughput_against_lag"]
+    assert [*plan_charts(report)] == ["plan_throughput_against_lag"]

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from refusals import message
 
 from analysis.read import read_comparison, read_run, read_runs
-from backends.step_metrics import StepMetrics
+from backends.driver.metrics import StepMetrics
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.steps import COLUMNS, StepRow, read_steps

@@ -15,23 +15,25 @@ from made_up_runs import CURVES, POINTS, with_metrics, write_run
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from analysis import figures, learning, throughput
+from analysis import figures, learning
+from analysis.chart import drawn
 from analysis.read import Run, read_run
-from analysis.style import METHOD_HUES, handy_time, series_styles, tone
+from analysis.style import METHOD_HUES, handy_time, hue, series_styles, tone
+from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.records.comparison_report import ComparisonReport
 
 FIGURES: dict[str, Callable[[list[Run], ComparisonReport], Figure]] = {
-    "lag_by_position": lambda runs, _: figures.lag_by_position(runs),
+    "lag_by_position": lambda runs, _: drawn(figures.lag_by_position(runs)),
     "lag_by_step": lambda runs, _: figures.lag_by_step(runs),
     "lag_histogram": lambda runs, _: figures.lag_histogram(runs),
-    "throughput_against_max_lag": lambda *_: throughput.throughput_against_max_lag(POINTS, CURVES, "tokens/flash"),
-    "generation_phase": lambda runs, _: figures.generation_phase(runs),
-    "samples_against_time": lambda runs, _: figures.samples_against_time(runs),
+    "throughput_against_max_lag": lambda *_: drawn(throughput_against_max_lag(POINTS, CURVES, "tokens/flash")),
+    "generation_phase": lambda runs, _: drawn(figures.generation_phase(runs), rows=2, sharex=True),
+    "samples_against_time": lambda runs, _: drawn(figures.samples_against_time(runs)),
     "timeline": lambda runs, _: figures.timeline(runs[0]),
-    "time_split": lambda runs, _: figures.time_split(runs),
-    "speedup_by_scenario": lambda _, comparison: throughput.speedup_by_scenario(comparison),
-    "ess": lambda runs, _: learning.ess(with_metrics(runs)),
-    "reward": lambda runs, _: learning.reward(with_metrics(runs)),
+    "time_split": lambda runs, _: figures.time_split_figure(runs),
+    "speedup_by_scenario": lambda _, comparison: drawn(speedup_by_scenario(comparison)),
+    "ess": lambda runs, _: learning.ess_figure(with_metrics(runs)),
+    "reward": lambda runs, _: learning.reward_figure(with_metrics(runs)),
 }
 
 
@@ -74,8 +76,8 @@ def test_every_text_fits_the_figure_and_is_large_enough_to_print(
 
 def test_a_run_without_lag_is_drawn_at_the_foot_of_an_axis_from_0_to_1(tmp_path: Path) -> None:
     on_policy = read_run(write_run(tmp_path / "run", rl_step=1, num_steps=10))
-    for draw in (figures.lag_by_position, figures.lag_by_step):
-        [axes] = draw([on_policy]).axes
+    for figure in (drawn(figures.lag_by_position([on_policy])), figures.lag_by_step([on_policy])):
+        [axes] = figure.axes
         assert all(np.nanmax(line.get_ydata()) == 0 for line in axes.lines)
         assert axes.get_ylim() == pytest.approx((0, 1), abs=0.06)
 
@@ -83,9 +85,8 @@ def test_a_run_without_lag_is_drawn_at_the_foot_of_an_axis_from_0_to_1(tmp_path:
 def test_a_long_legend_takes_its_room_from_the_paper_and_not_from_the_panel(runs: list[Run]) -> None:
     heights_in = []
     for number in (1, 20):
-        figure = figures.lag_by_position(
-            [replace(runs[0], name=f"a run with a name, number {k}") for k in range(number)]
-        )
+        several = [replace(runs[0], name=f"a run with a name, number {k}") for k in range(number)]
+        figure = drawn(figures.lag_by_position(several))
         figure.draw_without_rendering()
         heights_in.append(figure.axes[0].get_position().height * figure.get_figheight())
     assert heights_in[1] == pytest.approx(heights_in[0], abs=0.25)
@@ -93,7 +94,7 @@ def test_a_long_legend_takes_its_room_from_the_paper_and_not_from_the_panel(runs
 
 
 def test_a_long_name_loses_its_start_in_a_legend(runs: list[Run]) -> None:
-    figure = figures.samples_against_time([replace(runs[0], name="a" * 100 + "bc")])
+    figure = drawn(figures.samples_against_time([replace(runs[0], name="a" * 100 + "bc")]))
     [label] = [text.get_text() for text in figure.legends[0].get_texts()]
     assert label == "…" + "a" * 48 + "bc"  # 3.4 in hold 57 letters, 6 of them for line and gap
     figure.draw_without_rendering()
@@ -101,12 +102,17 @@ def test_a_long_name_loses_its_start_in_a_legend(runs: list[Run]) -> None:
 
 
 def test_a_run_has_one_colour_in_all_figures(runs: list[Run]) -> None:
-    for draw in (figures.lag_by_position, figures.generation_phase, figures.samples_against_time):
-        assert [line.get_color() for line in draw(runs).axes[0].lines] == [
+    for chart in (figures.lag_by_position(runs), figures.generation_phase(runs)[0], figures.samples_against_time(runs)):
+        assert [line.color for line in chart.series] == [
             METHOD_HUES["pipeline"],
             tone(METHOD_HUES["conventional"], 1.0),  # the larger lag is the darker
             tone(METHOD_HUES["conventional"], -1.0),
         ]
+
+
+def test_a_kind_that_nobody_knows_has_a_colour_of_its_own_from_its_name() -> None:
+    assert hue("mine:KIND") == hue("mine:KIND") not in METHOD_HUES.values()
+    assert len({hue(kind) for kind in ("pipeline", "conventional", "one_step_off", "partial_rollouts", "mine")}) == 5
 
 
 @given(st.lists(st.integers(0, 500), min_size=2, max_size=12, unique=True), st.sampled_from(["pipeline", "other"]))

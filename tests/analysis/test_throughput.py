@@ -9,6 +9,7 @@ import pytest
 from made_up_runs import CURVES, POINTS
 
 from analysis import throughput
+from analysis.chart import drawn
 from analysis.read import Run
 from analysis.throughput import RatePoint, rate_points
 from pipelinerl.errors import ConfigError
@@ -16,9 +17,9 @@ from pipelinerl.records.comparison_report import ComparisonReport
 
 
 def test_throughput_against_max_lag_joins_the_curves_and_no_runs() -> None:
-    [axes] = throughput.throughput_against_max_lag(POINTS, CURVES, "tokens/flash").axes
-    drawn = {line.get_label(): np.column_stack(line.get_data()).tolist() for line in axes.lines}
-    assert drawn == {
+    [axes] = drawn(throughput.throughput_against_max_lag(POINTS, CURVES, "tokens/flash")).axes
+    shown = {line.get_label(): np.column_stack(line.get_data()).tolist() for line in axes.lines}
+    assert shown == {
         "pipeline, model": [[8, 1.10], [132, 16.90]],
         "conventional, model": [[8, 1.18], [132, 10.69]],
         "H=64": [[64, 8.1]],
@@ -31,14 +32,14 @@ def test_throughput_against_max_lag_joins_the_curves_and_no_runs() -> None:
 
 def test_a_marker_under_another_is_larger_so_that_its_rim_shows() -> None:
     near, far = replace(POINTS[2], name="near", rate=POINTS[2].rate * 1.02), replace(POINTS[2], name="far", rate=5.0)
-    [axes] = throughput.throughput_against_max_lag([*POINTS, near, far], unit="tokens/flash").axes
+    [axes] = drawn(throughput.throughput_against_max_lag([*POINTS, near, far], unit="tokens/flash")).axes
     sizes = {line.get_label(): line.get_markersize() for line in axes.lines}
     assert sizes == {"H=64": 8.0, "H=192": 4.5, "G=134": 4.5, "near": 4.5, "far": 4.5}
 
 
 def test_the_bound_on_lag_is_drawn_where_runs_keep_one() -> None:
     points = [replace(POINTS[0], bound=8), replace(POINTS[1], bound=8), POINTS[2]]
-    [axes] = throughput.throughput_against_max_lag(points, unit="tokens/flash").axes
+    [axes] = drawn(throughput.throughput_against_max_lag(points, unit="tokens/flash")).axes
     [line] = [line for line in axes.lines if line.get_label() == "max_lag = 8"]
     assert list(line.get_xdata()) == [8, 8]
 
@@ -53,7 +54,7 @@ def test_throughput_in_tokens_per_second_cannot_be_drawn_with_curves_in_flashes(
 def test_runs_are_compared_in_flashes_only_if_all_know_them(runs: list[Run]) -> None:
     in_flashes = [replace(run, report=run.report.model_copy(update={"tokens_per_flash": 2.5})) for run in runs]
     assert rate_points(in_flashes) == (
-        [RatePoint(r.name, r.method, r.report.lag.max, 2.5, r.report.max_lag) for r in runs],
+        [RatePoint(r.name, r.method, r.report.lag.max, 2.5, r.report.max_lag, r.report.lag.mean) for r in runs],
         "tokens/flash",
     )
     points, unit = rate_points([*in_flashes[:1], runs[1]])
@@ -62,9 +63,9 @@ def test_runs_are_compared_in_flashes_only_if_all_know_them(runs: list[Run]) -> 
 
 
 def test_speedup_by_scenario_marks_each_arm_in_each_row(comparison: ComparisonReport) -> None:
-    [axes] = throughput.speedup_by_scenario(comparison).axes
-    drawn = {line.get_label(): np.column_stack(line.get_data()).tolist() for line in axes.lines}
-    assert drawn["pipeline"] == [[1.5, 0], [1.8, 1]]
-    assert drawn["conventional G=8"] == [[0.6, 0], [0.5, 1]]
-    assert [x for x, _ in drawn["conventional G=32 (baseline)"]] == [1.0, 1.0]
+    [axes] = drawn(throughput.speedup_by_scenario(comparison)).axes
+    shown = {line.get_label(): np.column_stack(line.get_data()).tolist() for line in axes.lines}
+    assert shown["pipeline"] == [[1.5, 0], [1.8, 1]]
+    assert shown["conventional G=8"] == [[0.6, 0], [0.5, 1]]
+    assert [x for x, _ in shown["conventional G=32 (baseline)"]] == [1.0, 1.0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["central", "long tail"]

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.contract.checks import BATCH, promises
-from backends.contract.engine import EngineContract
+from backends.contract.engine import BATCH, EngineContract, promises
 from backends.contract.trainer import (
     ReferenceContract,
     TrainerContract,
@@ -95,10 +94,11 @@ def real_contracts(folder: Path) -> Contracts:
     from safetensors.torch import load_file
     from tiny_trainer import settings
 
-    from backends.deepspeed.reference_model import RayReference, ReferenceSettings
-    from backends.deepspeed.trainer import DeepSpeedTrainer
-    from backends.transfer.weights_check import checksums
-    from backends.transfer.weights_file import write_weights
+    from backends.ray.actors import RayTrainer
+    from backends.trainer.deepspeed.rank import DeepSpeedRank
+    from backends.trainer.reference import RayReference, ReferenceSettings
+    from backends.transfer.file import write_weights
+    from backends.transfer.verify import checksums
     from backends.vllm.engine import VLLMEngine
     from backends.vllm.process import VLLMSettings
     from pipelinerl.config.train import OptimizerConfig
@@ -130,7 +130,7 @@ def real_contracts(folder: Path) -> Contracts:
     )
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
+    trainer = RayTrainer(DeepSpeedRank, given, [{"num_cpus": 1}])
     frozen = ReferenceSettings(device="cpu", model_path=str(folder), temperature=1.0, pack_tokens=100, timeout_s=600)
     reference = RayReference(frozen, [{"num_cpus": 0.5}] * 2)
     return Contracts(

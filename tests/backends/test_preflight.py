@@ -12,7 +12,8 @@ from needs import need
 
 need("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray")
 
-from backends import metrics_log, vllm_deepspeed  # noqa: E402
+from backends import kinds  # noqa: E402
+from backends.driver import metrics as metrics_log  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from pipelinerl.cli import main  # noqa: E402
 
@@ -176,7 +177,7 @@ def test_nothing_to_resume(complaint):
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "train-cpu"), ("gpu", "train-gpu")])
 def test_missing_packages_name_the_extra(complaint, monkeypatch, device, extra):
-    monkeypatch.setattr(vllm_deepspeed, "find_spec", lambda name: None if name in ("vllm", "deepspeed") else object())
+    monkeypatch.setattr(kinds, "find_spec", lambda name: None if name in ("vllm", "deepspeed") else object())
     line = complaint(f"train.device={device}")
     assert f"train needs vLLM, DeepSpeed, not installed: pip install -e '.[{extra}]' in the project's folder" in line
 

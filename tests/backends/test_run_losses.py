@@ -16,7 +16,7 @@ from ledger_check import check_ledger  # noqa: E402
 from real_run import EXAMPLE, Process, python_path  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
-from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
+from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.records.reports import RunReport  # noqa: E402
 
@@ -112,7 +112,7 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ct
 
     run = Process(unfitted, out, *given, resume=True, env=env)
     run.wait_for_step(done + 4)
-    run.kill("TrainerRank")
+    run.kill("DeepSpeedRank")
     run.wait_for_line("trainer died: ")
     (tmp_path / "go on").touch()
     status, stdout, stderr = run.end()

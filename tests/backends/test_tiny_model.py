@@ -6,11 +6,17 @@ import json
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tokenizers import Tokenizer, decoders  # noqa: E402
+from tokenizers.models import WordPiece  # noqa: E402
+from tokenizers.pre_tokenizers import Whitespace  # noqa: E402
+
+from backends.huggingface_codec import HuggingFaceCodec  # noqa: E402
 from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
 from pipelinerl.rl.sums import Arithmetic  # noqa: E402
 
@@ -41,6 +47,24 @@ def test_every_character_is_one_token_and_comes_back() -> None:
         prompt = Arithmetic().problem(index, held_out=True).prompt
         assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
         assert tokenizer.unk_token_id not in tokenizer.encode(prompt)
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_the_codec_has_the_text_and_tokens_of_its_tokenizer(clean_up: bool) -> None:
+    """Special tokens left out, spaces before punctuation where the tokenizer cleans them up."""
+    words = {"[UNK]": 0, "[SEP]": 1, "hello": 2, "##s": 3, ".": 4, "you": 5}
+    pieces = Tokenizer(WordPiece(words, unk_token="[UNK]"))
+    pieces.pre_tokenizer, pieces.decoder = Whitespace(), decoders.WordPiece(cleanup=False)
+    cleaning = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pieces, unk_token="[UNK]", eos_token="[SEP]", clean_up_tokenization_spaces=clean_up
+    )
+    for tokenizer, size in ((cleaning, len(words)), (make_tokenizer(), 17)):
+        codec, rng = HuggingFaceCodec(tokenizer), np.random.default_rng(0)
+        for length in (0, 1, 2, 50):
+            tokens = rng.integers(size, size=length)
+            assert codec.decode(tokens) == tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    assert HuggingFaceCodec(cleaning).decode(np.array([2, 3, 4, 1])) == ("hellos." if clean_up else "hellos .")
+    assert [HuggingFaceCodec(cleaning).encode("hellos.") for _ in range(2)] == [(2, 3, 4)] * 2
 
 
 def test_one_seed_makes_one_model(tmp_path: Path) -> None:

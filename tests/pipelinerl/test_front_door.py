@@ -15,9 +15,9 @@ import pytest
 from tiny_plan import priced_plan
 
 import pipelinerl as prl
-from pipelinerl.cli.render_what_if import assumption_lines
 from pipelinerl.config.question import Assumption, ask
 from pipelinerl.config.run import RunConfig
+from pipelinerl.pages.plans import what_if
 from pipelinerl.records.plan_report import Assumed
 from pipelinerl.records.run_folder import SUMMARY_FILE
 from sim.planning.simulate import HowToPlan
@@ -108,27 +108,24 @@ def test_reports_show_themselves_and_become_frames(tmp_path: Path) -> None:
 
 def test_a_question_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it assumes is in the result, and a notebook shows it, as the command prints it."""
-    import sim.planning.cases
+    import sim.planning.answer
 
     asked = []
 
-    def planned(
-        config: RunConfig, how: HowToPlan, *, whole: bool, assumed: Sequence[Assumption], effects: bool
-    ) -> prl.PlanReport:
+    def planned(config: RunConfig, how: HowToPlan, *, whole: bool, assumed: Sequence[Assumption]) -> prl.PlanReport:
         asked.append(config)
-        assert effects
         assert not whole
         rows = [Assumed(key=one.key, value=one.value, instead=[]) for one in assumed]
         return priced_plan().model_copy(update={"assumed": rows})
 
-    monkeypatch.setattr(sim.planning.cases, "plan", planned)
+    monkeypatch.setattr(sim.planning.answer, "plan", planned)
     report = prl.plan(model="Qwen3-14B", gpu="H100", accelerators=64, max_mean_lag=4)
     (config,) = asked
     assert [one.key for one in report.assumed] == [
         one.key for one in ask({"model": "Qwen3-14B", "gpu": "H100", "accelerators": 64, "max_mean_lag": 4}).assumed
     ]
     shown = report._repr_html_()
-    assert all(line.strip() in shown for line in assumption_lines(report))
+    assert all(line in shown for one in what_if(report) for line in one.lines)
     assert (config.hardware.model, config.cluster.accelerators, config.plan.mean_lag_limit) == ("Qwen3-14B", 64, 4)
 
 

@@ -46,7 +46,7 @@ def test_a_stale_table_is_named_and_made_anew(tmp_path):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "scripts" / "doc_tables.py", tmp_path / "scripts")
     page, right = tmp_path / "docs" / "planning.md", PAGES["docs/planning.md"]
-    page.write_text(right.replace("| `plan.budget` | number > 0 |", "| `plan.budget` | text |"))
+    page.write_text(right.replace("| `plan.budget` | number > 0; none |", "| `plan.budget` | text |"))
     assert doc_tables(tmp_path, "--check") == (1, "docs/planning.md: stale, run make docs\n")
     assert doc_tables(tmp_path) == (0, "docs/planning.md: written\n")
     assert doc_tables(tmp_path, "--check") == (0, "")
@@ -55,7 +55,7 @@ def test_a_stale_table_is_named_and_made_anew(tmp_path):
 
 def test_keys_of_the_examples_are_in_the_table():
     """The tables are made by a script; here they are held to files that are known to load."""
-    headings = {"simulator": "RUN.toml", "training": "[train]", "planning": "[plan]"}
+    headings = {"simulator": "RUN.toml", "training_reference": "[train]", "planning": "[plan]"}
     known = {key for page, of in headings.items() for key in first_cells(f"docs/{page}.md", f"Every key of {of}")}
     examples = sorted(EXAMPLES.glob("*.toml"))
     assert len(examples) > 1
@@ -69,13 +69,12 @@ def test_keys_of_the_examples_are_in_the_table():
         assert set(keys) <= known, path.name
 
 
-COEFFICIENTS = "Coefficients of the main example"
+COEFFICIENTS = ("docs/measurements/coefficients.md", "Coefficients of the main example")
 
 
 def coefficients():
     """The rows of the page: key, and the values of three columns; an empty one stands for the central value."""
-    table = section("docs/simulator.md", COEFFICIENTS)
-    return re.findall(r"^\| `([^`]+)` \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", table, re.MULTILINE)
+    return re.findall(r"^\| `([^`]+)` \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", section(*COEFFICIENTS), re.MULTILINE)
 
 
 def numbers_of(example, overrides=()):
@@ -98,9 +97,7 @@ def test_coefficients_of_the_long_example_are_those_of_the_page():
 
 def test_coefficients_of_the_main_example_are_those_of_the_page():
     """The central column but for what the second table replaces, of which each is another value; as it is compared."""
-    replaced = re.findall(
-        r"^\| `([^`]+)` \| ([\d.e-]+) \| [^|]+ \|$", section("docs/simulator.md", COEFFICIENTS), re.MULTILINE
-    )
+    replaced = re.findall(r"^\| `([^`]+)` \| ([\d.e-]+) \| [^|]+ \|$", section(*COEFFICIENTS), re.MULTILINE)
     central = {key: float(cells[1]) for key, *cells in coefficients()}
     assert len(replaced) > 2
     assert [key for key, value in replaced if central[key] == float(value)] == []
@@ -201,7 +198,7 @@ def test_metrics_are_those_of_the_pages(real_folder):
     of_all = {key for key in written if not key.startswith("train/") or key == "train/loss"}
     of_all |= {f"evaluation/{name}" for name in EvaluationPoint.model_fields}
     assert sorted(first_cells(CONCEPTS, "metrics.jsonl")) == sorted(of_all)
-    watched = first_cells("docs/training.md", "Numbers to watch")
+    watched = first_cells("docs/training_reference.md", "Numbers to watch")
     assert len(watched) > 8
     written |= json.loads((real_folder / "summary.json").read_text()).keys()
     assert [key for key in watched if key not in written and not key.startswith("train/")] == []
@@ -232,9 +229,9 @@ def test_every_choice_is_explained(choice):
     assert [one.value for one in choice if f"`{one.value}`" not in PAGES[CONCEPTS]] == []
 
 
-def test_every_loss_is_on_the_training_page():
+def test_every_loss_is_on_the_page_of_reference():
     losses = get_args(LossConfig.model_fields["kind"].annotation)
-    assert sorted(first_cells("docs/training.md", "Losses")) == sorted(losses)
+    assert sorted(first_cells("docs/training_reference.md", "Losses")) == sorted(losses)
 
 
 def test_the_shown_trace_lines_are_as_written(tmp_path):

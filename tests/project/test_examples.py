@@ -202,14 +202,13 @@ def test_the_main_run_for_real_has_the_transport_of_train():
 
 
 @pytest.mark.slow
-def test_the_table_of_the_read_me_is_what_make_demo_prints():
+def test_the_first_table_of_the_main_run_is_what_make_demo_prints():
     """Speed-up within 0.02, largest lag within 1: the command of the Makefile, with the overrides that stand there."""
     command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "pipelinerl compare" in line)
     config = load_run(QWEN7B, re.findall(r"--set '?(.+?)'?(?= --|$)", command))
     report = compare(config)
-    rows = re.findall(
-        r"^(\w.*?) {3,}(\d\.\d\d) .* (\d+) +[-\d]+%? +\d+% +\d+% +[-\d]+%?$", (ROOT / "README.md").read_text(), re.M
-    )
+    table = re.search(r"^scheduler .*?^```", (ROOT / "docs" / "main_run.md").read_text(), re.M | re.S)[0]
+    rows = re.findall(r"^(\w.*?) {3,}(\d\.\d\d) .* (\d+) +[-\d]+%? +\d+% +\d+% +[-\d]+%?$", table, re.M)
     assert [name for name, *_ in rows] == [arm.name for arm in report.arms]
     for (_, speedup, largest), arm in zip(rows, report.arms, strict=True):
         assert arm.speedup == pytest.approx(float(speedup), abs=0.02)

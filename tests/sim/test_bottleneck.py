@@ -6,9 +6,8 @@ import pytest
 from played_run import environment, fixed, play
 
 from pipelinerl.config.run_file import load_run
-from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
-from sim.planning.candidates import Candidate
+from sim.planning.screen import Candidate
 from sim.planning.simulate import Job, extended
 from sim.run import simulate, simulate_steps
 
@@ -88,7 +87,7 @@ def test_of_prefill_and_decode_the_one_is_named_whose_speed_helps(token_s, verdi
     config = run()
     report = simulate(config)
     assert report.bottleneck is verdict
-    job = Job(Candidate({}, config, "as it is"), Level.CENTRAL, steps=20)
+    job = Job(Candidate({}, config, "as it is"), steps=20)
     assert extended(job, simulate_steps(config)).bottleneck is verdict
     faster = {part: simulate(run(**{part: 2})).tokens_per_s / report.tokens_per_s for part in ("prefill", "decode")}
     assert faster.pop(remedy) > 4 / 3

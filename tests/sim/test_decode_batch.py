@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs import DecodeCost
-from sim.decode_batch import DecodeBatch
-from sim.request import Request
+from sim.decode_batch import DecodeBatch, TimedBatch
+from sim.interface import DecodeCost, Request
 
 COST = DecodeCost((0, 10, 12, 15), 1)
 """Three slots; a tick per token of context."""
@@ -96,6 +95,16 @@ def test_a_join_ahead_is_steps_and_a_join_and_can_be_undone(requests, joining, s
     assert by_hand.advance(steps, tick) == []
     by_hand.join(Request(9, *joining), 5)
     assert after == state(by_hand)
+
+
+def test_a_join_that_was_undone_leaves_the_ticks_of_prefill_as_they_were():
+    """7 ticks of prefill, then contexts 1, 2, 3 in steps of 10 + C ticks: 11 + 12 + 13."""
+    batch, request = TimedBatch(COST, None), Request(0, 1, 3)
+    batch.join(request, 7)
+    batch.join(Request(1, 0, 1), 5, 1, 7 + 11)
+    batch.undo_join()
+    assert batch.advance(3, 7 + 36) == [request]
+    assert (request.prefill_ticks, request.decode_ticks) == (7, 36)
 
 
 @settings(derandomize=True, deadline=None)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from engine_log import TOKEN_PREFILL, Log, both_engines, log_of, settings_with, spans
 
-from pipelinerl.scheduler.events import NO_TOKENS, WeightUpdate
+from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
 from sim.clock import TICKS_PER_S, to_ticks
-from sim.costs import PrefillCost
-from sim.request import Request
+from sim.engine import PrefixCache, WeightHistory
+from sim.interface import PrefillCost, Request
 
 # ---------------------------------------------------------------------------------------- decode steps
 
@@ -247,6 +247,22 @@ def test_an_update_exactly_at_a_boundary_waits_for_the_next(make):
 
 
 @both_engines
+def test_an_update_is_taken_up_at_its_boundary_also_when_a_rollout_joins_before_it(make):
+    """Both are known at 1: 1 joins at 20, weights of 35 are loaded from 40 to 43, the boundaries after it 3 later."""
+    log = Log(make, settings_with(pause=3))
+    engine = log.engines[0]
+    log.at(0, lambda: engine.submit(Request(0, 0, 9), 0))
+    log.at(1, lambda: engine.update(1, WeightUpdate.KEEP, 35))
+    log.at(1, lambda: engine.submit(Request(1, 0, 5), 12))
+    log.clock.run()
+    assert log.entries == [
+        (43, "loaded", 1, 3),
+        (73, "finished", 1, spans((0, 2), (1, 5))),
+        (93, "finished", 0, spans((0, 4), (1, 9))),
+    ]
+
+
+@both_engines
 @pytest.mark.parametrize(("asked", "stops"), [(5, 10), (10, 20), (15, 20)])
 def test_an_engine_asked_to_stand_still_ends_its_step_and_goes_on_under_new_weights(make, asked, stops):
     """Steps of 10, a pause of 4, weights at 55: it loads at 59 and prefills the 1 + n tokens it has, at 3 each."""
@@ -383,3 +399,60 @@ def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make
     log.clock.run(until=50 + 10 * 25 * 40)
     num_tokens = sum(spans.num_tokens for _, spans in log.end()) + 24 * len(log.entries)
     assert num_tokens == 15 + 5 * 24 * 40
+
+
+# ------------------------------------------------------- version history and prefix cache, by hand
+
+
+def joined_at(step, history):
+    request = Request(0, prompt_tokens=5, length=100)
+    request.start_step = step
+    return request
+
+
+def test_a_token_has_the_version_that_its_engine_had_at_its_step():
+    history = WeightHistory()
+    history.loaded(1, 10)
+    history.loaded(2, 10)  # nothing was sampled with version 1
+    request = joined_at(10, history)
+    assert history.spans(request, 10) is NO_TOKENS
+    assert history.spans(request, 13) == VersionSpans((2,), (3,))
+    history.loaded(3, 13)
+    assert history.spans(request, 13) == VersionSpans((2,), (3,))  # version 3 samples from the next step on
+    history.loaded(4, 15)
+    assert history.spans(request, 19) == VersionSpans((2, 3, 4), (3, 5, 9))
+
+
+def test_tokens_from_before_a_preemption_keep_their_versions():
+    history = WeightHistory()
+    request = joined_at(0, history)
+    request.keep(history.spans(request, 4))
+    history.loaded(1, 7)
+    request.start_step = 8
+    assert history.spans(request, 10) == VersionSpans((0, 1), (4, 6))
+
+
+def test_the_first_that_were_left_are_dropped_first_and_no_more_than_needed():
+    cache = PrefixCache(100)
+    for rollout_id in (3, 1, 2):
+        cache.keep(rollout_id, 20)
+    cache.make_room(40)
+    assert list(cache.kept) == [3, 1, 2]
+    cache.make_room(41)
+    assert list(cache.kept) == [1, 2]
+    cache.make_room(61)
+    assert list(cache.kept) == [2]
+
+
+def test_a_cache_is_given_away_once_and_left_again_last():
+    cache = PrefixCache(100)
+    cache.keep(1, 20)
+    cache.keep(2, 30)
+    assert (cache.take(1), cache.take(1)) == (20, 0)
+    cache.keep(1, 25)
+    assert list(cache.kept.items()) == [(2, 30), (1, 25)]
+    cache.keep(2, 31)
+    cache.make_room(100 - 56)
+    assert list(cache.kept.items()) == [(1, 25), (2, 31)]
+    cache.clear()
+    assert cache.take(1) == 0

@@ -12,9 +12,8 @@ from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import WeightUpdate
 from sim.cluster import SimulatedCluster
-from sim.costs import DecodeCost, PrefillCost
 from sim.engine import ClosedFormEngine
-from sim.request import EngineSettings, Request
+from sim.interface import DecodeCost, EngineSettings, PrefillCost, Request
 from sim.step_by_step import StepByStepEngine
 
 # ----------------------------------------------------------------- the closed form is what single steps do

@@ -17,9 +17,8 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.scheduler.events import EnvironmentFailed, EnvironmentFault, VersionSpans
 from pipelinerl.util.lognormal import mean_of_cut
 from sim.clock import TICKS_PER_S, Clock
-from sim.environments import Environments
-from sim.episodes import Episode
-from sim.request import Request
+from sim.episodes import Environments, Episode
+from sim.interface import Request
 
 TIMEOUT, ERROR, EXPIRED = EnvironmentFault
 TURNS = {"kind": "lognormal", "mean": 1, "max": 1, "observation_max": 0, "context_max": 1}

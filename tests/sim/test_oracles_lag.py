@@ -10,10 +10,10 @@ import math
 import numpy as np
 import pytest
 from played_run import fixed, play, trains_in, uniform
+from ready_queue import poisson_queue_staleness
 
 from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, StartTraining, TrainingFinished
 from pipelinerl.theory.paper import staleness_applied_compute
-from pipelinerl.theory.ready_queue import poisson_queue_staleness
 
 # -------------------------------------------------------------------------------------- Little's law
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from tiny_comparison import run
 
+from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import RunFailedError
+from sim.clock import Clock
 from sim.run import simulate
 
 
@@ -65,3 +67,12 @@ def test_ctrl_c_ends_a_run_at_the_step_it_was_in_and_is_free_again(tmp_path: Pat
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["optimizer_steps"], summary["complete"]) == (2, False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_rollout_costs_about_one_wake_up_also_while_weights_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request joins ahead of its boundary; without that these rollouts cost 1.55 each."""
+    schedule, num_scheduled = Clock.schedule, []
+    monkeypatch.setattr(Clock, "schedule", lambda *given: (num_scheduled.append(1), schedule(*given)))
+    example = Path(__file__).parents[2] / "examples" / "qwen7b_128_h100.toml"
+    summary = simulate(load_run(example, ["optimizer_steps=10"]))
+    assert len(num_scheduled) / summary.rollouts.finished < 1.2

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_run import environment, fixed, play, trains_in, uniform
 
-from pipelinerl.config.policy import PolicyConfig
+from pipelinerl.config.run import PolicyConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.events import (
     ObservationReady,

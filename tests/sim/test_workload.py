@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import all_lengths, assert_mean, chi_square_p, workload
 
-from pipelinerl.config.workload import LengthConfig
+from pipelinerl.config.run import LengthConfig
 from pipelinerl.errors import ConfigError
 from sim.workload import BLOCKS_KEPT, DRAWS_PER_BLOCK, grown_length, growth_factor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.calibration.hardware_fit import HardwareFit
+from pipelinerl.calibration.solve import HardwareFit
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep

@@ -7,9 +7,8 @@ from simpy.events import NORMAL
 
 from pipelinerl.scheduler.events import VersionSpans
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
-from sim.costs import DecodeCost, PrefillCost
 from sim.engine import ClosedFormEngine
-from sim.request import EngineSettings, Request
+from sim.interface import DecodeCost, EngineSettings, PrefillCost, Request
 from sim.step_by_step import StepByStepEngine
 
 both_engines = pytest.mark.parametrize("make", [ClosedFormEngine, StepByStepEngine])

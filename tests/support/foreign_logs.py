@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 
 from calibrated import NAMED, run_of
 
-from pipelinerl.calibration.logs.fit import simulated_step
-from pipelinerl.calibration.logs.record import LoggedStep
+from pipelinerl.calibration.log import LoggedStep, simulated_step
 from pipelinerl.config.run import RunConfig
 from sim.batch import measured_steps
 from sim.workload import Workload

@@ -16,7 +16,7 @@ pytest.importorskip("tensorboard")
 
 from ledger_check import check_ledger
 
-from backends.checkpoint import read_newest
+from backends.driver.checkpoint import read_newest
 from backends.fake import FakeCodec, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import GroupMembers
 from backends.interface import Parts as DriverParts

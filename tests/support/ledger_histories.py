@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.recording import FanOut
 from pipelinerl.scheduler.events import (
     Event,
     PublishWeights,
@@ -40,13 +41,16 @@ def ended(rollout_id, *pairs, engine=0, reward=0.0):
 def ledger_of(history, *, num_engines=1, colocated=False, longest=10, environments=None):
     """Keep the ledger of (time, event or command, ...) entries."""
     ledger = RunLedger(num_engines=num_engines, colocated=colocated, longest=longest, environments=environments)
+    play_to(FanOut(*filter(None, (ledger, ledger.turns))), history)
+    return ledger
+
+
+def play_to(recorder, history):
+    """Pass (time, event or command, ...) entries to a recorder."""
     for time_s, *entries in history:
         for entry in entries:
-            if isinstance(entry, get_args(Event)):
-                ledger.event(time_s, entry)
-            else:
-                ledger.command(time_s, entry)
-    return ledger
+            record = recorder.event if isinstance(entry, get_args(Event)) else recorder.command
+            record(time_s, entry)
 
 
 def summary_of(history, **settings):

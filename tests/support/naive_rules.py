@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelinerl.records.validation_report import PredictedRow, ValidationReport
-from sim.validation.records import PublishedRun
+from sim.validation.rows import PublishedRun
 
 
 class Beside(NamedTuple):

@@ -20,7 +20,7 @@ class OnRay(FakeBackend):
 
     @contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
-        from backends.ray_cluster import ray_cluster
+        from backends.ray.cluster import ray_cluster
 
         bystander = None
         try:

@@ -21,7 +21,7 @@ def text_of(name: str) -> str:
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "sim" / "data" / "README.md"])
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "sim" / "data" / "README.md"])
 }
 """Every page by its path: those of the root, of docs/, and of the shipped data."""
 
@@ -35,8 +35,9 @@ def section(page: str, heading: str) -> str:
 
 
 def first_cells(page: str, heading: str) -> list[str]:
-    """Return the names in code font in the first cells of the rows of the table under a heading."""
-    return re.findall(r"^\| `([^`]+)` \|", section(page, heading), re.MULTILINE)
+    """Return the names in code font in the first cells of the rows of the table under a heading; several in a cell."""
+    cells = re.findall(r"^\| (`[^`|]+`(?:, `[^`|]+`)*) \|", section(page, heading), re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
 def flat(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,14 @@ class Keeping(RunLedger):
     def event(self, time_s, event):
         self.entries.append((time_s, event))
         super().event(time_s, event)
+        if self.turns is not None:
+            self.turns.event(time_s, event)
 
     def command(self, time_s, command):
         self.entries.append((time_s, command))
         super().command(time_s, command)
+        if self.turns is not None:
+            self.turns.command(time_s, command)
 
 
 class Played(Keeping):

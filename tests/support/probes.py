@@ -21,9 +21,9 @@ MODULE = """
 import json
 from pathlib import Path
 
-import backends.vllm.ray_engine
+import backends.ray.actors
 import probes
-from backends.vllm.ray_engine import RayEngine
+from backends.ray.actors import RayEngine
 from pipelinerl.errors import EngineLostError
 from pipelinerl.rl.sums import Arithmetic as Probed
 
@@ -40,7 +40,7 @@ async def tell(self, when):
 
 async def start_and_tell(self):
     await start(self)
-    backends.vllm.ray_engine.PLACING_S = 5.0  # one that is placed again, or nowhere
+    backends.ray.actors.PLACING_S = 5.0  # one that is placed again, or nowhere
     await tell(self, "first")
 
 

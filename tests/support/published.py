@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow
 from sim.validation.predict import validate
-from sim.validation.records import PublishedRun, Schedule
+from sim.validation.rows import PublishedRun, Schedule
 
 
 def row(name, schedule, **values):

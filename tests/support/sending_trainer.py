@@ -14,20 +14,20 @@ class Trainer:
     """The trainer's end of the broadcast transport; what it sends can differ from what it says."""
 
     async def meet(self, engine: VLLMEngine, model: Any) -> None:
-        from backends.transfer.broadcast import Sender
-        from backends.transfer.layout import described
-        from backends.transfer.lines import Door
+        from backends.transfer.connection import RendezvousServer
+        from backends.transfer.group import Sender
+        from backends.transfer.row import parameters_of
 
-        door = Door.open("127.0.0.1")
-        await engine.join_group(door.meeting, first_worker=1)
-        names, parameters = ["trainer", "engine 2"], described(dict(model.named_parameters()))
-        self.sender = Sender(door, names=names, parameters=parameters, timeout_s=600)
+        server = RendezvousServer.open("127.0.0.1")
+        await engine.join_group(server.rendezvous, first_worker=1)
+        names, parameters = ["trainer", "engine 2"], parameters_of(dict(model.named_parameters()))
+        self.sender = Sender(server, names=names, parameters=parameters, timeout_s=600)
         await asyncio.to_thread(self.sender.meet)
 
     def weights(self, version: int, model: Any) -> Weights:
-        from backends.transfer.layout import described, digest, label
+        from backends.transfer.row import digest, label, parameters_of
 
-        checksum = digest(described(dict(model.named_parameters())), self.sums(model))
+        checksum = digest(parameters_of(dict(model.named_parameters())), self.sums(model))
         return Weights(version, f"broadcast:{label(version, checksum)}", {"all parameters": checksum})
 
     def sums(self, model: Any) -> list[int]:
@@ -39,13 +39,13 @@ class Trainer:
         """Send a model under the checksums of another; return how many machines refuse it."""
         import torch
 
-        from backends.transfer.layout import described, layout, row_bytes, seen_as
+        from backends.transfer.row import layout, parameters_of, row_bytes, view_of
 
         tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        places = layout(described(tensors))
+        places = layout(parameters_of(tensors))
         row = torch.zeros(row_bytes(places), dtype=torch.uint8)
         for place in places:
-            seen_as(row, place).copy_(tensors[place.name])
+            view_of(row, place).copy_(tensors[place.name])
         return await asyncio.to_thread(self.sender.send, row, version=version, sums=self.sums(said_to_be or model))
 
 

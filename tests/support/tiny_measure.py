@@ -7,9 +7,8 @@ import math
 import pytest
 
 from backends.measure import bench
-from backends.measure.bench import Sizes
-from backends.measure.plain_transformer import PlainShape
-from pipelinerl.calibration import step_times
+from backends.measure.bench import PlainShape, Sizes
+from pipelinerl.calibration import table as step_times
 
 SHAPE = PlainShape(layers=2, width=32, heads=4, kv_heads=2, head_size=8, inner=64, vocabulary=50)
 TINY = Sizes(

@@ -15,11 +15,10 @@ from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.plan_report import PlanReport
 from sim import parallel
-from sim.planning.axes import all_choices
-from sim.planning.candidates import Candidate, candidate_of
-from sim.planning.search import plan
-from sim.planning.search_space import SearchSpace
+from sim.planning.answer import plan
+from sim.planning.screen import Candidate, candidate_of
 from sim.planning.simulate import HowToPlan
+from sim.planning.space import SearchSpace, all_choices
 
 FAST_SYNC = {
     "sync_s_per_root_gb": 0.2,

@@ -13,15 +13,16 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from backends.contract.checks import FOLLOWING
+from backends.contract.engine import FOLLOWING
 from backends.contract.trainer import in_turns
-from backends.deepspeed.lr_schedule import learning_rate_factor
-from backends.deepspeed.packing import PackedRow, pack
-from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors
-from backends.deepspeed.rank import TrainerRank
-from backends.deepspeed.rank_settings import RankSettings
 from backends.interface import Sample, Weights
+from backends.trainer.deepspeed.rank import DeepSpeedRank
+from backends.trainer.deepspeed.settings import RankSettings
+from backends.trainer.model import PolicyModel, copy_policy, load_policy, row_tensors
+from backends.trainer.packing import PackedRow, pack
+from backends.trainer.step import learning_rate_factor
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
+from pipelinerl.hardware.transport import FILE
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
 from pipelinerl.rl.segments import all_tokens, loss_mask
@@ -84,22 +85,22 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
         "temperature": TEMPERATURE,
         "train_batch_size": BATCH,
         "optimizer_steps": STEPS,
-        "transport": "file",
+        "transport": FILE,
         "weights_folder": str(model_path / "published"),
         "whole_parameter_elements": 0,
     }
     return RankSettings(**(given | changed))
 
 
-def started(model_path: Path, *, zero_stage: int = 2, **changed: Any) -> TrainerRank:
+def started(model_path: Path, *, zero_stage: int = 2, **changed: Any) -> DeepSpeedRank:
     trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 600})
-    rank = TrainerRank(settings(model_path, **({"trainer": trainer} | changed)))
+    rank = DeepSpeedRank(settings(model_path, **({"trainer": trainer} | changed)))
     rank.start(*rank.free_address())
     return rank
 
 
 def train(
-    rank: TrainerRank, batch: Sequence[Sample], *, completes_step: bool = True, pack_tokens: int = 100
+    rank: DeepSpeedRank, batch: Sequence[Sample], *, completes_step: bool = True, pack_tokens: int = 100
 ) -> tuple[list[Any], dict[str, float]]:
     """Train on one rank; return log-probabilities by sample and the metrics of what was trained."""
     (rows,) = pack(batch, pack_tokens=pack_tokens, num_ranks=1)
@@ -108,7 +109,7 @@ def train(
     return [logprob[index] for index in range(len(batch))], of_training
 
 
-def parameters(rank: TrainerRank) -> dict[str, torch.Tensor]:
+def parameters(rank: DeepSpeedRank) -> dict[str, torch.Tensor]:
     return copy_policy(rank._engine.module, receive=True)
 
 

@@ -49,7 +49,7 @@ class Subject:
         """Disturb the last version's weights, strongly, and write them into a file."""
         import torch
 
-        from backends.transfer.weights_file import write_weights
+        from backends.transfer.file import write_weights
 
         model = copy.deepcopy(self.versions[-1])
         version = len(self.versions)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelinerl.config.workload import LengthConfig, WorkloadConfig
+from pipelinerl.config.run import LengthConfig, WorkloadConfig
 from sim.workload import Workload
 
 SHIPPED = "areal_deepscaler, areal_nemotron, rgym_llama_400, rgym_llama_800, skythought"

@@ -16,9 +16,9 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean, shown
 
 VERSION = "0.32"
-"""What all of this was read in and run with. 0.33 has changed the transfer of weights."""
+"""0.33 has changed the transfer of weights."""
 KEY = "train.engine.vllm"
-"""Table of the run file whose entries are arguments of vLLM."""
+"""Its entries are arguments of vLLM."""
 DECIDED_BY = {
     "model": "train.model.path",
     "tokenizer": "train.model.path",
@@ -30,7 +30,7 @@ DECIDED_BY = {
     "enable_sleep_mode": "scheduler.kind",
     "weight_transfer_config": "train.transport",
 }
-"""Arguments that follow from a key of the run file."""
+"""Keys of the run file that arguments follow from."""
 REFUSED = {
     "logprobs_mode": "importance weights need those of the distribution that is sampled from",
     "quantization": "new weights can be loaded into plain parameters only",
@@ -43,17 +43,13 @@ REFUSED = {
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "worker_extension_cls": "workers have ours",
 }
-"""Arguments that would break what the driver relies on."""
+"""They would break a promise of the driver."""
 MIN_BATCHED_TOKENS = 8192
-"""Tokens of prompts and answers that one decode step may compute, if not more slots (tokens)."""
+"""Of prompts and answers that one decode step may compute, if not more slots."""
 
 
 def check_version() -> None:
-    """Check that the version of vLLM is the one that this file is for; vLLM is found, not loaded.
-
-    Raises:
-        ConfigError: If it is another one.
-    """
+    """Raise ``ConfigError`` if another version of vLLM is installed; it is found, not loaded."""
     text = (_package() / "_version.py").read_text(encoding="utf-8")
     found = re.search(r"^__version__ = .*'(.+)'", text, re.MULTILINE)
     there = found[1] if found else "an unknown version"
@@ -64,13 +60,7 @@ def check_version() -> None:
 def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: Literal["cpu", "gpu"]) -> None:
     """Check the arguments of vLLM that a run file gives, as far as names go; the values are vLLM's to judge.
 
-    Args:
-        arguments: By their names in vLLM.
-        accelerators: Of an engine: ``cluster.tensor_parallel`` (count).
-        device: Of the engine.
-
-    Raises:
-        ConfigError: If a name is unknown (where vLLM is installed), or decided elsewhere.
+    ``accelerators``: of an engine. ``ConfigError`` if a name is unknown (where vLLM is installed) or decided elsewhere.
     """
     known = _argument_names() if find_spec("vllm") is not None else None
     for name, value in arguments.items():
@@ -110,7 +100,7 @@ def _argument_names() -> set[str]:
 
 
 def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine; those of the run file go before ours where nothing depends on them."""
+    """Return the arguments of vLLM's engine; the run file overrides our defaults where nothing depends on them."""
     replicas = settings.arguments.get("data_parallel_size", 1)
     on_cpu = settings.device == "cpu"
     ours = {
@@ -130,6 +120,6 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
         "enable_sleep_mode": settings.colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",
     }
-    if settings.transport == "streamed":
+    if settings.transport.standing_still:
         fixed["worker_extension_cls"] = f"{StreamedWorker.__module__}.{StreamedWorker.__name__}"
     return {**ours, **settings.arguments, **fixed}

@@ -3,25 +3,77 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from backends.busy import busy_s, worked_s
-from backends.cores import has_one_core
+import numpy as np
+
+from backends.busy import busy_s
 from backends.interface import Generated, GenerateRequest
-from backends.vllm.decode_steps import NO_WORK, StepMeter, Worked
-from backends.vllm.process import VLLMSettings, process_tree
+from backends.vllm.decode_steps import StepMeter
+from backends.vllm.process import VLLMSettings
 from backends.vllm.request_times import RequestTimes
-from backends.vllm.spawned import main_of_children
-from backends.vllm.version.answers import as_generated, sampling_parameters
 from backends.vllm.version.arguments import engine_arguments
-from backends.vllm.version.workers import IN_PLACE
+from backends.vllm.version.workers import IN_PLACE, RECEIVER
 from pipelinerl.errors import BackendError, ConfigError, install
-from pipelinerl.scheduler.events import WeightUpdate
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
+
+# What is asked of vLLM for an answer, and the form of its answers.
+
+
+def sampling_parameters(request: GenerateRequest) -> Any:
+    """Return vLLM's parameters of a request.
+
+    With its ``processed_logprobs`` the log-probabilities are those of the distribution sampled from: after temperature,
+    and among the words that ``top_k``, ``top_p`` and ``min_p`` leave.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        max_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        stop=list(request.stop),
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(request.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def as_generated(output: Any) -> Generated:
+    """Turn vLLM's last output into ours; ``BackendError`` if its end, spans or log-probabilities are not right."""
+    (completion,) = output.outputs
+    if completion.finish_reason not in {"stop", "length", "abort"}:
+        raise BackendError(f"generation failed: rollout={output.request_id} ended with {completion.finish_reason}")
+    tokens, flat = list(completion.token_ids), completion.logprobs
+    if tokens and list(flat.token_ids) != tokens:  # of each position the sampled token, and no other
+        raise BackendError(f"generation failed: rollout={output.request_id} has log-probabilities of other tokens")
+    return Generated(
+        tokens_T=np.array(tokens, dtype=np.int64),
+        logprob_T=np.array(flat.logprobs if tokens else (), dtype=np.float32),
+        spans=version_spans(completion.weight_versions or (), len(tokens)),
+        aborted=completion.finish_reason == "abort",
+    )
+
+
+def version_spans(reported: Iterable[Any], num_tokens: int) -> VersionSpans:
+    """Turn vLLM's spans into ours ("default" is version 0); ``BackendError`` if they do not cover all tokens."""
+    ends: dict[int, int] = {}
+    for span in reported:
+        if span.end > span.start:
+            ends[0 if span.version == "default" else int(span.version)] = span.end
+    spans = VersionSpans(tuple(ends), tuple(ends.values()))
+    if spans.num_tokens != num_tokens:
+        raise BackendError(f"version spans end at token {spans.num_tokens}, but {num_tokens} tokens were generated")
+    return spans
+
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -33,20 +85,12 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """The same on CPU, where every start would compile two lines of the sampler (4 s)."""
 STREAMED_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": f"{2**20}"}
-"""The same where weights are streamed: glibc gives blocks of this size back when they are freed (bytes).
+"""Where weights are streamed: glibc gives blocks of this size (bytes) back when they are freed.
 
-Else it keeps those of the weights before when others come in their place, a third of the model on a CPU.
+Else it keeps the last weights' blocks when the next come, a third of the model on a CPU.
 """
 SHUTDOWN_S = 1.0
-"""Time that vLLM's processes have to end before it kills them: workers heed nothing else (seconds)."""
-
-
-def worked(pids: Sequence[int]) -> Worked:
-    """Return what processes and this one have worked; nothing, where there are none or one has ended."""
-    try:
-        return Worked(sum(map(worked_s, pids)), time.process_time()) if pids else NO_WORK
-    except OSError:
-        return NO_WORK
+"""Then vLLM kills its processes: workers heed nothing else."""
 
 
 class EngineDiedError(Exception):
@@ -54,11 +98,7 @@ class EngineDiedError(Exception):
 
 
 def start_client(settings: VLLMSettings) -> Client:
-    """Start vLLM's processes; blocks until the model is loaded.
-
-    Raises:
-        ConfigError: If vLLM is not installed.
-    """
+    """Start vLLM's processes; blocks until the model is loaded. ``ConfigError`` if vLLM is not installed."""
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "pipelinerl" not in plugins.split(","):
         os.environ["VLLM_PLUGINS"] = f"{plugins},pipelinerl"
@@ -70,30 +110,24 @@ def start_client(settings: VLLMSettings) -> Client:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
     level = {} if settings.log_file is None else {"VLLM_LOGGING_LEVEL": "INFO"}
     on_device = CPU_ENVIRONMENT if settings.device == "cpu" else {}
-    on_transport = STREAMED_ENVIRONMENT if settings.transport == "streamed" else {}
+    on_transport = STREAMED_ENVIRONMENT if settings.transport.standing_still else {}
     for name, value in (ENVIRONMENT | on_device | on_transport | level).items():
         os.environ.setdefault(name, value)
-    with main_of_children():
-        try:
-            from vllm.config.weight_transfer import WeightTransferConfig
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed: {install(f'train-{settings.device}')}") from error
-        transfer = WeightTransferConfig(backend=f"pipelinerl_{settings.transport}")
-        arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
-        loggers = [no_logger()] if settings.request_times else None
-        before = set(multiprocessing.active_children())
-        llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
-    one_core = settings.device == "cpu" and has_one_core()
-    return Client(llm, [process.pid for process in process_tree(before)] if one_core else [])
+    try:
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: {install(f'train-{settings.device}')}") from error
+    transfer = WeightTransferConfig(backend=RECEIVER)
+    arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
+    loggers = [no_logger()] if settings.request_times else None
+    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+    return Client(llm)
 
 
 def no_logger() -> Any:
-    """Return a logger of statistics that logs nothing: vLLM keeps the times of requests if something logs.
-
-    Its Prometheus logger would log besides, whatever it is told, but for one that takes its place.
-    """
+    """Return a silent logger for Prometheus', which cannot be disabled: vLLM keeps request times if one logs."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class NoLogger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is Any to mypy
@@ -109,29 +143,22 @@ def no_logger() -> Any:
 
 
 class Client:
-    """The calls of vLLM's engine that we use. None of them is timed here, and none returns once the engine is dead.
+    """Our calls of vLLM's running ``AsyncLLM``. None is timed here, and none returns once the engine is dead."""
 
-    Args:
-        llm: vLLM's ``AsyncLLM``; its processes run.
-        pids: Its processes, where they have one core together with this one.
-    """
-
-    def __init__(self, llm: Any, pids: Sequence[int] = ()) -> None:
+    def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._times = RequestTimes()
         self._steps = StepMeter()
         self._updating = False  # vLLM expects the rest of an update
         self.outputs_s = 0.0
-        """Time that this process has been busy with the outputs of decode steps (seconds)."""
         self.last_output_s = time.monotonic()
-        """When the last decode step's output came (seconds)."""
         process = llm.output_processor.process_outputs
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             begin_s, self.last_output_s = busy_s(), time.monotonic()
             outputs, end_s, *_ = arguments
             num_ended = sum(one.finish_reason is not None for one in outputs)
-            self._steps.output(end_s, len(outputs), num_ended, worked(pids))
+            self._steps.output(end_s, len(outputs), num_ended)
             processed = process(*arguments, **keywords)
             self.outputs_s += busy_s() - begin_s
             return processed
@@ -150,17 +177,7 @@ class Client:
         self.llm.output_processor.propagate_error(EngineDeadError())
 
     async def generate(self, request: GenerateRequest, *, salt: str) -> Generated:
-        """Generate one answer.
-
-        Args:
-            request: What to generate.
-            salt: Keys and values of a prompt are shared among requests of one salt.
-
-        Raises:
-            EngineDiedError: If a process of vLLM has ended.
-            BackendError: If the answer is not what it should be.
-            Exception: Whatever vLLM raises where it refuses the request.
-        """
+        """Generate; one ``salt`` shares the cache. Raises ``EngineDiedError``, ``BackendError``, vLLM's refusal."""
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -189,11 +206,7 @@ class Client:
         await self.llm.abort(str(rollout_id))
 
     async def pause(self, weight_update: WeightUpdate) -> None:
-        """Stop between two decode steps.
-
-        Raises:
-            BackendError: If vLLM goes on.
-        """
+        """Stop between two decode steps; ``BackendError`` if vLLM goes on."""
         mode: Literal["abort", "keep"] = "abort" if weight_update is WeightUpdate.ABORT else "keep"
         await self.llm.pause_generation(mode=mode, clear_cache=weight_update is WeightUpdate.RECOMPUTE)
         if not await self.llm.is_paused():
@@ -207,7 +220,7 @@ class Client:
         self._times.go_on()
 
     async def join_group(self, info: Mapping[str, Any]) -> None:
-        """Have every worker join the group that weights are sent through; see ``broadcast_receiver.JoinInfo``."""
+        """Have every worker join the group that weights are sent through; see ``receiver.JoinInfo``."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
@@ -227,11 +240,7 @@ class Client:
         return [fault for fault in await self.llm.collective_rpc("transfer_fault") if fault]
 
     async def load(self, version: int) -> None:
-        """Have every worker load what it has taken in, and label what is sampled from now on.
-
-        Raises:
-            BackendError: If the engine reports another label then.
-        """
+        """Have workers load their weights, and label tokens from now on; ``BackendError`` if the label is another."""
         await self.llm.finish_weight_update(str(version))
         self._updating = False
         if (label := await self.llm.get_weight_version()) != str(version):
@@ -246,5 +255,5 @@ class Client:
         await self.llm.wake_up()
 
     def shutdown(self) -> None:
-        """Tell vLLM's processes to end."""
+        """Terminate vLLM's processes."""
         self.llm.shutdown(timeout=SHUTDOWN_S)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
-"""Variable that asks vLLM's processes for ``keep_parameters_in_place``."""
+"""Variable of vLLM's processes for ``keep_parameters_in_place``."""
+
+
+RECEIVER = "pipelinerl"
+"""In vLLM, of the worker's end of all transports."""
 
 
 class StreamedWorker:
@@ -20,19 +24,18 @@ class StreamedWorker:
 
 
 def transfer_bases() -> Any:
-    """Return the module of the classes that the worker's end of a transport is made of."""
+    """Return vLLM's module of base classes for weight transfer on workers."""
     from vllm.distributed.weight_transfer import base
 
     return base
 
 
-def register_transports(engines: Mapping[str, tuple[str, str]]) -> None:
-    """Make transports known to this process's vLLM, by name: module and class; a second call does nothing."""
+def register_receiver(module: str, name: str) -> None:
+    """Register the class of the worker's end with this process's vLLM; a second call does nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    for name, (module, cls) in engines.items():
-        if name not in Factory._registry:
-            Factory.register_engine(name, module, cls)
+    if RECEIVER not in Factory._registry:
+        Factory.register_engine(RECEIVER, module, name)
 
 
 def load_weights(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> None:

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.check.expected import Expected
-from backends.check.machine_rows import longest_pack, machine_rows, pack_rows
-from backends.deepspeed.packing import pack
-from backends.facts import PlaceFacts, RankFacts, SelfTest
-from backends.interface import TrainResult
+from backends.check.machine_rows import Expected, longest_pack, machine_rows, pack_rows
+from backends.interface import PlaceFacts, RankFacts, SelfTest, TrainResult
+from backends.trainer.packing import pack
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.hardware.catalogue import find_gpu, find_model

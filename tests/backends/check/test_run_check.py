@@ -22,11 +22,9 @@ from in_memory import Letters, Shared, config_of, interrupt, turns_of
 from refusals import message
 
 from backends.check.run_check import MARKER, check
-from backends.facts import PlaceFacts, RankFacts, SelfTest
 from backends.fake import FakeBackend
-from backends.interface import Parts, Sample, TrainResult, UpdateTimes, Weights
+from backends.interface import Parts, PlaceFacts, RankFacts, Sample, SelfTest, TrainResult, UpdateTimes, Weights
 from pipelinerl.calibration.measured import merged, of_its_arm
-from pipelinerl.cli.render_check import print_check
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunInterruptedError
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
@@ -47,7 +45,7 @@ class Machines(FakeBackend):
     @contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
         async def self_test(num_bytes: int, marker: str | None) -> SelfTest:
-            from backends.place_facts import versions
+            from backends.ray.placement import versions
 
             sees = None if marker is None else Path(marker).is_file()
             place = PlaceFacts("here", versions(), (), 100.0, 50.0, 50.0, sees)
@@ -171,17 +169,6 @@ def test_a_folder_that_holds_a_check_is_refused_and_ctrl_c_is_one_line(out: Path
     out.mkdir()
     (out / "hardware.toml").touch()
     assert "--out must be a folder without a hardware.toml" in message(check, config_of(), out=out, backend=Machines())
-
-
-def test_the_table_says_each_finding_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        CheckRow(what="one", measured="1 [GB]"),
-        CheckRow(what="  two", measured="2", expected="3", finding=Finding.SLOW, advice="wait"),
-    ]
-    print_check(CheckReport(rows=rows), "run.toml")
-    text = capsys.readouterr().out
-    assert "1 [GB]" in text
-    assert text.rstrip().endswith("slow, two: wait")
 
 
 HIDE = """

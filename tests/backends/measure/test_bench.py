@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.calibration.calibrate import calibrate_table
-from pipelinerl.calibration.step_times import COLUMNS
+from pipelinerl.calibration.table import COLUMNS
 from pipelinerl.cli import app as cli
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.utilisation import read_utilisation
@@ -21,8 +21,7 @@ torch = pytest.importorskip("torch")
 from tiny_measure import SHAPE, TINY, measure_little  # noqa: E402 - needs torch
 
 from backends.measure import bench as measuring  # noqa: E402
-from backends.measure.bench import Bench, Sizes, measure  # noqa: E402
-from backends.measure.plain_transformer import PlainModel, PlainShape, parameter_count  # noqa: E402
+from backends.measure.bench import Bench, PlainModel, PlainShape, Sizes, measure, parameter_count  # noqa: E402  # noqa: E402
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def plain(shape: PlainShape = SHAPE) -> Any:
 @pytest.mark.usefixtures("tiny_shape")
 def test_all_tables_are_written_and_calibrate_reads_them(tmp_path: Path) -> None:
     said: list[str] = []
-    done = measure(tmp_path / "out", device="cpu", sizes=TINY, say=said.append)
+    done = measure(tmp_path / "out", device="cpu", sizes=TINY, on_progress=said.append)
     assert done["rows"] == {"matmul": 3, "decode": 4, "prefill": 3, "train": 3}
     assert done["complete"]
     assert len(said) == 13
@@ -87,7 +86,7 @@ def test_what_is_measured_before_an_interrupt_is_kept(tmp_path: Path) -> None:
         if text.startswith("decode"):
             raise KeyboardInterrupt
 
-    done = measure(tmp_path, device="cpu", sizes=TINY, say=stop)
+    done = measure(tmp_path, device="cpu", sizes=TINY, on_progress=stop)
     assert not done["complete"]
     assert done["rows"] == {"matmul": 3, "decode": 1}
     assert len((tmp_path / "step_times.csv").read_text().splitlines()) == 1 + 4

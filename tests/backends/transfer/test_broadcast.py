@@ -1,13 +1,10 @@
-"""Weights from a sender to receivers' rows: between threads and processes, without vLLM and DeepSpeed."""
+"""The thread that receives while its process does something else."""
 
 from __future__ import annotations
 
-import multiprocessing
-import re
-import socket
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,382 +12,171 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import backends.transfer.broadcast  # noqa: E402
-import backends.transfer.lines  # noqa: E402
-import backends.transfer.receiver  # noqa: E402
-from backends.transfer.broadcast import Sender  # noqa: E402
+import backends.transfer.group  # noqa: E402
+from backends.transfer.broadcast import NICER, Staging  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
-from backends.transfer.layout import (  # noqa: E402
-    described,
+from backends.transfer.connection import RendezvousServer  # noqa: E402
+from backends.transfer.group import Sender  # noqa: E402
+from backends.transfer.row import (  # noqa: E402
     digest,
     label,
     layout,
+    parameters_of,
     row_bytes,
-    seen_as,
+    view_of,
 )
-from backends.transfer.lines import Door, Line, come_in, fill  # noqa: E402
-from backends.transfer.receiver import Membership, Receiver  # noqa: E402
+from backends.transfer.transport import Membership  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
-CPU = torch.device("cpu")
-Tensors = dict[str, "torch.Tensor"]
-Meet = Callable[..., "Meeting"]
+PARAMETERS = [("a", "float32", (40, 3)), ("b", "bfloat16", (7,))]
+SHAPES = {name: shape for name, _, shape in PARAMETERS}
 
 
-def weights() -> Tensors:
-    torch.manual_seed(0)
-    return {
-        "b.weight": torch.randn(30, 7),
-        "a.weight": torch.randn(64, 3).bfloat16().t(),
-        "empty": torch.empty(0, 4),
-        "c.bias": torch.randn(5),
-    }
+class Trainer:
+    """Sends rows of one number."""
+
+    def __init__(self) -> None:
+        self.server = RendezvousServer.open("127.0.0.1")
+        self.sender: Sender | None = None
+
+    def join(self, num_workers: int = 1) -> None:
+        names = ["trainer", *(f"engine {number}" for number in range(num_workers))]
+        self.sender = Sender(self.server, names=names, parameters=PARAMETERS, timeout_s=600)
+        self.sender.meet()
+
+    def send(self, version: int, *, sums: list[int] | None = None) -> tuple[int, str]:
+        places = layout(PARAMETERS)
+        row = torch.zeros(row_bytes(places), dtype=torch.uint8)
+        for place in places:
+            view_of(row, place).fill_(version)
+        right = [checksum64(view_of(row, place)) for place in places]
+        assert self.sender is not None
+        num_refusing = self.sender.send(row, version=version, sums=sums or right)
+        return num_refusing, label(version, digest(PARAMETERS, right))
 
 
-def row_of(tensors: Tensors) -> Any:
-    places = layout(described(tensors))
-    row = torch.zeros(row_bytes(places), dtype=torch.uint8)
-    for place in places:
-        seen_as(row, place).copy_(tensors[place.name])
-    return row
-
-
-def sums_of(tensors: Tensors) -> list[int]:
-    return [checksum64(tensors[name]) for name in sorted(tensors)]
-
-
-def label_of(tensors: Tensors, version: int) -> str:
-    return label(version, digest(described(tensors), sums_of(tensors)))
-
-
-def names(num_workers: int) -> list[str]:
-    return ["trainer", *(f"engine {number}" for number in range(num_workers))]
-
-
-class Meeting:
-    """A door, and what joins there."""
-
-    def __init__(self, num_workers: int, *, timeout_s: float = 60.0, tensors: Tensors | None = None) -> None:
-        self.num_workers, self.timeout_s = num_workers, timeout_s
-        self.tensors = weights() if tensors is None else tensors
-        self.door = Door.open("127.0.0.1")
-        self.at = self.door.meeting
-        self.made: list[Any] = [self.door]
-
-    def sender(self) -> Sender:
-        sender = Sender(
-            self.door, names=names(self.num_workers), parameters=described(self.tensors), timeout_s=self.timeout_s
-        )
-        self.made.append(sender)
-        sender.meet()
-        return sender
-
-    def receiver(self, worker: int, place: str = "", *, reuse: Any = None, **changed: Any) -> Receiver:
-        arguments = {"shapes": {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, "device": CPU}
-        arguments |= {"meeting": self.at, "worker": worker, "timeout_s": self.timeout_s}
-        member = Membership(**{**arguments, **changed})
-        receiver = Receiver(member, place=place or f"machine {worker}", reuse=reuse)
-        self.made.append(receiver)
-        return receiver
-
-    def end(self) -> None:
-        for one in self.made:
-            one.leave() if isinstance(one, Sender) else one.close()
-
-
-def take(receiver: Receiver) -> tuple[bool, str]:
-    """Receive once; return whether it was right, and what the row is labelled with."""
-    return receiver.receive(receiver.next_transfer()), receiver.row.label
+def staging(trainer: Trainer, before: Staging | None = None, **changed: Any) -> Staging:
+    arguments = {"worker": 1, "shapes": SHAPES, "device": torch.device("cpu"), "timeout_s": 60.0}
+    return Staging(Membership(rendezvous=trainer.server.rendezvous, **{**arguments, **changed}), before=before)
 
 
 @pytest.fixture
-def meet() -> Iterator[Callable[..., Meeting]]:
-    meetings: list[Meeting] = []
-
-    def meet(num_workers: int, **changed: Any) -> Meeting:
-        meetings.append(Meeting(num_workers, **changed))
-        return meetings[-1]
-
-    yield meet
-    for meeting in meetings:
-        meeting.end()
+def trainer() -> Iterator[Trainer]:
+    trainer = Trainer()
+    yield trainer
+    trainer.server.close()
+    if trainer.sender is not None:
+        trainer.sender.leave()
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
+def values(tensors: dict[str, Any]) -> set[float]:
+    assert parameters_of(tensors) == tuple(PARAMETERS)
+    return {float(value) for tensor in tensors.values() for value in tensor.reshape(-1)}
 
 
-def held_by(receiver: Receiver) -> Tensors:
-    return {place.name: seen_as(receiver.row.row, place) for place in layout(receiver.parameters)}
+def test_weights_arrive_without_being_asked_for_and_only_what_is_there_is_given(trainer: Trainer) -> None:
+    one = staging(trainer)
+    with pytest.raises(BackendError, match="no weights are staged: it has not been joined yet"):
+        one.staged("7 x")
+    trainer.join()
+    for version in (7, 8):
+        num_refusing, name = trainer.send(version)
+        assert num_refusing == 0
+        assert values(one.staged(name)) == {version}
+        with pytest.raises(BackendError, match=r"^weights 9 x are not staged: "):
+            one.staged("9 x")
+    refused = trainer.send(9, sums=[1, 2])
+    assert refused[0] == 1
+    for wrong in (refused[1], name):  # neither the new ones nor the old ones, which are overwritten
+        with pytest.raises(BackendError, match="are not staged: nothing that is complete and right is"):
+            one.staged(wrong)
+    one.abandon()
 
 
-def test_all_machines_get_the_weights_and_one_wrong_bit_is_refused_by_all(
-    meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+def test_a_new_group_takes_the_row_of_the_one_before_and_what_was_staged_stays_until_then(trainer: Trainer) -> None:
+    first = staging(trainer)
+    trainer.join()
+    _, name = trainer.send(7)
+    assert trainer.sender is not None
+    trainer.sender.leave()
+    first._thread.join(60)
+    assert not first._thread.is_alive()
+    assert values(first.staged(name)) == {7}  # the sender has gone, the weights have not
+    memory = first.staged(name)["a"].data_ptr()
+    trainer.server = RendezvousServer.open("127.0.0.1")
+    second = staging(trainer, first)
+    trainer.join()
+    _, name = trainer.send(8)
+    assert values(second.staged(name)) == {8}
+    assert second.staged(name)["a"].data_ptr() == memory
+    with pytest.raises(BackendError, match="no weights are staged"):
+        first.staged(name)
+    second.abandon()
+    second._thread.join(60)
+    assert not second._thread.is_alive()
+
+
+def test_a_thread_that_is_joining_a_dead_group_is_waited_for_before_the_next_makes_a_row(trainer: Trainer) -> None:
+    stuck = staging(trainer)  # nobody joins there
+    other = Trainer()
+    waiting = staging(other, stuck, timeout_s=0.5)
+    waiting._thread.join(60)
+    with pytest.raises(BackendError, match=r"the group before is still being waited for, after 0.5 s"):
+        waiting.staged("1 x")
+    trainer.join()
+    stuck._thread.join(60)
+    assert not stuck._thread.is_alive()  # it was abandoned
+    other.server.close()
+
+
+def test_another_models_parameters_are_named_to_the_sender_and_to_whoever_loads(trainer: Trainer) -> None:
+    one = staging(trainer, shapes={**SHAPES, "c": (1,)})
+    with pytest.raises(BackendError, match="weights to be sent lack 1 of 3 parameters: c"):
+        trainer.join()
+    one._thread.join(60)
+    with pytest.raises(BackendError, match=r"no weights are staged: .*lack 1 of 3 parameters: c"):
+        one.staged("1 x")
+
+
+def test_the_thread_and_what_it_starts_are_nicer_than_the_rest_of_the_process(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for end in (backends.transfer.broadcast, backends.transfer.receiver):
-        monkeypatch.setattr(end, "BUCKET_BYTES", 100)
-    meeting = meet(3)
-    sent, row = meeting.tensors, row_of(meeting.tensors)
-    wrong = row.clone()
-    wrong[500] ^= 1
+    before, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    checksum = backends.transfer.group.checksum64
 
-    def receive(worker: int) -> Any:
-        receiver = meeting.receiver(worker)
-        return receiver, [take(receiver) for _ in range(3)]
+    def noted(tensor: Any) -> int:
+        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+        return checksum(tensor)
 
-    receiving = [threads.submit(receive, worker) for worker in (1, 2, 3)]
-    sender = meeting.sender()
-    sums = sums_of(sent)
-    assert [sender.send(one, version=7 + n, sums=sums) for n, one in enumerate((row, wrong, row))] == [0, 3, 0]
-    for receiver, rounds in (one.result() for one in receiving):
-        assert rounds == [(True, label_of(sent, 7)), (False, ""), (True, label_of(sent, 9))]
-        assert described(held_by(receiver)) == described(sent)
-        assert all(torch.equal(tensor, sent[name]) for name, tensor in held_by(receiver).items())
-        receiver.close()
-    sender.leave("enough")
-    sender.leave()
-    assert sender.left
-    with pytest.raises(BackendError, match=r"^the group has been left: enough$"):
-        sender.send(row, version=1, sums=sums)
+    monkeypatch.setattr(backends.transfer.group, "checksum64", noted)
+    one = staging(trainer)
+    trainer.join()
+    assert trainer.send(1)[0] == 0
+    one.abandon()
+    assert set(seen) == {min(19, before + NICER)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_one_worker_of_a_machine_receives_and_all_of_it_see_the_row(meet: Meet, threads: ThreadPoolExecutor) -> None:
-    meeting = meet(4)
-    places = {1: "one", 2: "other", 3: "one", 4: "other"}
-    joining = {worker: threads.submit(meeting.receiver, worker, place) for worker, place in places.items()}
-    sender = meeting.sender()
-    receivers = {worker: one.result() for worker, one in joining.items()}
-    assert [worker for worker, one in receivers.items() if one.leads] == [1, 2]
-    receiving = [threads.submit(take, receivers[worker]) for worker in (1, 2)]
-    assert sender.send(row_of(meeting.tensors), version=3, sums=sums_of(meeting.tensors)) == 0
-    assert [one.result()[0] for one in receiving] == [True, True]
-    for receiver in receivers.values():
-        assert receiver.row.label == label_of(meeting.tensors, 3)
-        assert all(torch.equal(tensor, meeting.tensors[name]) for name, tensor in held_by(receiver).items())
-    receivers[1].row.row[0] ^= 1  # the same memory, seen twice
-    assert torch.equal(receivers[3].row.row, receivers[1].row.row)
-    assert not torch.equal(receivers[2].row.row, receivers[1].row.row)
-
-
-def test_a_row_is_used_again_if_it_fits(meet: Meet, threads: ThreadPoolExecutor) -> None:
-    rows: list[Any] = []
-    for tensors in (weights(), weights(), {"other": torch.ones(3)}):
-        meeting = meet(1, tensors=tensors)
-        joining = threads.submit(meeting.receiver, 1, reuse=rows[-1] if rows else None)
-        sender = meeting.sender()
-        rows.append(joining.result().row)
-        assert rows[-1].label == ""
-        rows[-1].label = "old"
-        sender.leave()
-    assert rows[0] is rows[1] is not rows[2]
-
-
-def test_a_model_of_empty_parameters_crosses(meet: Meet, threads: ThreadPoolExecutor) -> None:
-    meeting = meet(1, tensors={"a": torch.empty(0), "b": torch.empty(2, 0)})
-    receiving = threads.submit(lambda: take(meeting.receiver(1)))
-    assert meeting.sender().send(row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors)) == 0
-    assert receiving.result()[0]
-
-
-SHAPES = {name: tuple(one.shape) for name, one in weights().items()}
-
-
-@pytest.mark.parametrize(
-    ("shapes", "text"),
-    [
-        ({name: shape for name, shape in SHAPES.items() if name != "c.bias"}, "have unknown 1 of 3 parameters: c.bias"),
-        ({**SHAPES, "empty": (4, 0)}, "have a wrong shape in 1 of 4 parameters: empty"),
-        ({**SHAPES, "d": (1,)}, "lack 1 of 5 parameters: d"),
-    ],
-)
-def test_parameters_of_another_model_are_refused_when_a_group_is_made(
-    meet: Meet, threads: ThreadPoolExecutor, shapes: Any, text: str
+def test_the_thread_runs_on_the_cores_that_its_process_does_not_use(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting = meet(2)
-    joining = [threads.submit(meeting.receiver, 1), threads.submit(meeting.receiver, 2, shapes=shapes)]
-    with pytest.raises(BackendError, match=f"phase=join at trainer .*weights to be sent {text}"):
-        meeting.sender()
-    assert text in str(joining[1].exception(timeout=600))
-    with pytest.raises(BackendError, match="phase=join at ") as other:
-        joining[0].result(timeout=600)
-    assert "timed out" not in str(other.value)  # it does not wait for that
+    """Which they are is asked for where it is made, and set in the thread alone."""
+    calls: list[tuple[str, Any]] = []
+    here = threading.get_ident()
 
+    def asked(process: int) -> set[int]:
+        calls.append(("asked" if threading.get_ident() == here else "asked in the thread", process))
+        return {0, 2}
 
-def test_a_receiver_that_waits_ends_at_once_when_it_is_closed_or_the_sender_goes(
-    meet: Meet, threads: ThreadPoolExecutor
-) -> None:
-    meeting = meet(2)
-    joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2)]
-    sender = meeting.sender()
-    receivers = [one.result() for one in joining]
-    waiting = [threads.submit(one.next_transfer) for one in receivers]
-    time.sleep(0.1)
-    assert not any(one.done() for one in waiting)
-    receivers[0].close()
-    assert isinstance(waiting[0].exception(timeout=600), ConnectionError)
-    assert not waiting[1].done()
-    sender.leave()
-    assert isinstance(waiting[1].exception(timeout=600), ConnectionError)
+    def bind(process: int, cores: set[int]) -> None:
+        calls.append(("bound" if threading.get_ident() == here else "bound in the thread", cores))
+        raise OSError("there are no others")
 
-
-def test_a_transfer_to_a_silent_machine_is_ended_by_whoever_knows_that_it_is_lost(
-    meet: Meet, threads: ThreadPoolExecutor
-) -> None:
-    """Its line stays open, as that of a machine without power; nothing is waited for until its time-out."""
-    meeting = meet(3, timeout_s=1000.0)
-    joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2, 3)]
-    sender = meeting.sender()
-    silent, *others = (one.result() for one in joining)
-    receiving = [threads.submit(take, one) for one in others]
-    sending = threads.submit(sender.send, row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors))
-    silent.next_transfer()
-    assert not any(one.done() for one in (sending, *receiving))
-    sender.leave("engine 0 is lost")
-    pattern = r"^transfer failed: phase=send at trainer after \d+\.\d s; engine 0 is lost$"
-    assert re.match(pattern, str(sending.exception(timeout=600)))
-    assert all(isinstance(one.exception(timeout=600), OSError) for one in receiving)
-    assert [one.row.label for one in others] == ["", ""]  # what has arrived in part is nothing
-
-
-def test_a_meeting_is_ended_by_whoever_knows_that_a_member_is_lost(meet: Meet, threads: ThreadPoolExecutor) -> None:
-    meeting = meet(2, timeout_s=1000.0)
-    joining = threads.submit(meeting.receiver, 1)
-    meets = threads.submit(meeting.sender)
-    while not (senders := [one for one in meeting.made if isinstance(one, Sender)]):
-        time.sleep(0.01)
-    senders[0].leave("engine 1 is lost")
-    pattern = r"^transfer failed: phase=join at trainer after \d+\.\d s; engine 1 is lost$"
-    assert re.match(pattern, str(meets.exception(timeout=600)))
-    assert isinstance(joining.exception(timeout=600), BackendError)
-
-
-def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: ThreadPoolExecutor) -> None:
-    meeting = meet(1)
-    address, port, _ = meeting.at.split(":")
-    strangers = [
-        come_in(f"{address}:{port}:guess", timeout_s=600, worker=1, place="", meeting=""),
-        come_in(f"{address}:{port}:", timeout_s=600),
-    ]
-    noise = socket.create_connection((address, int(port)))
-    noise.sendall(b"\xff" * 100)
-    joining = threads.submit(meeting.receiver, 1)
-    sender = meeting.sender()
-    assert joining.result().leads
-    for stranger in strangers:
-        with pytest.raises(OSError, match=r"gone|reset"):
-            stranger.hear()
-        stranger.close()
-    noise.close()
-    sender.leave()
-    with pytest.raises(OSError, match="refused"):  # the door is closed when all are there
-        come_in(f"{address}:{port}:", timeout_s=5)
-
-
-def test_a_connection_that_breaks_at_the_first_word_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[Line] = []
-
-    def tell(line: Line, **_: Any) -> None:
-        lines.append(line)
-        raise BrokenPipeError
-
-    monkeypatch.setattr(Line, "tell", tell)
-    door = Door.open("127.0.0.1")
-    with pytest.raises(BrokenPipeError):
-        come_in(door.meeting, timeout_s=600)
-    door.close()
-    assert lines[0].connection.fileno() == -1
-
-
-def test_who_says_nothing_yet_holds_nobody_up_and_is_let_in_when_it_speaks(
-    meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
-) -> None:
-    """On a busy machine a thread that connects may wait long for a processor before it says a word."""
-    monkeypatch.setattr(backends.transfer.lines, "HELLO_TIMEOUT_S", 0.01)
-    meeting = meet(2)
-    address, port, password = meeting.at.split(":")
-    slow = Line(socket.create_connection((address, int(port))), 600)
-    joining, meets = threads.submit(meeting.receiver, 2), threads.submit(meeting.sender)
-    while not any(isinstance(one, Sender) and 2 in one._lines for one in meeting.made):
-        time.sleep(0.01)
-    slow.tell(password=password, worker=1, place="machine 1", meeting=f"{address}:{port}:{password}")
-    assert slow.hear()["leads"]
-    slow.close()
-    assert isinstance(meets.exception(timeout=600), BackendError)
-    assert isinstance(joining.exception(timeout=600), BackendError)
-
-
-def test_the_member_that_does_not_join_is_named(meet: Meet) -> None:
-    with pytest.raises(BackendError, match=r"phase=join at trainer after \S+ s; engine 0 did not come; "):
-        meet(1, timeout_s=0.5).sender()
-
-
-def test_a_meeting_that_is_not_there_is_named() -> None:
-    with pytest.raises(BackendError, match=r"^transfer failed: phase=join at 127.0.0.1:1 after .*refused"):
-        Receiver(Membership(meeting="127.0.0.1:1:secret", worker=1, shapes={}, device=CPU, timeout_s=0.5), place="")
-
-
-def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
-    meet: Meet, threads: ThreadPoolExecutor
-) -> None:
-    meeting = meet(3)
-    joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2, 3)]
-    sender = meeting.sender()
-    first, silent, gone = (one.result() for one in joining)
-    sender._lines[2]._timeout_s = 1.0
-    receiving = threads.submit(take, first)
-    gone.close()
-    pattern = r"^transfer failed: phase=send at trainer after \S+ s; engine 1: timed out; engine 2 has gone; "
-    with pytest.raises(BackendError, match=pattern) as failure:
-        sender.send(row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors))
-    assert receiving.result()[0]  # it has all that it needs
-    with pytest.raises(BackendError, match="the group has been left: transfer failed: phase=send") as again:
-        sender.send(row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors))
-    assert str(failure.value) in str(again.value)
-    silent.close()
-
-
-def _process(meeting_at: str, results: Any) -> None:
-    """Receive once, then die in the middle of the next transfer."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights().items()}
-    receiver = Receiver(Membership(meeting=meeting_at, worker=1, shapes=shapes, device=CPU, timeout_s=600), place="1")
-    results.put(take(receiver))
-    receiver.next_transfer()
-    fill(receiver._before.connection, memoryview(bytearray(1000)))
-    multiprocessing.current_process().kill()
-
-
-@pytest.mark.slow
-def test_a_death_in_the_chain_is_noticed_at_once_by_all_and_a_new_group_can_be_made(
-    meet: Meet,
-    threads: ThreadPoolExecutor,
-) -> None:
-    meeting = meet(2, timeout_s=600.0)  # the process imports torch first
-    row, sums = row_of(meeting.tensors), sums_of(meeting.tensors)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_process, args=(meeting.at, results))
-    process.start()
-    joining = threads.submit(meeting.receiver, 2)
-    try:
-        sender = meeting.sender()
-        survivor = joining.result()
-        receiving = threads.submit(take, survivor)
-        assert sender.send(row, version=1, sums=sums) == 0
-        assert receiving.result() == (True, label_of(meeting.tensors, 1))
-        assert results.get(timeout=600) == (True, label_of(meeting.tensors, 1))
-        receiving = threads.submit(take, survivor)
-        with pytest.raises(BackendError, match=r"phase=send at trainer after \S+ s; engine 0 has gone; engine 1: "):
-            sender.send(row, version=2, sums=sums)
-        assert isinstance(receiving.exception(timeout=600), ConnectionError)  # not a time-out
-        assert survivor.row.label == ""  # what has arrived in part is nothing
-        again = meet(1)
-        joining = threads.submit(again.receiver, 1, reuse=survivor.row)
-        sender = again.sender()
-        receiving = threads.submit(take, joining.result())
-        assert sender.send(row, version=2, sums=sums) == 0
-        assert receiving.result() == (True, label_of(meeting.tensors, 2))
-    finally:
-        process.kill()
-        process.join(timeout=600)
-        results.close()
+    monkeypatch.setattr(backends.transfer.broadcast.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", asked)
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    one = staging(trainer)
+    trainer.join()
+    assert calls[:2] == [("asked", 0), ("bound in the thread", {1, 3})]
+    assert trainer.send(1)[0] == 0
+    one.abandon()

@@ -32,18 +32,19 @@ from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_trainer import samples, settings  # noqa: E402
 
-from backends.deepspeed.trainer import DeepSpeedTrainer  # noqa: E402
+from backends.driver.weight_sync import WeightSyncGroup  # noqa: E402
 from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
-from backends.ray_cluster import SUBREAPER  # noqa: E402
+from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
+from backends.ray.cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
+from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
-from backends.transfer.group import WeightSyncGroup  # noqa: E402
-from backends.transfer.layout import described, digest  # noqa: E402
+from backends.transfer.row import digest, parameters_of  # noqa: E402
 from backends.vllm.process import VLLMSettings  # noqa: E402
-from backends.vllm.ray_engine import RayEngine  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
+from pipelinerl.hardware.transport import BROADCAST  # noqa: E402
 from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import (  # noqa: E402
     AbortRollout,
@@ -101,9 +102,9 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
     given = settings(
         tmp_path / "model",
         trainer=TrainerConfig(zero_stage=3, pack_tokens=100, step_timeout_s=600),
-        transport="broadcast",
+        transport=BROADCAST,
     )
-    trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
+    trainer = RayTrainer(DeepSpeedRank, given, [{"num_cpus": 1}])
     published: list[Weights] = []
     group = WeightSyncGroup(GroupMembers(trainer, dict(enumerate(engines)), timeout_s=TIMEOUT_S))
 
@@ -117,7 +118,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         folder = tmp_path / f"export-{number}"
         await trainer.export(folder)
         tensors = load_file(folder / "model.safetensors")
-        trained = digest(described(tensors), [checksum64(tensors[name]) for name in sorted(tensors)])
+        trained = digest(parameters_of(tensors), [checksum64(tensors[name]) for name in sorted(tensors)])
         answers = []
         for index in members:
             assert await engines[index].checksums() == {"all parameters": trained} == weights.checksums
@@ -160,7 +161,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
 
 
 async def silent_while_weights_arrive(
-    engines: list[RayEngine], trainer: DeepSpeedTrainer, sending: asyncio.Task[bool]
+    engines: list[RayEngine], trainer: RayTrainer, sending: asyncio.Task[bool]
 ) -> None:
     """The worker that all wait for says nothing: the other engine generates with the old weights, the trainer trains.
 
@@ -194,7 +195,7 @@ def engine(model_path: Path, index: int) -> RayEngine:
         num_slots=16,
         max_tokens=256,
         device="cpu",
-        transport="broadcast",
+        transport=BROADCAST,
         cpu_cores=str(index % (os.cpu_count() or 1)),
         start_timeout_s=1200,
         update_timeout_s=TIMEOUT_S,
@@ -210,7 +211,7 @@ import os
 
 import psutil
 from backends.vllm.process import remove_shared_memory, shared_memory_of
-from backends.vllm.ray_engine import RayEngine
+from backends.ray.actors import RayEngine
 from probing import Probed
 
 generate, update, loaded = RayEngine.generate, RayEngine.update, set()
@@ -304,7 +305,7 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(
     finally:
         cluster.shutdown()
     assert status == 0, stderr
-    ((gone, left),) = re.findall(r"engine (\d) given up, engine (\d) serves its seat: engine \1 lost: ", stderr)
+    ((gone, left),) = re.findall(r"engine (\d) given up, engine (\d) serves its id: engine \1 lost: ", stderr)
     assert {gone, left} == {"0", "1"}
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")
     check_ledger(tmp_path / "run", load_run(EXAMPLE, list(sets)), summary)

@@ -15,19 +15,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gloo_communicator import Gloo  # noqa: E402
+from weight_source import Source, stream_sender  # noqa: E402
 
 import backends.transfer.communicator as module  # noqa: E402
-from backends.transfer import streaming  # noqa: E402
-from backends.transfer.broadcast import Sender  # noqa: E402
+from backends.transfer import streamed as streaming  # noqa: E402
 from backends.transfer.communicator import COMMUNICATORS, HOST  # noqa: E402
-from backends.transfer.layout import described  # noqa: E402
-from backends.transfer.lines import Door  # noqa: E402
-from backends.transfer.receiver import Membership, Receiver  # noqa: E402
-from backends.transfer.streaming import Streaming, StreamSender  # noqa: E402
+from backends.transfer.connection import RendezvousServer  # noqa: E402
+from backends.transfer.group import Receiver, Sender  # noqa: E402
+from backends.transfer.row import parameters_of  # noqa: E402
+from backends.transfer.streamed import Streaming  # noqa: E402
+from backends.transfer.transport import Membership  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 WEIGHTS = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
-PARAMETERS = described(WEIGHTS)
+PARAMETERS = parameters_of(WEIGHTS)
 SHAPES = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
 NUM_WORKERS = 2
 TIMEOUT_S = 60.0
@@ -46,21 +47,19 @@ class Group:
     """A sender, and workers each of which has what passes to itself."""
 
     def __init__(self, timeout_s: float) -> None:
-        door = Door.open("127.0.0.1")
+        server = RendezvousServer.open("127.0.0.1")
         members = [
-            Membership(meeting=door.meeting, worker=1 + n, shapes=SHAPES, device=HOST, timeout_s=timeout_s)
+            Membership(rendezvous=server.rendezvous, worker=1 + n, shapes=SHAPES, device=HOST, timeout_s=timeout_s)
             for n in range(NUM_WORKERS)
         ]
         self.workers = [Streaming(one) for one in members]
         self.sender = Sender(
-            door, names=["trainer", "engine 0", "engine 1"], parameters=PARAMETERS, timeout_s=timeout_s
+            server, names=["trainer", "engine 0", "engine 1"], parameters=PARAMETERS, timeout_s=timeout_s
         )
         self.sender.meet()
 
     def sends(self, version: int) -> str | None:
-        return StreamSender(PARAMETERS, 1000, HOST).send(
-            self.sender, version, ({name: WEIGHTS[name]} for name in WEIGHTS)
-        )
+        return stream_sender(self.sender).send(Source(PARAMETERS, [{name: WEIGHTS[name]} for name in WEIGHTS]), version)
 
 
 @pytest.fixture

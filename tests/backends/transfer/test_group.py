@@ -1,255 +1,397 @@
-"""Weights that are sent, to engines in memory: who is in the group, and what the loss of a member costs."""
+"""Weights from a sender to receivers' rows: between threads and processes, without vLLM and DeepSpeed."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
+import multiprocessing
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
 
-from backends.fake import FakeEngine, FakeTrainer
-from backends.interface import GroupMembers, Weights
-from backends.transfer.group import WeightSyncGroup
-from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
+torch = pytest.importorskip("torch")
 
-TIMEOUT_S = 0.2
-SILENCE_S = 30.0  # nothing that is right waits for it
-SEND_S = 0.005
-TRAIN_S = 0.02  # longer than a transfer, so that a run does not end before the restart of an engine
+import backends.transfer.connection  # noqa: E402
+import backends.transfer.group  # noqa: E402  # noqa: E402
+from backends.transfer.checksum64 import checksum64  # noqa: E402
+from backends.transfer.connection import Connection, RendezvousServer, connect, recv_bytes  # noqa: E402
+from backends.transfer.group import Receiver, Sender  # noqa: E402
+from backends.transfer.row import (  # noqa: E402
+    digest,
+    label,
+    layout,
+    parameters_of,
+    row_bytes,
+    view_of,
+)
+from backends.transfer.transport import Membership  # noqa: E402
+from pipelinerl.errors import BackendError  # noqa: E402
 
-
-class Wire:
-    """Where the members of a group meet, and what they have been sent."""
-
-    def __init__(self):
-        self.groups, self.meetings = [], []
-        self.joining = {}
-
-
-class Sending(FakeTrainer):
-    """Trains while it sends; a hook is called once when it begins something, from a version on.
-
-    A transfer lasts until so many steps, ``awaited``, have begun in one.
-    """
-
-    def __init__(self, wire, **options):
-        super().__init__(**options)
-        self.wire, self.hooks, self.busy, self.members = wire, {}, set(), {}
-        self.trained_while_sending, self.awaited = 0, 0
-
-    def when(self, what, version, do):
-        self.hooks[what] = (version, do)
-
-    @contextlib.contextmanager
-    def one_thing(self, what, version=0, *, but_not):
-        assert not self.busy & {what, *but_not}, f"{what} while {self.busy}"
-        self.busy.add(what)
-        try:
-            if what in self.hooks and version >= self.hooks[what][0]:
-                self.hooks.pop(what)[1]()
-            yield
-        finally:
-            self.busy.discard(what)
-
-    async def train(self, samples, *, completes_step):
-        self.trained_while_sending += "send" in self.busy
-        with self.one_thing("train", self.version, but_not=["publish"]):
-            return await super().train(samples, completes_step=completes_step)
-
-    async def publish(self, version):
-        with self.one_thing("publish", version, but_not=["train", "send", "join", "open"]):
-            return await super().publish(version)
-
-    async def open_group(self):
-        with self.one_thing("open", but_not=["send"]):
-            self.wire.joining, self.members = {}, {}
-            self.aborted = asyncio.get_running_loop().create_future()
-            self.wire.meetings.append(f"meeting {len(self.wire.meetings)}")
-            return self.wire.meetings[-1]
-
-    async def abort_group(self, meeting, why):
-        if meeting == self.wire.meetings[-1] and not self.aborted.done():
-            self.aborted.set_result(why)
-
-    async def join_group(self, names, *, timeout_s):
-        with self.one_thing("join", but_not=["send"]):
-            if len(self.wire.joining) < len(names) - 1 or not all(one.runs for one in self.wire.joining.values()):
-                await self.silence()
-            self.members = dict(self.wire.joining)
-            self.wire.groups.append([*sorted(self.members), "trainer"])
-
-    async def silence(self):
-        """Wait for an engine that says nothing, until somebody ends it."""
-        raise TransferError(await asyncio.wait_for(self.aborted, SILENCE_S))
-
-    async def send(self, weights):
-        with self.one_thing("send", weights.version, but_not=["publish"]):
-            await asyncio.sleep(SEND_S)
-            async with asyncio.timeout(60):
-                while self.trained_while_sending < self.awaited:
-                    await asyncio.sleep(0.001)
-            started = {index: engine.num_started for index, engine in self.members.items()}
-            if any(not engine.runs or started[index] != engine.joined_at for index, engine in self.members.items()):
-                await self.silence()
-            for engine in self.members.values():
-                engine.staged = weights.version
+CPU = torch.device("cpu")
+Tensors = dict[str, "torch.Tensor"]
+Meet = Callable[..., "Meeting"]
 
 
-class Receiving(FakeEngine):
-    """Loads what it has been sent, nothing else."""
-
-    def __init__(self, wire, index, **options):
-        super().__init__(**options)
-        self.wire, self.index, self.staged, self.joined_at, self.runs = wire, index, None, 0, False
-        self.gone = asyncio.Event()
-
-    def die(self):
-        super().die()
-        self.runs = False
-        self.gone.set()
-
-    async def start(self):
-        await super().start()
-        self.runs, self.staged, self.gone = True, None, asyncio.Event()
-
-    async def until_lost(self):
-        await self.gone.wait()
-
-    async def join_group(self, meeting, *, first_worker):
-        self._check()
-        self.joined_at = self.num_started
-        self.wire.joining[self.index] = self
-
-    async def update(self, weights, weight_update):
-        self._check()
-        if self.staged != weights.version:
-            self.die()
-            raise EngineLostError(f"engine lost: engine={self.index} has version {self.staged}, not {weights.version}")
-        return await super().update(weights, weight_update)
+def weights() -> Tensors:
+    torch.manual_seed(0)
+    return {
+        "b.weight": torch.randn(30, 7),
+        "a.weight": torch.randn(64, 3).bfloat16().t(),
+        "empty": torch.empty(0, 4),
+        "c.bias": torch.randn(5),
+    }
 
 
-def wired(config):
-    """Parts of a run whose engines and trainer meet on a wire."""
-    wire, parts = Wire(), parts_of(config)
-    parts.engines = [Receiving(wire, index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
-    parts.trainer = Sending(wire, train_batch_size=8, train_s=TRAIN_S)
-    parts.group = GroupMembers(parts.trainer, dict(enumerate(parts.engines)), timeout_s=TIMEOUT_S)
-    return wire, parts
+def row_of(tensors: Tensors) -> Any:
+    places = layout(parameters_of(tensors))
+    row = torch.zeros(row_bytes(places), dtype=torch.uint8)
+    for place in places:
+        view_of(row, place).copy_(tensors[place.name])
+    return row
 
 
-EVERYONE = [0, 1, "trainer"]
+def sums_of(tensors: Tensors) -> list[int]:
+    return [checksum64(tensors[name]) for name in sorted(tensors)]
 
 
-def test_an_engine_of_another_model_ends_the_run_at_once(out, caplog):
-    config = config_of(steps=50)
-    _, parts = wired(config)
-    refusal = "engine 0: weights to be received have unknown 1 of 3 parameters: x"
-    joined = []
-
-    async def join_group(names, *, timeout_s):
-        joined.append(names)
-        raise TransferError(refusal)
-
-    parts.trainer.join_group = join_group
-    with pytest.raises(WeightsRefusedError, match=f"^{refusal}$"):
-        run(config, out, parts)
-    assert len(joined) == 1
-    assert [engine.num_started for engine in parts.engines] == [1, 1]
+def label_of(tensors: Tensors, version: int) -> str:
+    return label(version, digest(parameters_of(tensors), sums_of(tensors)))
 
 
-@pytest.mark.parametrize("weight_update", KINDS)
-def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update):
-    config = config_of(weight_update=weight_update, longest=40, slots=16, train={"evaluation": {"problems": 8}})
-    wire, parts = wired(config)
-    run_checked(config, out, parts)
-    assert wire.groups == [EVERYONE]
+def names(num_workers: int) -> list[str]:
+    return ["trainer", *(f"engine {number}" for number in range(num_workers))]
 
 
-@pytest.mark.parametrize("weight_update", KINDS)
-def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(out, weight_update):
-    config = config_of(weight_update=weight_update, longest=40, slots=16, steps=30)
-    wire, parts = wired(config)
-    engines = parts.engines
-    parts.trainer.when("train", 3, engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
-    assert [engine.num_started for engine in engines] == [1, 2]
-    assert [1, "trainer"] in wire.groups
-    assert (wire.groups[0], wire.groups[-1]) == (EVERYONE, EVERYONE)
+class Meeting:
+    """A server, and what joins there."""
+
+    def __init__(self, num_workers: int, *, timeout_s: float = 60.0, tensors: Tensors | None = None) -> None:
+        self.num_workers, self.timeout_s = num_workers, timeout_s
+        self.tensors = weights() if tensors is None else tensors
+        self.server = RendezvousServer.open("127.0.0.1")
+        self.at = self.server.rendezvous
+        self.made: list[Any] = [self.server]
+
+    def sender(self) -> Sender:
+        sender = Sender(
+            self.server, names=names(self.num_workers), parameters=parameters_of(self.tensors), timeout_s=self.timeout_s
+        )
+        self.made.append(sender)
+        sender.meet()
+        return sender
+
+    def receiver(self, worker: int, place: str = "", *, reuse: Any = None, **changed: Any) -> Receiver:
+        arguments = {"shapes": {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, "device": CPU}
+        arguments |= {"rendezvous": self.at, "worker": worker, "timeout_s": self.timeout_s}
+        member = Membership(**{**arguments, **changed})
+        receiver = Receiver(member, place=place or f"machine {worker}", reuse=reuse)
+        self.made.append(receiver)
+        return receiver
+
+    def end(self) -> None:
+        for one in self.made:
+            one.leave() if isinstance(one, Sender) else one.close()
 
 
-@pytest.mark.parametrize(("what", "version"), [("send", 1), ("send", 3), ("join", 0), ("publish", 2)])
-def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version):
-    config = config_of(longest=40, slots=16, steps=30)
-    wire, parts = wired(config)
-    engines = parts.engines
-    parts.trainer.when(what, version, engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
-    assert [engine.num_started for engine in engines] == [1, 2]
-    assert wire.groups[-1] == EVERYONE
+def take(receiver: Receiver) -> tuple[bool, str]:
+    """Receive once; return whether it was right, and what the row is labelled with."""
+    return receiver.receive(receiver.next_transfer()), receiver.row.label
 
 
-def test_the_trainer_trains_while_it_sends(out):
-    config = config_of(longest=40, slots=16, steps=20)
-    _, parts = wired(config)
-    parts.trainer.awaited = 5
-    run_checked(config, out, parts)
-    assert parts.trainer.trained_while_sending >= 5
+@pytest.fixture
+def meet() -> Iterator[Callable[..., Meeting]]:
+    rendezvous: list[Meeting] = []
+
+    def meet(num_workers: int, **changed: Any) -> Meeting:
+        rendezvous.append(Meeting(num_workers, **changed))
+        return rendezvous[-1]
+
+    yield meet
+    for one in rendezvous:
+        one.end()
 
 
-def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out):
-    config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=20, longest=40)
-    _, parts = wired(config)
-    parts.trainer.when("send", 3, parts.engines[1].die)
-    with pytest.raises(EngineLostError, match="engine lost"):
-        run(config, out, parts)
-    assert json.loads((out / "summary.json").read_text())["optimizer_steps"] >= 3
-    again = config_of(steps=20, longest=40)
-    run_checked(again, out, wired(again)[1], resume=True)
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
 
 
-def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
-    # Without a limit of the lag the run may end before engines that are slow to drain have loaded a first version.
-    config = config_of(weight_update="wait", longest=40, slots=16, steps=8, max_lag=2)
-    _, parts = wired(config)
-    parts.trainer.when("publish", 2, interrupt)
-    interrupted(config, out, parts)
-    run_checked(config, out, wired(config)[1], resume=True)
+def held_by(receiver: Receiver) -> Tensors:
+    return {place.name: view_of(receiver.row.row, place) for place in layout(receiver.parameters)}
 
 
-def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():
-    async def scenario() -> None:
-        wire, parts = wired(config_of())
-        engines, trainer, group = parts.engines, parts.trainer, WeightSyncGroup(parts.group)
-        weights = Weights(1, "memory:1")
-        for engine in engines:
-            await engine.start()
-        assert await group.form([0, 1]) == {}
-        await group.form([0, 1])
-        await group.form([0])
-        await group.form([])
-        assert not await group.send(weights)  # to nobody
-        assert wire.groups == [EVERYONE, [0, "trainer"]]
-        await group.form([0, 1])
-        engines[0].die()
-        assert not await group.send(weights)
-        assert list(await group.form([0, 1])) == [0]
-        await engines[0].start()
-        await group.form([0, 1])
-        assert wire.groups == [EVERYONE, [0, "trainer"], EVERYONE, EVERYONE]
-        assert await group.send(weights)
-        assert [engine.staged for engine in engines] == [1, 1]
-        trainer.when("open", 0, raises)  # what is not about the transfer is not kept quiet
-        with pytest.raises(RuntimeError, match="no trainer"):
-            await group.form([1])
-        for engine in engines:
-            await engine.shutdown()
+def test_all_machines_get_the_weights_and_one_wrong_bit_is_refused_by_all(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    for end in (backends.transfer.group, backends.transfer.group):
+        monkeypatch.setattr(end, "BUCKET_BYTES", 100)
+    rendezvous = meet(3)
+    sent, row = rendezvous.tensors, row_of(rendezvous.tensors)
+    wrong = row.clone()
+    wrong[500] ^= 1
 
-    def raises() -> Any:
-        raise RuntimeError("no trainer")
+    def receive(worker: int) -> Any:
+        receiver = rendezvous.receiver(worker)
+        return receiver, [take(receiver) for _ in range(3)]
 
-    asyncio.run(scenario())
+    receiving = [threads.submit(receive, worker) for worker in (1, 2, 3)]
+    sender = rendezvous.sender()
+    sums = sums_of(sent)
+    assert [sender.send(one, version=7 + n, sums=sums) for n, one in enumerate((row, wrong, row))] == [0, 3, 0]
+    for receiver, rounds in (one.result() for one in receiving):
+        assert rounds == [(True, label_of(sent, 7)), (False, ""), (True, label_of(sent, 9))]
+        assert parameters_of(held_by(receiver)) == parameters_of(sent)
+        assert all(torch.equal(tensor, sent[name]) for name, tensor in held_by(receiver).items())
+        receiver.close()
+    sender.leave("enough")
+    sender.leave()
+    assert sender.left
+    with pytest.raises(BackendError, match=r"^the group has been left: enough$"):
+        sender.send(row, version=1, sums=sums)
+
+
+def test_one_worker_of_a_machine_receives_and_all_of_it_see_the_row(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    rendezvous = meet(4)
+    places = {1: "one", 2: "other", 3: "one", 4: "other"}
+    joining = {worker: threads.submit(rendezvous.receiver, worker, place) for worker, place in places.items()}
+    sender = rendezvous.sender()
+    receivers = {worker: one.result() for worker, one in joining.items()}
+    assert [worker for worker, one in receivers.items() if one.leads] == [1, 2]
+    receiving = [threads.submit(take, receivers[worker]) for worker in (1, 2)]
+    assert sender.send(row_of(rendezvous.tensors), version=3, sums=sums_of(rendezvous.tensors)) == 0
+    assert [one.result()[0] for one in receiving] == [True, True]
+    for receiver in receivers.values():
+        assert receiver.row.label == label_of(rendezvous.tensors, 3)
+        assert all(torch.equal(tensor, rendezvous.tensors[name]) for name, tensor in held_by(receiver).items())
+    receivers[1].row.row[0] ^= 1  # the same memory, seen twice
+    assert torch.equal(receivers[3].row.row, receivers[1].row.row)
+    assert not torch.equal(receivers[2].row.row, receivers[1].row.row)
+
+
+def test_a_row_is_used_again_if_it_fits(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    rows: list[Any] = []
+    for tensors in (weights(), weights(), {"other": torch.ones(3)}):
+        rendezvous = meet(1, tensors=tensors)
+        joining = threads.submit(rendezvous.receiver, 1, reuse=rows[-1] if rows else None)
+        sender = rendezvous.sender()
+        rows.append(joining.result().row)
+        assert rows[-1].label == ""
+        rows[-1].label = "old"
+        sender.leave()
+    assert rows[0] is rows[1] is not rows[2]
+
+
+def test_a_model_of_empty_parameters_crosses(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    rendezvous = meet(1, tensors={"a": torch.empty(0), "b": torch.empty(2, 0)})
+    receiving = threads.submit(lambda: take(rendezvous.receiver(1)))
+    assert rendezvous.sender().send(row_of(rendezvous.tensors), version=1, sums=sums_of(rendezvous.tensors)) == 0
+    assert receiving.result()[0]
+
+
+SHAPES = {name: tuple(one.shape) for name, one in weights().items()}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({name: shape for name, shape in SHAPES.items() if name != "c.bias"}, "have unknown 1 of 3 parameters: c.bias"),
+        ({**SHAPES, "empty": (4, 0)}, "have a wrong shape in 1 of 4 parameters: empty"),
+        ({**SHAPES, "d": (1,)}, "lack 1 of 5 parameters: d"),
+    ],
+)
+def test_parameters_of_another_model_are_refused_when_a_group_is_made(
+    meet: Meet, threads: ThreadPoolExecutor, shapes: Any, text: str
+) -> None:
+    rendezvous = meet(2)
+    joining = [threads.submit(rendezvous.receiver, 1), threads.submit(rendezvous.receiver, 2, shapes=shapes)]
+    with pytest.raises(BackendError, match=f"phase=join at trainer .*weights to be sent {text}"):
+        rendezvous.sender()
+    assert text in str(joining[1].exception(timeout=600))
+    with pytest.raises(BackendError, match="phase=join at ") as other:
+        joining[0].result(timeout=600)
+    assert "timed out" not in str(other.value)  # it does not wait for that
+
+
+def test_a_receiver_that_waits_ends_at_once_when_it_is_closed_or_the_sender_goes(
+    meet: Meet, threads: ThreadPoolExecutor
+) -> None:
+    rendezvous = meet(2)
+    joining = [threads.submit(rendezvous.receiver, worker) for worker in (1, 2)]
+    sender = rendezvous.sender()
+    receivers = [one.result() for one in joining]
+    waiting = [threads.submit(one.next_transfer) for one in receivers]
+    time.sleep(0.1)
+    assert not any(one.done() for one in waiting)
+    receivers[0].close()
+    assert isinstance(waiting[0].exception(timeout=600), ConnectionError)
+    assert not waiting[1].done()
+    sender.leave()
+    assert isinstance(waiting[1].exception(timeout=600), ConnectionError)
+
+
+def test_a_transfer_to_a_silent_machine_is_ended_by_whoever_knows_that_it_is_lost(
+    meet: Meet, threads: ThreadPoolExecutor
+) -> None:
+    """Its connection stays open, as that of a machine without power; nothing is waited for until its time-out."""
+    rendezvous = meet(3, timeout_s=1000.0)
+    joining = [threads.submit(rendezvous.receiver, worker) for worker in (1, 2, 3)]
+    sender = rendezvous.sender()
+    silent, *others = (one.result() for one in joining)
+    receiving = [threads.submit(take, one) for one in others]
+    sending = threads.submit(sender.send, row_of(rendezvous.tensors), version=1, sums=sums_of(rendezvous.tensors))
+    silent.next_transfer()
+    assert not any(one.done() for one in (sending, *receiving))
+    sender.leave("engine 0 is lost")
+    pattern = r"^transfer failed: phase=send at trainer after \d+\.\d s; engine 0 is lost$"
+    assert re.match(pattern, str(sending.exception(timeout=600)))
+    assert all(isinstance(one.exception(timeout=600), OSError) for one in receiving)
+    assert [one.row.label for one in others] == ["", ""]  # what has arrived in part is nothing
+
+
+def test_a_meeting_is_ended_by_whoever_knows_that_a_member_is_lost(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    rendezvous = meet(2, timeout_s=1000.0)
+    joining = threads.submit(rendezvous.receiver, 1)
+    meets = threads.submit(rendezvous.sender)
+    while not (senders := [one for one in rendezvous.made if isinstance(one, Sender)]):
+        time.sleep(0.01)
+    senders[0].leave("engine 1 is lost")
+    pattern = r"^transfer failed: phase=join at trainer after \d+\.\d s; engine 1 is lost$"
+    assert re.match(pattern, str(meets.exception(timeout=600)))
+    assert isinstance(joining.exception(timeout=600), BackendError)
+
+
+def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    rendezvous = meet(1)
+    address, port, _ = rendezvous.at.split(":")
+    strangers = [
+        connect(f"{address}:{port}:guess", timeout_s=600, worker=1, place="", rendezvous=""),
+        connect(f"{address}:{port}:", timeout_s=600),
+    ]
+    noise = socket.create_connection((address, int(port)))
+    noise.sendall(b"\xff" * 100)
+    joining = threads.submit(rendezvous.receiver, 1)
+    sender = rendezvous.sender()
+    assert joining.result().leads
+    for stranger in strangers:
+        with pytest.raises(OSError, match=r"gone|reset"):
+            stranger.recv()
+        stranger.close()
+    noise.close()
+    sender.leave()
+    with pytest.raises(OSError, match="refused"):  # the server is closed when all are there
+        connect(f"{address}:{port}:", timeout_s=5)
+
+
+def test_a_connection_that_breaks_at_the_first_word_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections: list[Connection] = []
+
+    def send(connection: Connection, **_: Any) -> None:
+        connections.append(connection)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Connection, "send", send)
+    server = RendezvousServer.open("127.0.0.1")
+    with pytest.raises(BrokenPipeError):
+        connect(server.rendezvous, timeout_s=600)
+    server.close()
+    assert connections[0].sock.fileno() == -1
+
+
+def test_who_says_nothing_yet_holds_nobody_up_and_is_let_in_when_it_speaks(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    """On a busy machine a thread that connects may wait long for a processor before it says a word."""
+    monkeypatch.setattr(backends.transfer.connection, "HELLO_TIMEOUT_S", 0.01)
+    rendezvous = meet(2)
+    address, port, password = rendezvous.at.split(":")
+    slow = Connection(socket.create_connection((address, int(port))), 600)
+    joining, meets = threads.submit(rendezvous.receiver, 2), threads.submit(rendezvous.sender)
+    while not any(isinstance(one, Sender) and 2 in one._connections for one in rendezvous.made):
+        time.sleep(0.01)
+    slow.send(password=password, worker=1, place="machine 1", rendezvous=f"{address}:{port}:{password}")
+    assert slow.recv()["leads"]
+    slow.close()
+    assert isinstance(meets.exception(timeout=600), BackendError)
+    assert isinstance(joining.exception(timeout=600), BackendError)
+
+
+def test_the_member_that_does_not_join_is_named(meet: Meet) -> None:
+    with pytest.raises(BackendError, match=r"phase=join at trainer after \S+ s; engine 0 did not come; "):
+        meet(1, timeout_s=0.5).sender()
+
+
+def test_a_meeting_that_is_not_there_is_named() -> None:
+    with pytest.raises(BackendError, match=r"^transfer failed: phase=join at 127.0.0.1:1 after .*refused"):
+        Receiver(Membership(rendezvous="127.0.0.1:1:secret", worker=1, shapes={}, device=CPU, timeout_s=0.5), place="")
+
+
+def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
+    meet: Meet, threads: ThreadPoolExecutor
+) -> None:
+    rendezvous = meet(3)
+    joining = [threads.submit(rendezvous.receiver, worker) for worker in (1, 2, 3)]
+    sender = rendezvous.sender()
+    first, silent, gone = (one.result() for one in joining)
+    sender._connections[2]._timeout_s = 1.0
+    receiving = threads.submit(take, first)
+    gone.close()
+    pattern = r"^transfer failed: phase=send at trainer after \S+ s; engine 1: timed out; engine 2 has gone; "
+    with pytest.raises(BackendError, match=pattern) as failure:
+        sender.send(row_of(rendezvous.tensors), version=1, sums=sums_of(rendezvous.tensors))
+    assert receiving.result()[0]  # it has all that it needs
+    with pytest.raises(BackendError, match="the group has been left: transfer failed: phase=send") as again:
+        sender.send(row_of(rendezvous.tensors), version=1, sums=sums_of(rendezvous.tensors))
+    assert str(failure.value) in str(again.value)
+    silent.close()
+
+
+def _process(meeting_at: str, results: Any) -> None:
+    """Receive once, then die in the middle of the next transfer."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights().items()}
+    receiver = Receiver(
+        Membership(rendezvous=meeting_at, worker=1, shapes=shapes, device=CPU, timeout_s=600), place="1"
+    )
+    results.put(take(receiver))
+    receiver.next_transfer()
+    recv_bytes(receiver._before.sock, memoryview(bytearray(1000)))
+    multiprocessing.current_process().kill()
+
+
+@pytest.mark.slow
+def test_a_death_in_the_chain_is_noticed_at_once_by_all_and_a_new_group_can_be_made(
+    meet: Meet,
+    threads: ThreadPoolExecutor,
+) -> None:
+    rendezvous = meet(2, timeout_s=600.0)  # the process imports torch first
+    row, sums = row_of(rendezvous.tensors), sums_of(rendezvous.tensors)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_process, args=(rendezvous.at, results))
+    process.start()
+    joining = threads.submit(rendezvous.receiver, 2)
+    try:
+        sender = rendezvous.sender()
+        survivor = joining.result()
+        receiving = threads.submit(take, survivor)
+        assert sender.send(row, version=1, sums=sums) == 0
+        assert receiving.result() == (True, label_of(rendezvous.tensors, 1))
+        assert results.get(timeout=600) == (True, label_of(rendezvous.tensors, 1))
+        receiving = threads.submit(take, survivor)
+        with pytest.raises(BackendError, match=r"phase=send at trainer after \S+ s; engine 0 has gone; engine 1: "):
+            sender.send(row, version=2, sums=sums)
+        assert isinstance(receiving.exception(timeout=600), ConnectionError)  # not a time-out
+        assert survivor.row.label == ""  # what has arrived in part is nothing
+        again = meet(1)
+        joining = threads.submit(again.receiver, 1, reuse=survivor.row)
+        sender = again.sender()
+        receiving = threads.submit(take, joining.result())
+        assert sender.send(row, version=2, sums=sums) == 0
+        assert receiving.result() == (True, label_of(rendezvous.tensors, 2))
+    finally:
+        process.kill()
+        process.join(timeout=600)
+        results.close()

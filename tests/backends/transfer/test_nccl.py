@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backends.transfer import nccl  # noqa: E402
-from backends.transfer.nccl import Nccl  # noqa: E402
+from backends.transfer import communicator as nccl  # noqa: E402
+from backends.transfer.communicator import Nccl  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 HANDLE, STREAM = 7, 5
@@ -81,7 +81,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device.index))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(nccl, "_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(nccl, "side_stream", lambda *_: SimpleNamespace(cuda_stream=STREAM))
     return state
 
 

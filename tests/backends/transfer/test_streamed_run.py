@@ -45,7 +45,7 @@ class Streaming(FakeTrainer):
         self.aborted = asyncio.get_running_loop().create_future()
         return "memory"
 
-    async def abort_group(self, meeting, why):
+    async def abort_group(self, rendezvous, why):
         self.aborted.set_result(why)
 
     async def join_group(self, names, *, timeout_s):
@@ -103,7 +103,7 @@ class Loading(FakeEngine):
     async def until_lost(self):
         await self.gone.wait()
 
-    async def join_group(self, meeting, *, first_worker):
+    async def join_group(self, rendezvous, *, first_worker):
         self._check()
         self.joined = True
 

@@ -12,7 +12,7 @@ import gc
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.version import client
 from pipelinerl.errors import BackendError, EngineLostError
+from pipelinerl.hardware.transport import BROADCAST, FILE
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 T = TypeVar("T")
@@ -252,7 +253,8 @@ async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder:
     }
     await engine._vllm.llm.pause_generation(mode="keep", clear_cache=False)
     for name, text in faults.items():
-        info = {"path": str(folder / name), "checksums": weights.checksums}
+        sent = replace(weights, location=f"file:{folder / name}")
+        info = {"ends": FILE.ends, "standing_still": False, **asdict(sent)}
         await engine._vllm.llm.start_weight_update()
         with pytest.raises(Exception, match=text):
             await engine._vllm.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
@@ -279,7 +281,7 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
     subject: Subject, run: Run[Any], tmp_path: Path
 ) -> None:
     make_model(tmp_path / "model", seed=9, end_token="<eos>")
-    engine = VLLMEngine(settings(tmp_path / "model", cpu_cores="1", transport="broadcast"))
+    engine = VLLMEngine(settings(tmp_path / "model", cpu_cores="1", transport=BROADCAST))
     trainer, model = Trainer(), subject.versions[-1]
 
     async def scenario() -> None:
@@ -323,12 +325,12 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
 
 async def the_death_of_the_sender_changes_nothing(engine: VLLMEngine, trainer: Trainer, model: Any) -> None:
     """A sender goes in the middle of a transfer; another one comes, and is received from."""
-    from backends.transfer.broadcast import CHAIN
+    from backends.transfer.group import CHAIN
 
     before = await engine.generate(request(0, 60))
     sums = trainer.sums(model)
-    trainer.sender._lines[1].tell(version=9, sums=sums)
-    trainer.sender._lines[CHAIN].connection.sendall(bytes(1000))
+    trainer.sender._connections[1].send(version=9, sums=sums)
+    trainer.sender._connections[CHAIN].sock.sendall(bytes(1000))
     trainer.sender.leave()
     after = await engine.generate(request(0, 60))
     assert after.logprob_T.tobytes() == before.logprob_T.tobytes()
@@ -365,7 +367,7 @@ async def swap_only(engine: VLLMEngine, weights: Weights) -> None:
     """Have what has arrived verified, past our own handling of failures."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    info = {"label": weights.location.removeprefix("broadcast:")}
+    info = {"ends": BROADCAST.ends, "standing_still": False, **asdict(weights)}
     await engine._vllm.llm.start_weight_update()
     await engine._vllm.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
-import subprocess
-import sys
 import time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -21,12 +18,11 @@ from vllm_engine import real, settings
 
 import backends.vllm.engine
 from backends.interface import Generated, GenerateRequest, Weights
-from backends.vllm.decode_steps import NO_WORK
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
-from backends.vllm.version.answers import version_spans
-from backends.vllm.version.client import Client, worked
+from backends.vllm.version.client import Client, version_spans
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
+from pipelinerl.hardware.transport import STREAMED
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 
@@ -57,17 +53,6 @@ def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without tied embeddings on CPU"):
         check_model(settings(tmp_path))
     check_model(settings(tmp_path, device="gpu"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is Linux's")
-def test_the_work_of_an_engine_is_known_while_all_its_processes_live() -> None:
-    assert worked([]) == NO_WORK
-    before_s, both, after_s = time.process_time(), worked([os.getpid()] * 2), time.process_time()
-    assert 2 * before_s <= both.engine_s <= 2 * after_s
-    assert before_s <= both.front_end_s <= after_s
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    assert worked([os.getpid(), process.pid]) == NO_WORK
 
 
 class Salted:
@@ -229,7 +214,7 @@ def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_wor
     llm = Streamed()
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0, transport="streamed", tensor_parallel=2))
+        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0, transport=STREAMED, tensor_parallel=2))
         engine._vllm = Client(llm)
         with pytest.raises(TransferError, match=r"^engine 2: ConnectionError: the sender has gone$"):
             await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)

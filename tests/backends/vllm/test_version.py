@@ -11,8 +11,8 @@ import pytest
 from vllm_engine import settings
 
 from backends.vllm.version import arguments
-from backends.vllm.version.answers import as_generated
 from backends.vllm.version.arguments import check_arguments, check_version, engine_arguments
+from backends.vllm.version.client import as_generated
 from pipelinerl.errors import BackendError, ConfigError
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

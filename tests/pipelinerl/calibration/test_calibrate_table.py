@@ -7,8 +7,8 @@ import pytest
 from calibrated import GRID, NAMED, decode_rows, decode_s, numbers_of, run_of, table_of, undetermined
 
 from pipelinerl.calibration.calibrate import calibrate_table
-from pipelinerl.calibration.hardware_fit import HardwareFit
-from pipelinerl.calibration.step_times import read_step_times
+from pipelinerl.calibration.solve import HardwareFit
+from pipelinerl.calibration.table import read_step_times
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu, find_model

@@ -9,9 +9,8 @@ import pytest
 from calibrated import CONVENTIONAL, NAMED, RUN, decode_s, numbers_of, run_of, traced, undetermined
 
 from pipelinerl.calibration.calibrate import calibrate_trace, fit_decode
-from pipelinerl.calibration.engine_log import EngineLog, Life
-from pipelinerl.calibration.hardware_fit import HardwareFit, fixed_coefficients
-from pipelinerl.calibration.trace_times import DecodeTimes, read_times
+from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients
+from pipelinerl.calibration.trace import DecodeTimes, EngineLog, Life, read_times
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
@@ -163,30 +162,21 @@ def test_decode_steps_that_a_real_run_measured_tell_what_a_sequence_costs(tmp_pa
     assert numbers_of(decode) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize(("front_end_worked_s", "noted"), [(0.0, None), (0.09, None), (0.45, "45%")])
-def test_what_the_front_end_works_for_is_what_is_sent_meanwhile(
-    tmp_path: Path, front_end_worked_s: float, noted: str | None
-) -> None:
-    """10 ms, 1 ms a sequence and 2 ms a request that is sent meanwhile, on one core; full steps begin few.
-
-    The cost of a request holds its prompt, so nothing that was given for prompts stays. Where the front end works less
-    than a tenth of the time, prompts are fitted to the steps that begin them.
-    """
+def test_prompts_are_fitted_to_the_measured_steps_that_read_them(tmp_path: Path) -> None:
+    """10 ms, 1 ms a sequence and 0.1 ms a token of a prompt."""
     folder = traced(tmp_path / "run", run_of(RUN))
     summary = folder / "summary.json"
     steps = []
-    for num, size, sent, started in ((10, 1, 9, 0), (20, 2, 5, 1), (30, 5, 8, 2), (40, 9, 1, 4), (900, 16, 3, 3)):
+    for num, size, started in ((10, 1, 0), (20, 2, 1), (30, 5, 2), (40, 9, 4), (900, 16, 3)):
         each = {"steps": 1, "sequences": size, "context": 40 * size, "started": started, "read_tokens": 20 * started}
-        seconds = 0.010 + 0.001 * size + 0.002 * (sent if noted else 0) + 0.0001 * (0 if noted else 20 * started)
-        measured = {**each, "sent": sent, "seconds": seconds, "front_end_worked_s": front_end_worked_s * seconds}
-        steps.append({name: num * value for name, value in measured.items()})
+        seconds = 0.010 + 0.001 * size + 0.0001 * 20 * started
+        steps.append({name: num * value for name, value in {**each, "seconds": seconds}.items()})
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "decode_steps": steps}))
     result = calibrate_trace(folder, run_of(RUN, BLANK, "hardware.prefill={ token_s = 0.5 }"))
-    assert [noted in note for note in result.notes if "front end" in note] == ([] if noted is None else [True])
     expected = {"step_s": 0.010, "sequence_s": 0.001, "context_token_s": 0.0}
     assert numbers_of(result.table["decode"]) == pytest.approx(expected, abs=1e-7)
-    fills = {"token_s": 0.0, "sequence_s": 0.002} if noted else {"token_s": 0.0001, "sequence_s": 0.0}
-    assert result.table["prefill"] == pytest.approx({**fills, "token_squared_s": 0.0}, abs=1e-7)
+    fills = {"token_s": 0.0001, "sequence_s": 0.0, "token_squared_s": 0.0}
+    assert result.table["prefill"] == pytest.approx(fills, abs=1e-7)
 
 
 def test_rollouts_that_come_in_a_pause_share_the_first_step_after_it() -> None:

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from calibrated import NAMED, RUN, run_of
 
-from pipelinerl.calibration.hardware_fit import HardwareFit
-from pipelinerl.calibration.known_numbers import calibrate_numbers
+from pipelinerl.calibration.solve import HardwareFit, calibrate_numbers
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from sim.batch import rollout_batch_s, train_step_s

@@ -8,11 +8,18 @@ import pytest
 from calibrated import NAMED, run_of
 
 from pipelinerl.calibration.hardware_file import doubts
-from pipelinerl.calibration.logs.fit import CalibratedLog, Models, calibrate_log, described_run
-from pipelinerl.calibration.logs.formats import FORMATS
-from pipelinerl.calibration.logs.lengths import logged_lengths, quantile
-from pipelinerl.calibration.logs.readers import read_log
-from pipelinerl.calibration.logs.record import LoggedRun, LoggedStep, logged_run
+from pipelinerl.calibration.log import (
+    CalibratedLog,
+    LoggedRun,
+    LoggedStep,
+    Models,
+    calibrate_log,
+    described_run,
+    logged_lengths,
+    logged_run,
+    quantile,
+)
+from pipelinerl.calibration.log_formats import FORMATS, read_log
 from pipelinerl.errors import ConfigError
 from sim.batch import measured_steps, rollout_batch_s, train_step_s
 

@@ -8,10 +8,9 @@ from refusals import message
 from tiny_plan import unknown_run
 
 from pipelinerl.calibration.measured import Measured, merged
-from pipelinerl.config.check import check_config
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import RunConfig, check_config
 from pipelinerl.hardware.prior import MEASURED_SD
-from sim.planning.draws import spreads
+from sim.planning.certainty import spreads
 from sim.run import simulate
 
 

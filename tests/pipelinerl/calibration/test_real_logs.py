@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 from pages import section
 
-from pipelinerl.calibration.logs.fit import CalibratedLog, Models, calibrate_log, described_run, simulated_step
-from pipelinerl.calibration.logs.readers import read_log
-from pipelinerl.calibration.logs.record import LoggedStep, logged_run
+from pipelinerl.calibration.log import (
+    CalibratedLog,
+    LoggedStep,
+    Models,
+    calibrate_log,
+    described_run,
+    logged_run,
+    simulated_step,
+)
+from pipelinerl.calibration.log_formats import read_log
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
@@ -160,7 +167,7 @@ def predicted(run: RunConfig, *overrides: str) -> LoggedStep:
 
 @pytest.mark.slow
 def test_the_table_of_public_logs_is_what_the_simulation_gives() -> None:
-    table = section("docs/calibration.md", "Public logs, read and simulated")
+    table = section("docs/measurements/calibration_accuracy.md", "Public logs, read and simulated")
     lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
     rows = {name: cells for name, *cells in lines if cells}
     first = None

@@ -99,7 +99,7 @@ def test_the_way_back_is_a_part_of_what_a_rollout_takes(tmp_path: Path) -> None:
 
 
 def test_the_lag_that_staged_weights_add_is_simulated_as_it_was_measured() -> None:
-    """31 optimizer steps of a random model of 0.27 GB, sent for 1.2 s of each step (docs/training.md).
+    """31 optimizer steps, a random model of 0.27 GB sent for 1.2 s of each (docs/measurements/weight_updates.md).
 
     The trainer is the slower part: three steps of lag are in the queue, and all that is in flight comes from the
     weights' way. With the transport that has engines stand still it was 0.

@@ -13,7 +13,7 @@ import pytest
 from command_line import TINY, Command, assert_fails, has_rows, program, started, wait_for
 from run_folders import rows_of
 
-from pipelinerl.cli.interrupts import said_if_interrupted
+from pipelinerl.cli.train import interruptible
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError, RunInterruptedError
 
@@ -124,7 +124,7 @@ def test_ctrl_c_while_the_program_is_still_being_loaded_is_one_line() -> None:
 INTERRUPTED = "interrupted; --resume goes on from the last checkpoint if there is one"
 
 
-@pytest.mark.parametrize("module", ["pipelinerl.cli.progress", "backends.run"])
+@pytest.mark.parametrize("module", ["pipelinerl.config.run_file", "backends.run"])
 def test_ctrl_c_while_train_is_being_loaded_is_one_line_and_nothing_is_written(tmp_path: Path, module: str) -> None:
     command = [*program(ctrl_c_at_import_of(module)), "train", str(ARITHMETIC), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -139,13 +139,13 @@ def test_whatever_a_library_makes_of_ctrl_c_it_is_that_line() -> None:
         except KeyboardInterrupt:
             raise ImportError("libsomething could not be initialised") from None
 
-    with pytest.raises(RunInterruptedError, match=INTERRUPTED), said_if_interrupted():
+    with pytest.raises(RunInterruptedError, match=INTERRUPTED), interruptible():
         load()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_other_errors_are_not_interruptions() -> None:
-    with pytest.raises(ImportError), said_if_interrupted():
+    with pytest.raises(ImportError), interruptible():
         raise ImportError("libsomething is not there")
-    with pytest.raises(ConfigError), said_if_interrupted():
+    with pytest.raises(ConfigError), interruptible():
         raise ConfigError("key must be another")

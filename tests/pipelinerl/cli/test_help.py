@@ -31,6 +31,16 @@ def test_help_teaches_the_commands_and_where_to_start(command: Command, argument
     assert "..." not in text.partition("Commands:")[2]  # no sentence is cut
 
 
+def test_help_loads_the_commands_and_nothing_that_they_need() -> None:
+    """Of our packages the command modules alone, and of others none but typer: imports of a command are inside it."""
+    code = "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
+    ended = subprocess.run([*program(code), "--help"], capture_output=True, text=True, check=True)
+    loaded = set(ended.stderr.split())
+    ours = {name for name in loaded if name.partition(".")[0] in {"pipelinerl", "analysis", "sim", "backends"}}
+    assert {one for one in ours if not one.startswith("pipelinerl.cli")} == {"pipelinerl", "pipelinerl.errors"}
+    assert not loaded & {"numpy", "pydantic", "rich", "matplotlib", "bokeh", "jinja2", "pipelinerl.cli.pages"}
+
+
 def test_the_version_is_the_packages(command: Command) -> None:
     assert command("--version").out == f"pipelinerl {pipelinerl.__version__}\n"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from command_line import COMPARE, RUN_FILES, TINY, Command
 
-from pipelinerl.cli.kept_figures import LOOK_FIRST, figures_named
+from pipelinerl.cli.output import LOOK_FIRST, figures_named
 
 
 def test_three_figures_are_shown_and_the_others_named() -> None:

@@ -9,8 +9,8 @@ import pytest
 from command_line import EMPIRICAL, RUN_FILES, STALLS, Command, Result, assert_fails, program, sets
 from run_folders import everything_in, rows_of
 
-from pipelinerl.cli.render_run import duration
 from pipelinerl.config.run_file import load_run
+from pipelinerl.pages.page import duration
 from pipelinerl.records.run_folder import RunFolder
 
 

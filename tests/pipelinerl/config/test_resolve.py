@@ -14,6 +14,7 @@ from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overr
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.tables import RooflineDecode
+from pipelinerl.hardware.transport import BROADCAST, FILE
 from sim.run import simulate
 
 LLAMA70B = find_model("Llama-3.1-70B")
@@ -36,10 +37,10 @@ def test_a_copy_of_a_run_file_by_name_is_the_same():
 def test_weights_travel_as_train_transport_has_it_unless_the_run_file_says_how_long_they_take():
     """The default of GPUs apart is to send while all go on; what [hardware] says of the weights comes first."""
     staged = resolved_hardware(trained(trainer={})).weights
-    assert staged == derived(transport="broadcast", zero_stage=2).weights
+    assert staged == derived(transport=BROADCAST, zero_stage=2).weights
     assert staged.transfer_s > 5 * (staged.publish_s + staged.pause_s)
     by_file = parse_run(with_overrides(trained(trainer={}).model_dump(mode="json"), ["train.transport=file"]))
-    assert resolved_hardware(by_file).weights == derived(transport="file", zero_stage=2).weights
+    assert resolved_hardware(by_file).weights == derived(transport=FILE, zero_stage=2).weights
     for given in ({"weight_sync": "reshard"}, {"coefficients": {"sync_s_per_root_gb": 0.5}}, {"weights": {}}):
         assert resolved_hardware(trained(trainer={}, **given)).weights == resolved_hardware(trained(**given)).weights
 
@@ -57,7 +58,7 @@ def test_weights_travel_as_train_transport_has_it_unless_the_run_file_says_how_l
 )
 def test_a_run_and_its_simulation_choose_the_same_transport(device, transport, colocated, chosen):
     train = trained(trainer={}).train.model_copy(update={"device": device, "transport": transport})
-    assert train.chosen_transport(colocated=colocated) == chosen
+    assert train.chosen_transport(colocated=colocated).name == chosen
 
 
 def test_what_is_given_stays():

@@ -10,7 +10,7 @@ import pytest
 from run_tables import DECODES, EVERY_KEY, faults, tiny, tiny_faults
 
 from pipelinerl.config.run_file import parse_run, with_overrides
-from pipelinerl.util.limits import LONGEST_S
+from pipelinerl.util.strict_model import LONGEST_S
 
 # ----------------------------------------------------------------------------------------- faults
 

@@ -14,12 +14,11 @@ from pydantic import BaseModel, ValidationError
 from refusals import message
 from run_tables import DECODES, EVERY_KEY, TINY, run_file, tiny
 
-from pipelinerl.config.compare import CompareConfig, Variant
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import CompareConfig, RunConfig, Variant
 from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.tables import Decode
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
-from pipelinerl.util.limits import LONGEST_S, MOST
+from pipelinerl.util.strict_model import LONGEST_S, MOST
 
 # ---------------------------------------------------------------------------------------- reading
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from backends.deepspeed.packing import pack
 from backends.interface import Sample
+from backends.trainer.packing import pack
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import DecodeStep, batch_s, prefill_s, training_cost
 from pipelinerl.hardware.tables import AffineDecode, Decode, PrefillConfig, TrainingConfig

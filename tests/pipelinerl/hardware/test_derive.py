@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, in_engine, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_transport, derive_weights
+from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_transport
 from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens
 from pipelinerl.hardware.tables import PhaseSwitchConfig
+from pipelinerl.hardware.transport import BROADCAST, OURS, find_transport
 
 
 def test_a_decode_step_by_hand():
@@ -196,7 +197,7 @@ def test_a_synchronization_lasts_as_the_root_of_its_bytes():
     """2 s per root of a GB and 15.23 GB: 7.8 s. Apart, engines pause for 0.3 of it; colocated, nobody does anything."""
     values = plain(sync_s_per_root_gb=2.0, pause_share=0.3, pause_s=0.02)
     sync_s = 2.0 * (2 * 7.615616512) ** 0.5
-    apart, colocated = (derive_weights(QWEN7B, colocated=here, coefficients=values) for here in (False, True))
+    apart, colocated = (derived(values=values, colocated=here).weights for here in (False, True))
     assert sync_s == pytest.approx(7.806, abs=1e-3)
     assert tuple(apart.model_dump().values()) == pytest.approx((sync_s, 0.7 * sync_s, 0.3 * sync_s + 0.02))
     assert tuple(colocated.model_dump().values()) == pytest.approx((sync_s, 0.0, sync_s + 0.02))
@@ -221,9 +222,10 @@ def test_a_transport_lasts_as_its_bytes_over_its_bandwidths(transport, trainers,
     got = derive_transport(
         find_gpu("H100"),
         QWEN7B,
-        transport,
+        find_transport(transport, key="transport", among=OURS),
         tensor_parallel=2,
         training_accelerators=trainers,
+        colocated=False,
         zero_stage=zero_stage,
         coefficients=values,
     )
@@ -300,5 +302,5 @@ def test_weights_cross_between_two_kinds_over_the_slower_link(trains, generates)
     assert derived(values=plain(), engine=hopper).weights.publish_s == pytest.approx(2 * 7_615_616_512 / 400e9)
     assert derived(gpu, values=plain()).weights.publish_s == 0.0
     slow, values = other.model_copy(update={"network": 1e9}), plain(stream_bandwidth=2e9)
-    sent = derived(gpu, values=values, engine=(slow, QWEN7B), transport="broadcast").weights
+    sent = derived(gpu, values=values, engine=(slow, QWEN7B), transport=BROADCAST).weights
     assert sent.transfer_s - sent.publish_s == pytest.approx(2 * 7.615616512)

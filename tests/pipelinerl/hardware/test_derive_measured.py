@@ -7,8 +7,8 @@ import pytest
 from derived import H100, QWEN7B, derived, kernel_errors, pretraining_errors, rows_of, step_ms
 
 from pipelinerl.hardware.catalogue import find_gpu, find_model, gpu_names, model_names
-from pipelinerl.hardware.coefficients import Level, WeightSync, coefficient_table, coefficients, sync_coefficient
-from pipelinerl.hardware.derive import derive_weights
+from pipelinerl.hardware.coefficients import Level, coefficients
+from pipelinerl.hardware.transport import PUBLISHED, UNKNOWN, find_transport
 
 
 def test_the_optimistic_step_is_that_of_the_kernels():
@@ -138,7 +138,8 @@ def test_an_rl_trainer_with_few_tokens_per_step_is_inside_the_band(model, gpus, 
     assert rates[0] > measured > rates[2]
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "hardware.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = ("hardware.md", "measurements/hardware_accuracy.md", "measurements/decode_steps.md")
 TRANSFERS = [
     pytest.param(None, 0.6, 0.18, id="TRL, Qwen3-0.6B"),
     pytest.param(None, 9, 3.5, id="verl user, 9B"),
@@ -147,9 +148,9 @@ TRANSFERS = [
     pytest.param("reshard", 30.5, 0.74, id="NeMo-RL, 30B"),
     pytest.param("reshard", 30.5, 1.0, id="NeMo-RL, 30B, slower"),
     pytest.param("reshard", 671, 2.39, id="NeMo-RL, DeepSeek-V3"),
-    pytest.param("broadcast", 7.62, 5.5, id="verl, 7B"),
-    pytest.param("broadcast", 72.7, 28.8, id="verl, 72B"),
-    pytest.param("broadcast", 30.5, 32.2, id="verl, 30B-A3B"),
+    pytest.param("full_broadcast", 7.62, 5.5, id="verl, 7B"),
+    pytest.param("full_broadcast", 72.7, 28.8, id="verl, 72B"),
+    pytest.param("full_broadcast", 30.5, 32.2, id="verl, 30B-A3B"),
     pytest.param("checkpoint_engine", 106, 3.47, id="checkpoint-engine, GLM-4.5-Air"),
     pytest.param("tensor_by_tensor", 235, 58.6, id="verl, 235B"),
     pytest.param("bucketed", 355, 48.0, id="slime, GLM-4.5"),
@@ -163,15 +164,12 @@ TRANSFERS = [
 def test_measured_transfers_are_inside_the_band(method, billions, measured):
     """10 % of slack at the ends."""
     model = QWEN7B.model_copy(update={"parameters": billions * 1e9})
+    transport = UNKNOWN if method is None else find_transport(method, key="weight_sync", among=PUBLISHED)
     low, _, high = (
-        derive_weights(
-            model,
-            colocated=False,
-            coefficients=coefficients(level, sync_coefficient(method and WeightSync(method), level)),
-        ).publish_s
+        derived(model=model, level=level, values=coefficients(level, transport.stated(level)), transport=transport)
         for level in Level
     )
-    assert 0.9 * low <= measured <= 1.1 * high
+    assert 0.9 * low.weights.publish_s <= measured <= 1.1 * high.weights.publish_s
 
 
 def percent(errors):
@@ -180,22 +178,14 @@ def percent(errors):
 
 
 def page_rows():
-    """Every row of the tables of docs/hardware.md that this code can make; after a change paste them there."""
-    rows = [
-        f"| `{name}` | {' | '.join(f'{entry[level]:g}' for level in Level)} | {entry['source']} |"
-        for name, entry in coefficient_table().items()
-    ]
+    """Every row of the tables of the pages that this code can make; after a change paste them there."""
+    rows = []
     for name in gpu_names():
         gpu = find_gpu(name)
         fp8 = "–" if gpu.fp8_flops is None else f"{gpu.fp8_flops / 1e12:g}"
         cells = (gpu.memory_bytes / 1e9, gpu.bandwidth / 1e12, gpu.nvlink / 1e9, gpu.network / 1e9, gpu.gpus_per_node)
         numbers = " | ".join(f"{cell:.4g}" for cell in cells)
-        rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.watts:g} | {gpu.source} |")
-    for name in model_names():
-        model = find_model(name)
-        active = "" if model.active_parameters == model.parameters else f"{model.active_parameters / 1e9:.2f}"
-        parameters = f"{model.parameters / 1e9:.2f}"
-        rows.append(f"| {name} | {parameters} | {active} | {model.layers} | {model.kv_bytes_per_token:,.0f} |")
+        rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.watts:g} |")
     for (model_name, system, size), errors in kernel_errors().items():
         rows.append(f"| {model_name}, {system.removesuffix('_sxm').upper()}, TP {size} | {percent(errors)} |")
     rows.append(f"| all kernel points | {percent(np.concatenate(list(kernel_errors().values())))} |")
@@ -206,13 +196,16 @@ def page_rows():
     for level in Level:
         steps = [f"{step_ms(derived(level=level), batch, context):.3g}" for batch, context in points]
         rows.append(f"| {level.value} | {' | '.join(steps)} |")
+    shown = ""
     for row, levels in own_steps():
         measured = f"{float(row['step_ms']):.3g} ({float(row['least_ms']):.3g}–{float(row['most_ms']):.3g})"
         shares = [f"{100 * (level / float(row['step_ms']) - 1):+.0f} %" for level in levels[:2]]
-        rows.append(f"| {row['model']} | {row['batch']}, {row['ctx']} | {measured} | {' | '.join(shares)} |")
+        name, shown = "" if row["model"] == shown else f" {row['model']}", row["model"]
+        rows.append(f"|{name} | {row['batch']}, {row['ctx']} | {measured} | {' | '.join(shares)} |")
     return rows
 
 
-def test_the_page_says_what_the_files_and_the_model_say():
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+def test_the_pages_have_the_numbers_of_the_files_and_of_the_model():
+    lines = [line for name in PAGES for line in (DOCS / name).read_text(encoding="utf-8").splitlines()]
     assert [row for row in page_rows() if row not in lines] == []
+    assert [name for name in model_names() if f"`{name}`" not in (DOCS / PAGES[0]).read_text(encoding="utf-8")] == []

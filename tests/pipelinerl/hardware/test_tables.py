@@ -4,8 +4,7 @@ import pytest
 from derived import run_data
 from run_tables import faults
 
-from pipelinerl.calibration.coefficient_fit import is_inverse
-from pipelinerl.calibration.hardware_fit import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS
+from pipelinerl.calibration.solve import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS, is_inverse
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients
 from pipelinerl.hardware.tables import (
     AffineDecode,

@@ -4,7 +4,7 @@ import pytest
 from derived import by_name
 from run_tables import tiny
 
-from pipelinerl.config.price import PriceConfig
+from pipelinerl.config.run import PriceConfig
 from pipelinerl.records.cost import CostReport, Prices, Rates
 
 BOTH = Prices(gpu_usd=2.0, gpu_watts=700.0, generation_usd=0.5, generation_watts=400.0, environment_usd=0.1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from traces import lines_of, recorded, rewritten, run
 
 from pipelinerl.errors import TraceError
-from pipelinerl.records.trace import Record, Trace, TraceWriter
+from pipelinerl.records.trace import Record, Trace, TraceWriter, _line
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
@@ -288,3 +288,10 @@ def test_a_flipped_byte_is_one_line(tmp_path: Path) -> None:
         line = fault(path)
         assert str(path) in line
         assert "\n" not in line
+
+
+def test_a_reward_that_is_no_number_is_written_as_json_has_it() -> None:
+    line = _line(float("inf"), RolloutFinished(0, None, VersionSpans((0,), (1,)), float("nan")))
+    assert json.loads(line)["reward"] != json.loads(line)["reward"]
+    assert b'"t":Infinity' in line
+    assert b'"engine":null' in line

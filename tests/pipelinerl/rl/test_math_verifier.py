@@ -12,8 +12,8 @@ from time import sleep
 
 import pytest
 
-from pipelinerl.rl import math_verifier as mathtask
-from pipelinerl.rl.math_verifier import Verifiers
+from pipelinerl.rl import tasks as mathtask
+from pipelinerl.rl.tasks import Verifiers
 
 ROOT = Path(__file__).parents[3]
 
@@ -147,7 +147,7 @@ import os, signal, sys
 from threading import Thread
 from time import sleep
 sys.path.insert(0, {str(stand_in.parent)!r})
-from pipelinerl.rl import math_verifier as mathtask
+from pipelinerl.rl import tasks as mathtask
 verifiers = mathtask.Verifiers()
 hang = lambda: verifiers.verify("1", "hang")
 print(verifiers.verify("1", "1"), flush=True)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError, install
-from pipelinerl.rl import math_verifier as mathtask
+from pipelinerl.rl import tasks as mathtask
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Problem, Task, shuffled
 from pipelinerl.rl.sums import COUNTERS, Arithmetic, Chain

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backends.deepspeed.live_bytes import LiveBytes  # noqa: E402
-from pipelinerl.rl import token_logprobs as module  # noqa: E402
-from pipelinerl.rl.token_logprobs import CHUNK_TOKENS, token_logprobs  # noqa: E402
+from backends.trainer.footprint import LiveBytes  # noqa: E402
+from pipelinerl.rl import losses as module  # noqa: E402
+from pipelinerl.rl.losses import CHUNK_TOKENS, token_logprobs  # noqa: E402
 
 QWEN = {"width": 3584, "vocabulary": 152_064}
 """Qwen2.5-7B."""

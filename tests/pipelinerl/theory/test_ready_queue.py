@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-
-from pipelinerl.theory.ready_queue import poisson_queue_staleness
+from ready_queue import poisson_queue_staleness
 
 
 def staleness(rate_ratio, queue_batches, groups):

@@ -14,7 +14,7 @@ from pipelinerl.hardware.costs import DecodeStep, training_cost
 from pipelinerl.records.steps import StepRow
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from, uniform_lengths
 from pipelinerl.theory.steady_state import Estimate, screen
-from sim.planning.search_space import answers_of
+from sim.planning.space import answers_of
 from sim.run import simulate
 from sim.workload import Workload
 

@@ -13,11 +13,10 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import PrefillConfig
-from pipelinerl.theory.engines import Engines
-from pipelinerl.theory.steady_state import Estimate, screen
+from pipelinerl.theory.steady_state import Engines, Estimate, screen
 from pipelinerl.theory.turns import Turn, TurnMeans
-from sim.planning.candidates import Screener, own_candidate
-from sim.planning.search_space import SearchSpace, answers_of
+from sim.planning.screen import Screener, own_candidate
+from sim.planning.space import SearchSpace, answers_of
 from sim.run import simulate
 
 RUN: dict[str, Any] = {

@@ -27,9 +27,9 @@ from pipelinerl.scheduler.events import (
 )
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
-from sim.planning.search import plan
+from sim.interface import Request
+from sim.planning.answer import plan
 from sim.planning.simulate import HowToPlan
-from sim.request import Request
 from sim.run import simulate
 from sim.step_by_step import StepByStepEngine
 

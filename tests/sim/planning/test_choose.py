@@ -9,11 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_plan import tiny_run
 
-from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.theory.steady_state import Estimate
-from sim.planning.axes import SCHEDULE
-from sim.planning.candidates import Candidate, Screened, own_candidate
 from sim.planning.choose import (
     TIE,
     LagCheck,
@@ -28,8 +25,9 @@ from sim.planning.choose import (
     same_lag,
     why_not,
 )
-from sim.planning.search_space import Limits, SearchSpace
+from sim.planning.screen import Candidate, Screened, own_candidate
 from sim.planning.simulate import Outcome
+from sim.planning.space import SCHEDULE, Limits, SearchSpace
 
 FREE = Limits(lag=None, mean_lag=None, min_ess=None, drift=None, gpu_hours=None, budget=None, price=None)
 
@@ -53,7 +51,7 @@ def screened(label: str, rate: float, lag: float, family: str = "pipeline") -> S
 
 def outcome(label: str, rate: float, lag: float, family: str = "pipeline") -> Outcome:
     return Outcome(
-        candidate(label, family), Level.CENTRAL, tokens_per_s=rate, step_s=1.0, seconds=1.0, lag_mean=lag, lag_max=9,
+        candidate(label, family), tokens_per_s=rate, step_s=1.0, seconds=1.0, lag_mean=lag, lag_max=9,
         training=1.0, publishing=0.0, waiting=0.0, bottleneck=Bottleneck.TRAINING,
     )  # fmt: skip
 

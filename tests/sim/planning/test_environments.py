@@ -9,15 +9,15 @@ import tomli_w
 from command_line import Command, assert_fails
 from tiny_plan import in_this_process
 
-from analysis.environments import rollouts_against_environments
+from analysis.plot import environments_figure
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
-from sim.planning import more_gpus
+from sim.planning import explain as more_gpus
+from sim.planning.answer import plan
 from sim.planning.environments import counts_to_try, environments
-from sim.planning.search import plan
 
 RUN = {
     "optimizer_steps": 60,
@@ -128,7 +128,7 @@ def test_a_budget_counts_environments() -> None:
 
 
 def test_the_figure_has_rate_cost_and_knee(report: EnvironmentsReport) -> None:
-    figure = rollouts_against_environments(report)
+    figure = environments_figure(report)
     upper, lower = figure.axes
     rates, knee, slots = upper.lines
     assert list(rates.get_ydata()) == [row.rollouts_per_hour for row in report.rows]

@@ -6,13 +6,11 @@ import pytest
 from tiny_plan import in_this_process
 
 from pipelinerl.config.run_file import parse_run
-from pipelinerl.hardware.coefficients import Level
-from sim.planning.axes import all_choices
-from sim.planning.candidates import Candidate, candidate_of
+from sim.planning.answer import plan
 from sim.planning.choose import TIE
-from sim.planning.search import plan
-from sim.planning.search_space import SearchSpace
+from sim.planning.screen import Candidate, candidate_of
 from sim.planning.simulate import Job, Outcome, simulate_job
+from sim.planning.space import SearchSpace, all_choices
 
 RUN: dict[str, Any] = {
     "optimizer_steps": 12,
@@ -63,7 +61,7 @@ def test_what_is_recommended_is_among_the_best_of_all_candidates() -> None:
     config = parse_run(RUN)
     space = SearchSpace.of(config)
     made = [one for one in (candidate_of(choice, space) for choice in all_choices(space)) if isinstance(one, Candidate)]
-    outcomes = [simulate_job(Job(one, Level.CENTRAL, config.optimizer_steps)) for one in made]
+    outcomes = [simulate_job(Job(one, config.optimizer_steps)) for one in made]
     rates = {one.candidate.label: one.tokens_per_s for one in outcomes if isinstance(one, Outcome)}
     assert len(rates) == len(made) == 12
     with in_this_process():

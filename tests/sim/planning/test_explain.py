@@ -1,12 +1,7 @@
 """Explanations: bottlenecks, sensitivity, the runner-up, and a line per kind of schedule where nothing is feasible."""
 
 import pytest
-from tiny_plan import planned, priced_plan, refused, tiny_run
-
-from sim.planning.axes import all_choices
-from sim.planning.candidates import Screener, candidate_of, screen_all
-from sim.planning.explain import sensitivity
-from sim.planning.search_space import SearchSpace
+from tiny_plan import planned, priced_plan, refused
 
 
 def only_pipeline(*, generation_accelerators: int, generation_batch_size: int) -> tuple[str, ...]:
@@ -23,43 +18,7 @@ def test_the_runner_up_is_another_way_and_has_the_reason_why_it_lost() -> None:
     assert other is not None
     assert (best.family, best.cluster.generation_accelerators) != (other.family, other.cluster.generation_accelerators)
     slower = 1 - other.tokens_per_s / best.tokens_per_s
-    assert other.why.startswith(f"{slower:.0%} slower" if slower > 0.03 else "as fast within 3%")
-
-
-def test_sensitivity_is_of_single_coefficients_the_largest_first() -> None:
-    rows = priced_plan().sensitivity
-    effects = [row.largest for row in rows]
-    assert effects == sorted(effects, reverse=True)
-    assert {"training_step_s", "step_overhead_s"} <= {row.coefficient for row in rows}
-    (step,) = [row for row in rows if row.coefficient == "training_step_s"]
-    optimistic, pessimistic = step.effects
-    assert optimistic.throughput >= 1 >= pessimistic.throughput
-
-
-def test_a_gain_with_any_coefficients_is_attributed_to_none_of_them() -> None:
-    """After Ctrl-C the recommendation may be far from the best that was screened."""
-    space = SearchSpace.of(tiny_run())
-    screener = Screener(space.config, space.answers)
-    kept, _ = screen_all((candidate_of(choice, space) for choice in all_choices(space)), space.limits, screener)
-    slow, fast = (choose(kept, key=lambda one: one.tokens_per_s).candidate for choose in (min, max))
-    rows = sensitivity(space, slow, [one.candidate for one in kept], {slow.label: 1.0}, least=0.06)
-    assert rows
-    assert fast.label not in {effect.instead for row in rows for effect in row.effects}
-
-
-@pytest.mark.slow
-def test_a_coefficient_that_the_transport_does_without_is_not_moved() -> None:
-    """A run file with [train] says how its weights travel; the seconds of unknown ways are not among the causes."""
-    train = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
-    moved = {row.coefficient for row in planned(train, "hardware.coefficients={}", "plan.simulate=3").sensitivity}
-    assert "host_bandwidth" in moved
-    assert not moved & {"sync_s_per_root_gb", "pause_share"}
-
-
-@pytest.mark.slow
-def test_a_calibrated_coefficient_has_no_other_value() -> None:
-    report = planned("hardware.coefficients={training_step_s=0.7}", "plan.simulate=3")
-    assert "training_step_s" not in {row.coefficient for row in report.sensitivity}
+    assert other.why.startswith(f"{slower:.0%} slower" if slower > 0.03 else ("as good within 3%", "a tie"))
 
 
 @pytest.mark.slow

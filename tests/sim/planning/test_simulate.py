@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 from tiny_plan import tiny_run
 
-from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.step_ledger import Step
 from pipelinerl.records.steps import StepRow
 from sim.planning import simulate as planning_simulate
-from sim.planning.candidates import own_candidate
-from sim.planning.search_space import SearchSpace
+from sim.planning.screen import own_candidate
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, extended, is_steady, simulate_job
+from sim.planning.space import SearchSpace
 from sim.run import simulate, simulate_steps
 
 
@@ -48,7 +47,7 @@ def row(step: int, time_s: float, **changes: float) -> Step:
 
 def outcome_of(rows: list[Step], *overrides: str) -> Outcome:
     candidate = own_candidate(SearchSpace.of(tiny_run(*overrides)))
-    return extended(Job(candidate, Level.CENTRAL, len(rows)), rows)
+    return extended(Job(candidate, len(rows)), rows)
 
 
 CONVENTIONAL = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2")
@@ -112,7 +111,7 @@ def test_a_steady_simulation_ends_early_unless_it_is_the_whole_run_or_answers_gr
             patch.setattr(
                 planning_simulate, "extended", lambda job, rows: seen.append(len(rows)) or extended(job, rows)
             )
-            outcome = simulate_job(Job(own_candidate(SearchSpace.of(run)), Level.CENTRAL, steps))
+            outcome = simulate_job(Job(own_candidate(SearchSpace.of(run)), steps))
         assert isinstance(outcome, Outcome)
         return outcome, seen
 
@@ -126,26 +125,25 @@ def test_a_steady_simulation_ends_early_unless_it_is_the_whole_run_or_answers_gr
 
 
 def test_a_run_that_two_candidates_make_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call or in two; with the coefficients of another level it is another run."""
-    simulated: list[Level] = []
+    """In one call or in two; with another number of steps it is another run."""
+    simulated: list[int] = []
 
     def simulated_job(job: Job) -> Outcome | str:
-        simulated.append(job.level)
+        simulated.append(job.steps)
         return simulate_job(job)
 
     monkeypatch.setattr(planning_simulate, "simulate_job", simulated_job)
     own = own_candidate(SearchSpace.of(tiny_run()))
     other = replace(own, label="the same by another name")
     runner = Runner(HowToPlan(workers=1))
-    both = runner.run("simulations", [Job(own, Level.CENTRAL, 4), Job(other, Level.CENTRAL, 4)])
+    both = runner.run("simulations", [Job(own, 4), Job(other, 4)])
     assert sorted(one.candidate.label for one in both) == sorted([own.label, other.label])
     assert replace(both[0], candidate=own) == replace(both[1], candidate=own)
-    again = runner.run("bands", [Job(other, Level.CENTRAL, 4), Job(own, Level.OPTIMISTIC, 4)])
-    assert [(one.level, one.candidate) for one in again] == [(Level.CENTRAL, other), (Level.OPTIMISTIC, own)]
-    assert simulated == [Level.CENTRAL, Level.OPTIMISTIC]
+    again = runner.run("others", [Job(other, 4), Job(own, 5)])
+    assert {one.candidate.label for one in again} == {own.label, other.label}
+    assert simulated == [4, 5]
 
 
-def test_a_job_is_the_candidate_with_its_steps_and_level() -> None:
-    config = Job(own_candidate(SearchSpace.of(tiny_run())), Level.PESSIMISTIC, 7).config
-    changes = ("optimizer_steps=7", "hardware.level=pessimistic")
-    assert config == tiny_run(*changes).model_copy(update={"plan": None})
+def test_a_job_is_the_candidate_with_its_steps() -> None:
+    config = Job(own_candidate(SearchSpace.of(tiny_run())), 7).config
+    assert config == tiny_run("optimizer_steps=7").model_copy(update={"plan": None})

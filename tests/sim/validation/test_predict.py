@@ -1,5 +1,7 @@
 """Validation: a row never informs itself, known truths come out, the shipped rows keep their promised errors."""
 
+from __future__ import annotations
+
 import math
 import re
 from pathlib import Path
@@ -10,14 +12,14 @@ from naive_rules import as_much_per_gpu, more_apart_staler, sum_of_parts
 from published import changed, predicted, row
 
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.validation_report import PredictedRow, UnusableRow
+from pipelinerl.pages.evidence import validation_page
+from pipelinerl.records.validation_report import PredictedRow, UnusableRow, ValidationReport
 from pipelinerl.records.validation_table import validation_markdown
 from sim.run import simulate
-from sim.validation.inference import STEP, simulation_grid
+from sim.validation.infer import STEP, run_config, simulation_grid
 from sim.validation.pairs import speed_up_summary
-from sim.validation.predict import shipped_runs, validate
+from sim.validation.predict import shipped_runs, validate, validation_report
 from sim.validation.reconstruct import MEAN_OVER_LONGEST, reconstruct_run, rest_s
-from sim.validation.run_config import run_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -257,7 +259,7 @@ def test_docs_say_what_is_published_of_trainers_apart_and_of_mean_answers():
     asynchronous = [run for name, run in runs.items() if name.startswith(("verl7b_async", "verl7b_128"))]
     shares = [work(runs[sync[run.gpus_total]]) / work(run) for run in asynchronous]
     other = work(runs["verl1off_fsdp_sync"]) / work(runs["verl1off_fsdp_async"])
-    page = " ".join((ROOT / "docs" / "validation.md").read_text(encoding="utf-8").split())
+    page = " ".join(PAGE.split())
     assert f"takes {min(shares):.1f} to {max(shares):.1f} times the GPU-seconds" in page
     assert f"(`verl1off_fsdp`) has {other:.1f}" in page
     means = {}
@@ -270,6 +272,10 @@ def test_docs_say_what_is_published_of_trainers_apart_and_of_mean_answers():
     assert f"of the {len(logs)} whose rows publish mean and limit, {more} have more than a fifth, {mean:.2f}" in page
 
 
+PAGE = "\n".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("validation.md", "measurements/validation.md")
+)
+"""Both pages; the table of the second has the rows, all columns but the last three."""
 FAR_OFF = {
     "miles_qwen3.8_27b",
     "nemo_v0.5_H100_bf16_Llama3.1-8B_1off_16",
@@ -320,12 +326,49 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out()
     for point in curve.values():  # the curve over what was measured at 0, as the plot of the paper has it
         assert abs(point.predicted / start - point.measured / start) <= 0.15 * point.measured / start
     assert error_of_areals_curve(grids) <= 0.15
-    page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
     inside, near = (f"{share:.0%}".replace("%", " %") for share in (alone.within_band, alone.within_45_percent))
-    assert f"{alone.rows} rows, {alone.families} families; {near} are within 45 %, and {inside} inside" in page
-    assert all(f"`{one}`" in page for one in FAR_OFF)
-    assert f"| {np.median(informed):.0%} | {np.mean(np.array(informed) <= 0.3):.0%} |".replace("%", " %") in page
-    assert [words for words in words_on_pairs(result, grids) if words not in " ".join(page.split())] == []
-    between = re.search(r"<!-- table -->\n(.*?)<!-- end -->", page, flags=re.DOTALL)
+    assert f"{alone.rows} rows, {alone.families} families; {near} are within 45 %, and {inside} inside" in " ".join(
+        PAGE.split()
+    )
+    assert all(f"`{one}`" in PAGE for one in FAR_OFF)
+    assert f"| {np.median(informed):.0%} | {np.mean(np.array(informed) <= 0.3):.0%} |".replace("%", " %") in PAGE
+    assert [words for words in words_on_pairs(result, grids) if words not in " ".join(PAGE.split())] == []
+    between = re.search(r"<!-- table -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL)
     assert between is not None
-    assert between[1] == validation_markdown(result)
+    rows, _, _ = validation_markdown(result).partition("\nAsynchronous against")
+    assert between[1] == re.sub(r"^(\| .*)( \| [^|\n]*){3} \|$", r"\1 |", rows, flags=re.MULTILINE)
+
+
+# The report of a validation: errors, pairs in order, assumptions, and what is printed.
+
+
+def made_row(name, measured, predicted, *, family="f", quantity="s/step", assumed=()):
+    return PredictedRow(
+        id=name, family=family, mode="", quantity=quantity, gpus=None, answer_tokens=None, measured=measured,
+        predicted=predicted, low=0.0, high=0.0, inputs=(), fitted_to=(), assumed=assumed, alone=None, alone_low=None,
+        alone_high=None, error=predicted / measured - 1,
+    )  # fmt: skip
+
+
+def test_errors_and_orders_are_counted():
+    rows = [made_row("a", 10, 11), made_row("b", 20, 15), made_row("c", 30, 12), made_row("d", 1, 1, family="g")]
+    result = validation_report([*rows, UnusableRow(id="e", reason="no")])
+    assert result.summary.median_error == pytest.approx(0.175)
+    assert result.summary.within_30_percent == 0.75
+    assert [pair.in_order for pair in result.pairs] == [True, True, False]  # ab, ac, bc
+    assert "- `e`: no" in validation_markdown(result)
+    assert ValidationReport.from_dict(result.to_dict(), name="validation.json") == result
+    assert "alone" in result.to_dict()["rows"][0]
+
+
+def test_without_rows_there_are_no_errors():
+    summary = validation_report([]).summary
+    assert (summary.rows, summary.pairs) == (0, 0)
+    assert {value for _, value in summary} == {0, None}
+
+
+def test_assumptions_stand_beside_the_prediction():
+    first = made_row("a", 10, 11, quantity="tokens/s", assumed=("an H100", "mean length"))
+    result = validation_report([first, made_row("b", 10, 11, assumed=("mean length",))])
+    assert "| an H100; mean length | 0 |" in validation_markdown(result)
+    assert "mean length: a, b" in validation_page(result).section("assumed")

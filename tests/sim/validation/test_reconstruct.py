@@ -5,7 +5,7 @@ from refusals import message
 
 from pipelinerl.errors import ConfigError
 from sim.validation.reconstruct import reconstruct_run
-from sim.validation.records import PublishedRun, Schedule
+from sim.validation.rows import PublishedRun, Schedule
 
 
 def run(**values):

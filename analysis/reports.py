@@ -1,0 +1,207 @@
+"""Charts of plans, numbers of environments and validations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from analysis.chart import Axis, Chart, Mark, Series, rule
+from analysis.style import BLUE, GREEN, INK, MUTED, PURPLE, SKY, VERMILLION, series_styles
+from pipelinerl.records.environments_report import EnvironmentsReport
+from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
+from pipelinerl.records.validation_report import ValidationReport
+
+RATE = Axis(label="throughput", unit="tokens/s", handy=True, values="0,0")
+SYSTEM_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
+
+
+def throughput_against_lag(report: PlanReport) -> Chart:
+    """Return throughput against mean lag (Fig. 3b): every screened candidate, the simulated ones, their Pareto front.
+
+    Bars through the recommendation and the run file hold 80 % of the draws.
+    """
+    screened, series = report.screened, list[Series]()
+    families = np.array(screened.family)
+    for family in dict.fromkeys(screened.family):
+        style, its = series_styles([family], [0.0])[0], families == family
+        series.append(
+            Series(
+                label=f"{family}, screened",
+                mark=Mark.CLOUD,
+                x=np.array(screened.lag_mean)[its],
+                y=np.array(screened.tokens_per_s)[its],
+                color=style.color,
+                alpha=0.35,
+                hover={"": np.array(screened.label)[its]},
+            )
+        )
+    for family in dict.fromkeys(one.family for one in report.simulated):
+        style, mine = series_styles([family], [0.0])[0], [one for one in report.simulated if one.family == family]
+        series.append(
+            Series(
+                label=f"{family}, simulated",
+                mark=Mark.POINTS,
+                x=[one.lag_mean for one in mine],
+                y=[one.tokens_per_s for one in mine],
+                color=style.color,
+                marker=style.marker,
+                hover={"": [one.label for one in mine]},
+            )
+        )
+    known = {one.label: one for one in report.simulated}
+    front = [known[label] for label in report.front]
+    lags, rates = [one.lag_mean for one in front], [one.tokens_per_s for one in front]
+    series.append(Series(label="Pareto front", mark=Mark.STEPS, x=lags, y=rates, color=MUTED, width=0.7))
+    for one, marker, name in ((report.own, "D", "run file"), (report.recommended, "*", "recommended")):
+        if one is not None:
+            series += _with_band(name, one, one.lag_mean, color=INK, marker=marker, size=7.0)
+    if report.run.mean_lag_limit is not None:
+        series.append(rule("mean_lag_limit", report.run.mean_lag_limit, color=INK, dash=":"))
+    caption = "Small: screened. Large: simulated. The line is the Pareto front, a bar 80 % of the draws."
+    if report.certainty.expected_faster > report.certainty.tie:
+        caption += " Candidates above the recommendation are faster only if all is as expected."
+    return Chart(
+        title="Throughput against mean lag of what was tried",
+        caption=caption,
+        x=Axis(label="mean lag", unit="optimizer steps", ticks=8),
+        y=RATE,
+        series=series,
+    )
+
+
+def _with_band(label: str, one: PlannedCandidate, x: float, **look: Any) -> list[Series]:
+    low, high = one.band_tokens_per_s
+    bar: dict[str, Any] = {"color": look["color"], "width": 0.7, "named": False}
+    return [
+        Series(label=label, mark=Mark.POINTS, x=[x], y=[one.tokens_per_s], hover={"": [one.label]}, **look),
+        Series(label=label, mark=Mark.UPWARDS, x=[x], y=[low], other=[high], **bar),
+    ]
+
+
+def throughput_against_split(report: PlanReport) -> Chart:
+    """Return the screened throughput of a recommendation that is not colocated against the split, with its band."""
+    splits, chosen = report.splits, report.recommended.cluster.generation_accelerators
+    assert chosen is not None
+    across, band = splits.generation_accelerators, "80 % of the draws"
+    return Chart(
+        title="Throughput against the split",
+        caption="Screened, with the other choices as recommended; the dashed line is the recommended split.",
+        x=Axis(label="accelerators that generate", values="0"),
+        y=RATE,
+        series=[
+            Series(label=band, mark=Mark.AREA, x=across, y=splits.low, other=splits.high, color=BLUE, alpha=0.2),
+            Series(label="screened", x=across, y=splits.tokens_per_s, color=BLUE),
+            rule("recommended", chosen),
+        ],
+    )
+
+
+def plan_charts(report: PlanReport) -> dict[str, Chart]:
+    """Return the charts of a plan by file name."""
+    charts = {"plan_throughput_against_lag": throughput_against_lag(report)}
+    if report.splits.generation_accelerators:
+        charts["plan_throughput_against_split"] = throughput_against_split(report)
+    return charts
+
+
+def throughput_against_cost(reports: Mapping[str, PlanReport]) -> Chart:
+    """Return throughput against cost of the recommendation of each case, with its band."""
+    costs = {name: one.recommended.cost for name, one in reports.items()}
+    priced = all(one.usd_per_million_tokens is not None for one in costs.values())
+    styles = series_styles([one.recommended.family for one in reports.values()], range(len(reports)))
+    series = list[Series]()
+    for (name, report), style in zip(reports.items(), styles, strict=True):
+        best, cost = report.recommended, costs[name]
+        per_token = cost.usd_per_million_tokens if priced else cost.gpu_hours_per_million_tokens
+        look = {"color": style.color, "marker": style.marker, "size": 7.0}
+        series += _with_band(f"{name}: {best.family}", best, per_token or 0.0, **look)
+    return Chart(
+        title="Throughput against cost",
+        caption="Higher is faster, further left is cheaper; a bar is 80 % of the draws.",
+        x=Axis(label="cost", unit=f"{'USD' if priced else 'GPU-hours'} per million trained tokens", values="0.000"),
+        y=RATE,
+        series=series,
+    )
+
+
+def environments_charts(report: EnvironmentsReport) -> list[Chart]:
+    """Return rollouts per hour against the number of environments, and with prices the cost of a rollout."""
+    counts = [row.count for row in report.rows]
+    hover = {"bottleneck": [row.bottleneck.value for row in report.rows]}
+    panels = [("Throughput", "rollouts per hour", Axis(label="trained", unit="rollouts/h", values="0,0"))]
+    columns: list[list[float | None]] = [[row.rollouts_per_hour for row in report.rows]]
+    costs = [row.usd_per_1000_rollouts for row in report.rows]
+    if None not in costs:
+        panels.append(("Cost", "cost", Axis(label="USD per 1000 rollouts", values="0,0")))
+        columns.append(costs)
+    return [
+        Chart(
+            title=f"{title} against environments",
+            caption="The knee: the fewest whose rate is within 5 % of the largest.",
+            x=Axis(label="environments", values="0"),
+            y=axis,
+            series=[
+                Series(label=label, x=counts, y=values, color=BLUE, marked=True, hover=hover),
+                rule(f"knee: {report.knee}", report.knee, color=VERMILLION),
+                rule(f"slots of engines: {report.slots}", report.slots, dash=":"),
+            ],
+        )
+        for (title, label, axis), values in zip(panels, columns, strict=True)
+    ]
+
+
+def validation_chart(report: ValidationReport) -> Chart | None:
+    """Return predicted over measured of every row with a relative error, by system; None without such a row."""
+    rows = [row for row in report.rows if row.is_relative]
+    families = list(dict.fromkeys(row.family for row in rows))
+    series = [
+        Series(label="1: as measured", mark=Mark.RULE_X, x=[1.0], y=[0.0], color=MUTED, width=0.8),
+        *(rule(f"{100 * error:.0f} % off", 1 + sign * error, dash=":") for error in (0.3,) for sign in (-1, 1)),
+    ]
+    for family, color in zip(families, _cycled(len(families)), strict=True):
+        mine = [(place, row) for place, row in enumerate(rows) if row.family == family]
+        places = [place for place, _ in mine]
+        series.append(
+            Series(
+                label=family,
+                mark=Mark.ACROSS,
+                x=[(row.low or row.predicted) / row.measured for _, row in mine],
+                y=places,
+                other=[(row.high or row.predicted) / row.measured for _, row in mine],
+                color=color,
+                width=1.0,
+                named=False,
+            )
+        )
+        series.append(
+            Series(
+                label=family,
+                mark=Mark.POINTS,
+                x=[row.predicted / row.measured for _, row in mine],
+                y=places,
+                color=color,
+                hover={
+                    "": [row.id for _, row in mine],
+                    "predicted": [f"{row.predicted:,.4g} {row.quantity}" for _, row in mine],
+                    "measured": [f"{row.measured:,.4g} {row.quantity}" for _, row in mine],
+                },
+            )
+        )
+    return (
+        Chart(
+            title="Published runs, predicted over measured, by system",
+            caption="1 is right; a line is the 80 % band. A click on a system in the legend takes it away.",
+            x=Axis(label="predicted / measured", log=True),
+            y=Axis(label="", rows=[row.id for row in rows]),
+            series=series,
+            switch=None,
+        )
+        if rows
+        else None
+    )
+
+
+def _cycled(number: int) -> list[str]:
+    return [SYSTEM_COLORS[place % len(SYSTEM_COLORS)] for place in range(number)]

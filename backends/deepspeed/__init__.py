@@ -1,1 +1,0 @@
-"""The trainer: DeepSpeed on Ray actors."""

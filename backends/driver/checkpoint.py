@@ -1,0 +1,227 @@
+"""Checkpoints: a folder per version, complete or not there at all.
+
+``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
+not yet trained on, place in the trace) and ``manifest.json``. It is copied in one instant and written while the run
+goes on: under another name, fsynced, then renamed; only then is an older one of the same version removed. A broken
+checkpoint is named and passed over for the one before it; one of another format is refused before it is unpickled.
+Pickles can run code: resume only from your own checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from backends.driver.state import DriverState
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.recording import Recording, RecordingMark, check_reaches
+from pipelinerl.records.run_folder import METRICS_FILE
+from pipelinerl.records.steps import STEPS_FILE
+from pipelinerl.util.explain import writing
+
+# ------------------------------------------------------------------------------------- manifests
+# A manifest holds the format of a folder and the SHA-256 of every file below it. It is written last, after all files,
+# and the folders that name them, are fsynced.
+
+MANIFEST_FILE = "manifest.json"
+NUM_THREADS = 8
+"""Files read at a time, outside of Python's lock."""
+
+
+class OtherFormatError(Exception):
+    """A folder has another version of the format."""
+
+
+def seal(folder: Path, *, format_number: int) -> None:
+    """Fsync all files of a complete folder, then write its manifest with their SHA-256; ``OSError`` if one fails."""
+    files = _files(folder)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        digests = dict(zip(files, pool.map(_settled, files.values()), strict=True))
+    manifest = folder / MANIFEST_FILE
+    content = {"files": digests, "format": format_number}
+    manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    sync(manifest)
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            sync(path)
+
+
+def check_sealed(folder: Path, *, format_number: int) -> None:
+    """Check that a folder is unchanged since ``seal``.
+
+    Raises:
+        OtherFormatError: It is of another format; 0 stands for one from before there were numbers.
+        ValueError: A file differs; the message names file and difference.
+        OSError: A file cannot be read.
+    """
+    files = _files(folder)
+    manifest = files.pop(MANIFEST_FILE, None)
+    if manifest is None:
+        raise ValueError(f"{MANIFEST_FILE} is missing, so it was never complete")
+    listed, found = _read(manifest)
+    if found != format_number:
+        raise OtherFormatError(f"was written by another version of pipelinerl: format {found}, not {format_number}")
+    for name in sorted(listed.keys() ^ files.keys()):
+        raise ValueError(f"{name} is {'missing' if name in listed else 'not in its manifest'}")
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        for name, digest in zip(files, pool.map(_digest, files.values()), strict=True):
+            if digest != listed[name]:
+                raise ValueError(f"{name} is not as it was written (SHA-256)")
+
+
+def _read(manifest: Path) -> tuple[dict[str, str], int]:
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        if all(isinstance(value, str) for value in content.values()):  # from before there were numbers
+            return content, 0
+        return dict(content["files"]), int(content["format"])
+    except (ValueError, TypeError, AttributeError, KeyError):
+        raise ValueError(f"{MANIFEST_FILE} is broken") from None
+
+
+def sync(path: Path) -> None:
+    """Fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def _settled(path: Path) -> str:
+    sync(path)
+    return _digest(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+LOG = logging.getLogger("pipelinerl")
+FOLDER = "checkpoints"
+FORMAT = 2
+"""One more whenever a pickled class, or the trainer's part, changes."""
+MAY_DIFFER = (
+    ("hardware",),
+    ("compare",),
+    *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
+)
+"""Keys that may differ when a run is resumed; where they have accelerators of their own, ranks, too."""
+_TRAINER, _RUN, _PARTIAL, _BEFORE = "trainer", "run.pickle", "partial", ".before"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that has been read."""
+
+    trainer_folder: Path
+    state: DriverState
+    recording: RecordingMark
+
+
+class CheckpointKeeper:
+    """Writes the checkpoints of a run; ``recording`` has its ledger and trace."""
+
+    def __init__(self, out: Path, config: RunConfig, recording: Recording) -> None:
+        assert config.train is not None
+        self._out, self._folder, self._config, self._recording = out, out / FOLDER, config, recording
+        self._num_kept = config.train.checkpoint.keep
+
+    def trainer_folder(self) -> Path:
+        """Return a new folder for the trainer's part of the next checkpoint."""
+        partial = self._folder / _PARTIAL
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial / _TRAINER
+
+    def copy(self, state: DriverState) -> bytes:
+        """Return the content of a checkpoint beside the trainer's part; the trace is on disk up to here."""
+        return pickle.dumps({"config": _fixed(self._config), "state": state, "recording": self._recording.mark()})
+
+    def keep(self, version: int, content: bytes) -> None:
+        """Complete the checkpoint from ``copy`` after the trainer's part has been written; forget the oldest."""
+        partial, whole = self._folder / _PARTIAL, self._folder / f"step_{version:06d}"
+        with writing(partial):
+            (partial / _RUN).write_bytes(content)
+            for records in (STEPS_FILE, METRICS_FILE):
+                sync(self._out / records)
+            seal(partial, format_number=FORMAT)
+        before = whole.with_suffix(_BEFORE)
+        if whole.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            whole.rename(before)
+        partial.rename(whole)
+        sync(self._folder)
+        shutil.rmtree(before, ignore_errors=True)
+        for old in _whole(self._folder)[: -self._num_kept]:
+            shutil.rmtree(old)
+
+
+def read_newest(out: Path, config: RunConfig) -> Checkpoint:
+    """Read the newest checkpoint that is not broken; warn of broken ones by name.
+
+    Raises:
+        ConfigError: If there is none, all are broken, it is one of another configuration or format, or the run's files
+            do not reach up to it.
+    """
+    faults = []
+    for folder in reversed(_whole(out / FOLDER)):
+        try:
+            check_sealed(folder, format_number=FORMAT)
+            with (folder / _RUN).open("rb") as file:
+                content = pickle.load(file)
+            was, state, recording = content["config"], content["state"], content["recording"]
+        except OtherFormatError as error:  # before anything of it is unpickled
+            raise ConfigError(f"--resume: {folder.name} {error}; go on with the version that wrote it") from None
+        except Exception as error:
+            faults.append(f"{folder.name} is broken: {error}")
+            continue
+        for fault in faults:
+            LOG.warning("--resume: %s; going on from %s", fault, folder.name)
+        for key, before, now in _differences(was, _fixed(config)):
+            raise ConfigError(f"--resume: {folder.name} was written with {key}={before}, got {now}")
+        check_reaches(out, recording, of=folder.name)
+        return Checkpoint(folder / _TRAINER, state, recording)
+    if faults:
+        raise ConfigError("\n".join(f"--resume: {out / FOLDER}/{fault}" for fault in faults))
+    raise ConfigError(f"--resume needs a checkpoint, got {out}, which holds none in {FOLDER}/")
+
+
+def _whole(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step_*"), key=lambda path: (path.stem, path.suffix != _BEFORE))
+
+
+def _fixed(config: RunConfig) -> dict[str, Any]:
+    data = config.model_dump(mode="json", exclude_none=True)
+    for *tables, key in MAY_DIFFER:
+        table = data
+        for name in tables:
+            table = table[name]
+        table.pop(key, None)
+    if not config.colocated:  # the engines remain as many
+        del data["cluster"]["accelerators"]
+    return data
+
+
+def _differences(was: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    found = []
+    for key in sorted(was.keys() | now.keys()):
+        before, after = was.get(key), now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append((f"{prefix}{key}", before, after))
+    return found

@@ -1,0 +1,281 @@
+"""The engines of a run by engine id: their weights, the restart of lost ones, the replacement of those given up.
+
+Theory of operation. The scheduler knows engine ids, each with room for H rollouts. Any call can find that an engine is
+lost; it is started again once, however many calls do, and gets the newest published weights before it is *up* again.
+Calls wait until their engine is up; rollouts also until its version is *confirmed*: after a resume engines have no
+weights that the scheduler knows of before the first publication.
+
+An engine that cannot be started is given up: the engine that serves the fewest ids serves its id, too. For the
+scheduler nothing changes; rollouts beyond an engine's room wait in it. Without any engine the run fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any
+
+from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
+from pipelinerl.errors import EngineLostError
+from pipelinerl.scheduler.events import WeightUpdate
+
+LOG = logging.getLogger("pipelinerl")
+HOUR_S = 3600.0
+
+
+class EngineHandle:
+    """An engine, and its state as the driver knows it (mutable)."""
+
+    def __init__(self, engine_id: int, engine: Engine) -> None:
+        self.engine_id = engine_id
+        self.engine = engine
+        self.version = 0  # that it has loaded
+        self.up = asyncio.Event()  # it answers
+        self.idle = asyncio.Event()  # no rollout is in progress
+        self.idle.set()
+        self.updating = asyncio.Lock()
+        self.num_in_flight = 0
+
+    def count(self, change: int) -> None:
+        """Count rollouts in progress."""
+        self.num_in_flight += change
+        if self.num_in_flight:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+
+class EnginePool:
+    """The engines of a run by engine id, not yet started.
+
+    ``restarts_per_hour``: losses per engine and hour that the run survives. ``bring_back`` loads ``newest`` into a
+    restarted engine, then sets ``up``; ``on_restart`` is called then, ``on_update`` after every update.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[int, Engine],
+        *,
+        restarts_per_hour: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        on_update: Callable[[UpdateTimes], None],
+        on_restart: Callable[[], None],
+        bring_back: Callable[[EngineHandle], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._serving = {engine_id: EngineHandle(engine_id, engine) for engine_id, engine in engines.items()}
+        self._restarts_per_hour = restarts_per_hour
+        self._confirmed = {engine_id: asyncio.Event() for engine_id in self._serving}
+        self._losses_s: deque[float] = deque()  # the times of those within an hour
+        self._spawn, self._on_update, self._on_restart = spawn, on_update, on_restart
+        self._bring_back = bring_back
+        self.newest: Weights | None = None
+        self._closing = False
+
+    def __getitem__(self, engine_id: int) -> EngineHandle:
+        return self._serving[engine_id]
+
+    def __iter__(self) -> Iterator[EngineHandle]:
+        """Yield the engines that have not been given up."""
+        return (handle for engine_id, handle in self._serving.items() if handle.engine_id == engine_id)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    @property
+    def engine_ids(self) -> tuple[int, ...]:
+        """Engine ids that the scheduler knows."""
+        return tuple(self._serving)
+
+    async def start(self) -> None:
+        """Start all engines, at version 0; one that fails twice is given up. ``EngineLostError`` if all do."""
+        handles = list(self)
+        lost = await _start(handles)
+        if 0 < len(lost) < len(handles):  # what ails all of them is not tried twice
+            for handle, error in lost.items():
+                LOG.warning("engine %d is started once more: %s", handle.engine_id, error)
+                await handle.engine.shutdown()
+            lost = await _start(lost)
+        for handle, error in lost.items():
+            if len(lost) == len(handles):
+                raise error
+            await self._give_up(handle, error)
+
+    def may_generate(self) -> None:
+        """Confirm the versions of all engines, so that they generate."""
+        for confirmed in self._confirmed.values():
+            confirmed.set()
+
+    async def serving(self, engine_id: int) -> EngineHandle:
+        """Wait until the engine of an id is up; return it."""
+        while True:
+            handle = self._serving[engine_id]
+            await handle.up.wait()
+            if handle is self._serving[engine_id]:
+                return handle
+
+    async def generating(self, engine_id: int) -> EngineHandle:
+        """Wait until the engine of an id is up and its version confirmed; return it."""
+        await self._confirmed[engine_id].wait()
+        return await self.serving(engine_id)
+
+    async def load(self, weights: Weights) -> None:
+        """Give all engines these weights, outside of the schedule; nothing is in progress."""
+        self.newest = weights
+        await asyncio.gather(*(self._bring_to(engine_id, weights, WeightUpdate.KEEP) for engine_id in self.engine_ids))
+
+    async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
+        """Generate one answer, over as many restarts as it takes."""
+        while True:
+            handle = await self.serving(handle.engine_id)
+            try:
+                return await handle.engine.generate(request)
+            except EngineLostError as error:
+                if self._closing:
+                    raise
+                self.lost(handle, error)
+
+    async def update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> float:
+        """Bring the engine of an id to a version, unless it is lost; return how long it stood still (s)."""
+        if weight_update is WeightUpdate.WAIT:
+            await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
+        times = await self._bring_to(engine_id, weights, weight_update)
+        if times is None:
+            return 0.0
+        self.count_update(times)
+        return times.total_s
+
+    def has_version(self, engine_id: int, version: int) -> bool:
+        """Return whether the engine of an id is up and has at least this version."""
+        return self._serving[engine_id].up.is_set() and self._serving[engine_id].version >= version
+
+    def confirm(self, engine_id: int) -> None:
+        """Confirm the version of an id: its engine has it whenever it is up."""
+        self._confirmed[engine_id].set()
+
+    def count_update(self, times: UpdateTimes) -> None:
+        """Count an update of the schedule."""
+        self._on_update(times)
+
+    async def drained(self, engine_ids: Iterable[int] | None = None) -> None:
+        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None)."""
+        for engine_id in self.engine_ids if engine_ids is None else engine_ids:
+            while self._confirmed[engine_id].is_set() and not self._serving[engine_id].idle.is_set():
+                await self._serving[engine_id].idle.wait()
+
+    async def _bring_to(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+        """Bring the engine of an id to a version; return None if another call or a restart has or will."""
+        while (handle := self._serving[engine_id]).up.is_set():
+            async with handle.updating:
+                if handle.version >= weights.version:
+                    return None
+                if not handle.up.is_set():
+                    continue
+                try:
+                    times = await handle.engine.update(weights, weight_update)
+                except EngineLostError as error:
+                    self.lost(handle, error)
+                    continue
+                handle.version = weights.version
+                return times
+        return None
+
+    def lost(self, handle: EngineHandle, error: EngineLostError) -> None:
+        """Restart a lost engine; further reports of the same loss do nothing."""
+        if not handle.up.is_set() or self._closing or self._serving[handle.engine_id] is not handle:
+            return
+        handle.up.clear()
+        LOG.warning("engine %d lost: %s", handle.engine_id, error)
+        self._spawn(self._restart(handle, error))
+
+    async def _restart(self, handle: EngineHandle, error: EngineLostError) -> None:
+        while True:
+            self._count_loss(error)
+            await handle.engine.shutdown()
+            try:
+                await handle.engine.start()
+            except EngineLostError as again:
+                await self._give_up(handle, again)
+                return
+            handle.version = 0
+            try:
+                await self._bring_back(handle)
+            except EngineLostError as again:
+                error = again
+                LOG.warning("engine %d lost again: %s", handle.engine_id, error)
+                continue
+            self._on_restart()
+            return
+
+    def _count_loss(self, error: EngineLostError) -> None:
+        now_s = time.monotonic()
+        while self._losses_s and now_s - self._losses_s[0] >= HOUR_S:
+            self._losses_s.popleft()
+        if len(self._losses_s) >= self._restarts_per_hour * len(self._serving):
+            raise error
+        self._losses_s.append(now_s)
+
+    async def _give_up(self, handle: EngineHandle, error: EngineLostError) -> None:
+        """Give the seats of an engine that cannot start to another; ``EngineLostError`` if there is none."""
+        others = [one for one in self if one is not handle]
+        if not others:
+            raise error
+        served = list(self._serving.values())
+        host = min(others, key=lambda one: (not one.up.is_set(), served.count(one)))
+        LOG.warning("engine %d given up, engine %d serves its id: %s", handle.engine_id, host.engine_id, error)
+        self._serving = {engine_id: host if its is handle else its for engine_id, its in self._serving.items()}
+        host.count(handle.num_in_flight)
+        handle.count(-handle.num_in_flight)
+        handle.up.set()  # who waits for it looks again
+        await handle.engine.shutdown()
+
+    async def sleep(self) -> None:
+        """Have all engines give up their memory, after a restart in progress."""
+        await asyncio.gather(*(self._sleep(handle) for handle in self))
+
+    async def _sleep(self, handle: EngineHandle) -> None:
+        while handle is self._serving[handle.engine_id]:
+            await handle.up.wait()
+            try:
+                await handle.engine.sleep()
+            except EngineLostError as error:
+                self.lost(handle, error)
+            else:
+                return
+
+    async def wake(self) -> None:
+        """Have all engines take their memory back; one lost asleep is awake after its restart."""
+        await asyncio.gather(*(self._wake(handle) for handle in self))
+
+    async def _wake(self, handle: EngineHandle) -> None:
+        try:
+            await handle.engine.wake()
+        except EngineLostError as error:
+            self.lost(handle, error)
+
+    def close(self) -> None:
+        """Start no engine again from now on."""
+        self._closing = True
+
+    async def shutdown(self) -> None:
+        """End all engines; log failures to end."""
+        self.close()
+        for result in await asyncio.gather(*(handle.engine.shutdown() for handle in self), return_exceptions=True):
+            if isinstance(result, BaseException):
+                LOG.warning("an engine could not be shut down: %s", result)
+
+
+async def _start(handles: Iterable[EngineHandle]) -> dict[EngineHandle, EngineLostError]:
+    lost: dict[EngineHandle, EngineLostError] = {}
+    starts = {handle: handle.engine.start() for handle in handles}
+    for handle, end in zip(starts, await asyncio.gather(*starts.values(), return_exceptions=True), strict=True):
+        match end:
+            case None:
+                handle.up.set()
+            case EngineLostError():
+                lost[handle] = end
+            case _:
+                raise end
+    return lost

@@ -1,0 +1,161 @@
+"""Held-out problems, answered by the engines of the run: before it, every so many optimizer steps beside it, after it.
+
+Theory of operation. An evaluation is *due* when its optimizer step is done, and begins when all engines have loaded
+the weights of that step or newer ones. Its requests run beside the rollouts in slots of their own
+(``evaluation_slots``): no scheduler and no ledger counts them, no rollout waits for one, nothing is trained on them.
+Weights that arrive meanwhile are loaded as ever: so the versions that sampled an answer are reported with it.
+Where engines and trainer take turns, the next training waits for it. Ctrl-C drops one in progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from backends.driver.engines import EnginePool
+from backends.driver.metrics import SamplesLog
+from backends.driver.rollouts import RolloutData
+from backends.driver.state import DriverState
+from backends.driver.tasks import RunTasks
+from backends.interface import GenerateRequest
+from backends.workers.environments import Turns
+from backends.workers.rewards import TaskClient
+from pipelinerl.config.run import RunConfig
+from pipelinerl.records.reports import EvaluationPoint
+from pipelinerl.rl.problems import Problem
+from pipelinerl.util.user_code import kind_and_line
+
+SHARE_OF_SLOTS = 8
+"""One more slot per so many rollout slots of an engine, for evaluations; environments likewise."""
+
+
+def evaluation_slots(config: RunConfig) -> int:
+    """Return an engine's extra slots for evaluations (count)."""
+    beside = config.train is not None and config.train.evaluation.every is not None
+    return math.ceil(config.scheduler.generation_batch_size / SHARE_OF_SLOTS) if beside else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    data: RolloutData
+    reward: float
+
+
+class Evaluation:
+    """The evaluations of a run; ``turns`` are environments for evaluations only (None: rollouts have no turns)."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: DriverState,
+        *,
+        client: TaskClient,
+        turns: Turns | None,
+        pool: EnginePool,
+        tasks: RunTasks,
+        samples: SamplesLog | None,
+    ) -> None:
+        assert config.train is not None
+        self._run, self._config, self._state = config, config.train.evaluation, state
+        self._client, self._turns, self._pool, self._tasks, self._samples = client, turns, pool, tasks, samples
+        self._due: int | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def step_done(self, version: int) -> None:
+        """Note that an optimizer step is done."""
+        if self._config.every is not None and version % self._config.every == 0:
+            self._due = version
+
+    def begin_if_due(self) -> None:
+        """Start an evaluation if one is due, none is running, and all engines have its weights."""
+        due = self._due
+        if due is None or self._running is not None or any(one.version < due for one in self._pool):
+            return
+        self._due = None
+        self._running = self._tasks.spawn(self._beside(due))
+
+    async def finished(self) -> None:
+        """Wait for the running evaluation."""
+        while self._running is not None:
+            await asyncio.wait({self._running})
+
+    async def _beside(self, step: int) -> None:
+        try:
+            point = await self._answers(step, slots=evaluation_slots(self._run))
+        finally:
+            self._running = None
+        self._state.evaluation.setdefault("during", []).append(point)
+        self._state.metrics.evaluated(point)
+        self.begin_if_due()
+
+    async def success_rate(self) -> float:
+        """Return the share of problems that are solved while nothing else is generated."""
+        slots = self._run.scheduler.generation_batch_size + evaluation_slots(self._run)
+        return (await self._answers(self._state.version, slots=slots)).success
+
+    async def _answers(self, step: int, *, slots: int) -> EvaluationPoint:
+        """Answer all problems, ``slots`` at a time per engine; one not generated or rewarded is not right."""
+        begin_s = time.monotonic()
+        handles = list(self._pool)
+        room = {handle.engine_id: asyncio.Semaphore(slots) for handle in handles}
+
+        async def generate(index: int, data: RolloutData) -> None:
+            handle, aborted = handles[index % len(handles)], True
+            async with room[handle.engine_id]:
+                while aborted:  # by an update of that kind
+                    generated = await self._pool.generate(handle, self._request(index, data))
+                    data.extend(generated)
+                    self._state.metrics.decoded(generated.decode_steps)
+                    aborted = generated.aborted
+
+        async def answer(index: int) -> _Answer | None:
+            data = RolloutData(Problem(""), ()) if self._turns else self._client.begin(index, held_out=True)
+            try:
+                if self._turns is not None:
+                    await self._play(self._turns, index, data, generate)
+                    return _Answer(data, data.reward)
+                await generate(index, data)
+                return _Answer(data, await self._client.reward(data))
+            except (Exception, SystemExit) as error:
+                self._client.log_failure(f"held-out problem {index} counts as not solved: {kind_and_line(error)}")
+                return None
+
+        answers = await asyncio.gather(*(answer(index) for index in range(self._config.problems)))
+        given = [one for one in answers if one is not None]
+        if self._samples is not None:
+            self._samples.evaluated(step, [(one.data, one.reward) for one in given])
+        versions = [version for one in given for version in one.data.spans.versions] or [step]
+        return EvaluationPoint(
+            step=step,
+            success=sum(one.reward >= 1.0 for one in given) / self._config.problems,
+            version_min=min(versions),
+            version_max=max(versions),
+            seconds=time.monotonic() - begin_s,
+        )
+
+    async def _play(
+        self,
+        turns: Turns,
+        index: int,
+        data: RolloutData,
+        generate: Callable[[int, RolloutData], Awaitable[None]],
+    ) -> None:
+        rollout_id = _rollout_id(index)
+        await turns.open(rollout_id, data, index, held_out=True)
+        try:
+            await generate(index, data)
+            while await turns.act(rollout_id, data):
+                await generate(index, data)
+        finally:
+            turns.environments.release(rollout_id)
+
+    def _request(self, index: int, data: RolloutData) -> GenerateRequest:
+        longest, temperature = self._config.max_tokens, self._config.temperature
+        return self._client.request(_rollout_id(index), data, longest=longest, temperature=temperature)
+
+
+def _rollout_id(index: int) -> int:
+    return -1 - index

@@ -1,0 +1,343 @@
+"""The event loop of a real run: it carries out the scheduler's commands and reports events.
+
+Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends with one event to
+``_deliver``, which asks the scheduler and starts the tasks of its answer. So events are handled one after the other, as
+in the simulator, without a lock.
+
+================  ===============================  ==================================  =========================
+task              waits for                        bounded by                          ends with
+================  ===============================  ==================================  =========================
+``_generate``     room before training, its engine H per engine (scheduler)            (turn) finished, aborted, failed
+``_act``          its environment                  its time-outs; so many (scheduler)  observation, finished, failed
+``_score``        a reward, the reference          their time-outs                     scored, failed
+``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
+``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
+a transfer        trainer and engines beside work  ``update_timeout_s``; one at a time an update of each engine
+an update         its engine, unless it is lost    ``update_timeout_s``; one a engine  weights loaded
+================  ===============================  ==================================  =========================
+
+Rollouts on a lost engine are reported as aborted, and started again; tokens since their submission are lost.
+
+When a run ends, the loop is *frozen*: it delivers nothing more and keeps the trainer's last event as ``pending``. After
+a resume it reports rollouts in progress as aborted, loading engines as loaded, and last the pending event. Environments
+end with the run: their rollouts fail at their next action or turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import assert_never
+
+from backends.busy import busy_s
+from backends.driver.engines import EnginePool
+from backends.driver.evaluation import Evaluation
+from backends.driver.preprocessing import Preprocessing
+from backends.driver.rollouts import RolloutData
+from backends.driver.state import DriverState
+from backends.driver.tasks import RunTasks
+from backends.driver.training import Training
+from backends.workers.environments import Turns
+from backends.workers.processes import WorkerFailedError
+from backends.workers.rewards import TaskClient, why_no_reward
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import BackendError, EngineLostError
+from pipelinerl.records.recording import Recorder
+from pipelinerl.rl.problems import Problem
+from pipelinerl.scheduler.events import (
+    AbortRollout,
+    Command,
+    DiscardRollouts,
+    EngineSeconds,
+    EnvironmentFailed,
+    Event,
+    ObservationReady,
+    OpenEnvironment,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    StartTraining,
+    Stop,
+    StopReason,
+    TrainingFinished,
+    TurnFinished,
+    WeightsLoaded,
+    WeightsPublished,
+)
+
+ITS_ENVIRONMENT_ENDED = "its environment ended with the run before"
+STOP_TIMEOUT_S = 30.0
+
+
+class EventLoop:
+    """Commands in, events out; ``recorder`` gets both in order. ``state`` is changed here."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: DriverState,
+        *,
+        tasks: RunTasks,
+        training: Training,
+        pool: EnginePool,
+        client: TaskClient,
+        turns: Turns | None,
+        preprocessing: Preprocessing,
+        evaluation: Evaluation,
+        recorder: Recorder,
+    ) -> None:
+        assert config.train is not None
+        self._max_prompt_tokens = config.train.task.max_prompt_tokens
+        self._state, self._tasks, self._training, self._pool = state, tasks, training, pool
+        self._client, self._turns, self._preprocessing = client, turns, preprocessing
+        self._evaluation, self._recorder = evaluation, recorder
+        self.trainer_task: asyncio.Task[None] | None = None
+        self.stop: StopReason | None = None
+        self.frozen = False
+        self._submitted: set[int] = set()  # rollouts that an engine knows
+
+    async def start(self, *, resumed: bool) -> None:
+        """Begin a new run or go on with a resumed one."""
+        self._began_s = time.monotonic() - self._state.time_s
+        if resumed:
+            await self._resume()
+        else:
+            self._carry_out_all(self._state.scheduler.start())
+
+    async def _resume(self) -> None:
+        state = self._state
+        published = state.published  # the answer to the last report may be a publication
+        for engine in state.in_flight.values():
+            self._pool[engine].count(+1)
+        await self._training.repeat_micro_batches()
+        in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
+        for rollout_id in sorted(state.scoring):
+            self._tasks.spawn(self._score(rollout_id))
+        for rollout_id, engine in in_flight:
+            self._aborted(rollout_id, engine)
+        for rollout_id in sorted(state.acting):
+            if rollout_id in state.acting:  # else its group has been given up for one before it
+                self._failed(rollout_id, ITS_ENVIRONMENT_ENDED)
+        for engine, version in state.scheduler.loaded.items():
+            if version != published:
+                self._deliver(WeightsLoaded(engine, published, 0.0))
+        if pending is not None:
+            self._deliver(pending)
+
+    def now(self) -> float:
+        """Return the seconds since the start of the run, while it ran."""
+        return time.monotonic() - self._began_s
+
+    def _deliver(self, event: Event) -> None:
+        if self.frozen:
+            if isinstance(event, TrainingFinished | WeightsPublished):
+                self._state.pending = event
+            return
+        begin_s = time.perf_counter()
+        if isinstance(event, RolloutFinished | TurnFinished | RolloutAborted | RolloutFailed):
+            self._state.aborting.discard(event.rollout_id)
+            engine = self._state.in_flight.pop(event.rollout_id, None)
+            if engine is not None:
+                self._pool[engine].count(-1)
+        self._recorder.event(self.now(), event)
+        try:
+            self._carry_out_all(self._state.scheduler.handle(event))
+        except Exception as error:
+            self._tasks.fail(error)
+        if isinstance(event, WeightsLoaded):
+            self._evaluation.begin_if_due()
+        num_rollouts = isinstance(event, RolloutFinished)
+        self._state.metrics.driver_worked(time.perf_counter() - begin_s, num_rollouts=num_rollouts)
+
+    def _carry_out_all(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._recorder.command(self.now(), command)
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        state = self._state
+        match command:
+            case StartRollout():
+                if command.rollout_id not in state.rollouts:  # here: a checkpoint may come before its task begins
+                    state.rollouts[command.rollout_id] = self._client.begin(command.prompt_id)
+                state.in_flight[command.rollout_id] = command.engine
+                self._pool[command.engine].count(+1)
+                self._tasks.spawn(self._generate(command))
+            case OpenEnvironment():
+                assert self._turns is not None
+                data = state.rollouts[command.rollout_id] = RolloutData(Problem(""), ())
+                state.acting.add(command.rollout_id)
+                opens = partial(self._turns.open, command.rollout_id, data, command.prompt_id)
+                self._tasks.spawn(self._act(command.rollout_id, opens, retries=self._turns.retries))
+            case StartTraining():
+                self.trainer_task = self._tasks.spawn(self._train(command))
+            case PublishWeights():
+                state.published = command.version
+                self.trainer_task = self._tasks.spawn(self._publish(command))
+            case DiscardRollouts():
+                for rollout_id in command.rollout_ids:
+                    self._forget(rollout_id)
+            case AbortRollout():
+                state.aborting.add(command.rollout_id)
+                self._tasks.spawn(self._abort(command))
+            case Stop():
+                self.stop = command.reason
+                self._tasks.ended.set()
+            case _:
+                assert_never(command)
+
+    async def _generate(self, command: StartRollout) -> None:
+        state, rollout_id = self._state, command.rollout_id
+        data = state.rollouts[rollout_id]
+        if self._turns is not None and rollout_id not in self._turns.environments:
+            self._failed(rollout_id, ITS_ENVIRONMENT_ENDED, command.engine)
+            return
+        if not 0 < len(data.prompt_tokens) <= self._max_prompt_tokens:
+            self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
+            return
+        await self._preprocessing.room()
+        handle = await self._pool.generating(command.engine)
+        if self.stop is not None:
+            return
+        if rollout_id in state.aborting:
+            self._aborted(rollout_id, command.engine)
+            return
+        self._submitted.add(rollout_id)
+        try:
+            generated = await handle.engine.generate(self._client.request(rollout_id, data))
+        except EngineLostError as error:
+            self._pool.lost(handle, error)
+            self._aborted(rollout_id, command.engine)
+            return
+        except BackendError as error:
+            self._failed(rollout_id, str(error), command.engine)
+            return
+        finally:
+            self._submitted.discard(rollout_id)
+        if self.frozen:
+            return
+        data.extend(generated)
+        state.metrics.busy(command.engine, generated.front_end_s)
+        state.metrics.busy(None, busy_s())
+        state.metrics.decoded(generated.decode_steps)
+        seconds = None if self._turns is None else generated.seconds
+        if generated.aborted:
+            self._aborted(rollout_id, command.engine, seconds)
+            return
+        if self._turns is None:
+            self._finished(rollout_id, command.engine)
+            return
+        self._deliver(TurnFinished(rollout_id, command.engine, data.spans, seconds))
+        if rollout_id in state.rollouts:
+            state.acting.add(rollout_id)
+            self._tasks.spawn(self._act(rollout_id, partial(self._turns.act, rollout_id, data)))
+
+    async def _act(self, rollout_id: int, act: Callable[[], Awaitable[bool]], *, retries: int = 0) -> None:
+        state, turns = self._state, self._turns
+        assert turns is not None
+        try:
+            goes_on = await act()
+        except WorkerFailedError as error:
+            if self.frozen or rollout_id not in state.acting:
+                return
+            again = retries > 0 and error.can_be_tried_again
+            self._deliver(EnvironmentFailed(rollout_id, error.fault, again))
+            if again:
+                await self._act(rollout_id, act, retries=retries - 1)
+            else:
+                self._failed(rollout_id, str(error))
+            return
+        if self.frozen:
+            return
+        if rollout_id not in state.acting:  # its group has been given up meanwhile
+            turns.environments.release(rollout_id)
+            return
+        state.acting.discard(rollout_id)
+        if goes_on:
+            data = state.rollouts[rollout_id]
+            read_tokens = len(data.prompt_tokens) + data.num_tokens - data.spans.num_tokens
+            self._deliver(ObservationReady(rollout_id, read_tokens))
+            return
+        turns.environments.release(rollout_id)
+        self._finished(rollout_id, engine=None)
+
+    def _finished(self, rollout_id: int, engine: int | None) -> None:
+        """Report a rollout with all its tokens, and score it."""
+        self._state.scoring.add(rollout_id)
+        self._deliver(RolloutFinished(rollout_id, engine, self._state.rollouts[rollout_id].spans))
+        self._tasks.spawn(self._score(rollout_id))
+
+    def _forget(self, rollout_id: int) -> None:
+        """Forget a rollout and release its environment; one that acts is released after its answer."""
+        del self._state.rollouts[rollout_id]
+        if rollout_id in self._state.acting:
+            self._state.acting.discard(rollout_id)
+        elif self._turns is not None:
+            self._turns.environments.release(rollout_id)
+
+    def _aborted(self, rollout_id: int, engine: int, seconds: EngineSeconds | None = None) -> None:
+        spans = self._state.rollouts[rollout_id].spans
+        if rollout_id in self._state.aborting and not self.frozen:
+            self._forget(rollout_id)
+        self._deliver(RolloutAborted(rollout_id, engine, spans, seconds))
+
+    def _failed(self, rollout_id: int, why: str, engine: int | None = None) -> None:
+        """Report a rollout that will not be scored; ``engine`` is set if it was generating."""
+        if self.frozen:
+            return
+        self._client.log_failure(f"rollout {rollout_id} failed: {why}")
+        self._forget(rollout_id)
+        self._state.scoring.discard(rollout_id)
+        self._deliver(RolloutFailed(rollout_id, engine))
+
+    async def _abort(self, command: AbortRollout) -> None:
+        handle = self._pool[command.engine]
+        try:
+            await handle.engine.abort(command.rollout_id)
+        except EngineLostError as error:
+            self._pool.lost(handle, error)
+
+    async def _score(self, rollout_id: int) -> None:
+        data = self._state.rollouts[rollout_id]
+        try:
+            reward = await self._client.compute_reward(data) if self._turns is None else data.reward
+        except (Exception, SystemExit) as error:
+            self._failed(rollout_id, why_no_reward(error))
+            return
+        if self.frozen:  # a cancellation that comes with the reward is lost, so the next call would not be ended
+            return
+        reference_logprob_T = await self._preprocessing.reference_logprobs(data)
+        if self.frozen:
+            return
+        data.reward, data.reference_logprob_T = reward, reference_logprob_T
+        self._state.scoring.discard(rollout_id)
+        self._deliver(RolloutScored(rollout_id, reward))
+
+    async def abort_all(self) -> None:
+        """Abort the rollouts in progress at the end of a run, waiting at most ``STOP_TIMEOUT_S``."""
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            if rollout_id in self._submitted:
+                self._tasks.spawn(self._abort(AbortRollout(rollout_id, engine)))
+            else:
+                self._aborted(rollout_id, engine)
+        over_s = time.monotonic() + STOP_TIMEOUT_S
+        while self._state.in_flight and time.monotonic() < over_s and self._tasks.failure is None:
+            await asyncio.sleep(0.01)
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            self._aborted(rollout_id, engine)
+
+    def record_interrupted(self) -> None:
+        """Record the rollouts in progress as aborted; the scheduler handles these events on resume."""
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
+
+    async def _train(self, command: StartTraining) -> None:
+        self._deliver(await self._training.train(command))
+
+    async def _publish(self, command: PublishWeights) -> None:
+        self._deliver(await self._training.publish(command, on_loaded=self._deliver))

@@ -1,0 +1,290 @@
+"""What a real run logs: metrics per optimizer step and over the run, and some answers for people to read."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from backends.driver.rollouts import RolloutData
+from backends.interface import Codec, UpdateTimes
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import TrainConfig
+from pipelinerl.errors import ConfigError, install
+from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
+from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE, keep_lines
+from pipelinerl.records.steps import StepRow
+from pipelinerl.rl.ess import RatioMeans, RatioStats
+from pipelinerl.util.arrays import RunningMean
+from pipelinerl.util.explain import writing
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+def check_logging(train: TrainConfig) -> None:
+    """Raise ``ConfigError`` if Weights & Biases is to be used and is not installed."""
+    if train.logging.wandb_project is not None and find_spec("wandb") is None:
+        raise ConfigError(f"train.logging.wandb_project needs wandb: {install('wandb')}")
+
+
+class MetricsLog:
+    """Writes metrics.jsonl, TensorBoard, Weights & Biases, a step when it is done; steps to ``go_on_after`` stay."""
+
+    def __init__(self, out: Path, config: RunConfig, *, go_on_after: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert config.train is not None
+        self._out, path = out, out / METRICS_FILE
+        if go_on_after:
+            keep_lines(path, go_on_after)
+        self._file = path.open("a" if go_on_after else "w", encoding="utf-8", buffering=1)
+        self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
+        self._wandb: Any = None
+        if config.train.logging.wandb_project is not None:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.train.logging.wandb_project,
+                dir=out,
+                config=config.model_dump(mode="json", exclude_none=True),
+                id=_run_id(out, fresh=not go_on_after),
+                resume="allow",
+            )
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of an optimizer step (counted from 1), finite ones only."""
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        with writing(self._out / METRICS_FILE):
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        with writing(self._out / TENSORBOARD_FOLDER):
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def close(self) -> None:
+        """Finish all files."""
+        with writing(self._out):
+            self._file.close()
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _run_id(out: Path, *, fresh: bool) -> str:
+    """Return the name under which Weights & Biases knows this run, also when it is resumed."""
+    path = out / "wandb_id.txt"
+    if fresh or not path.exists():
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+PER_STEP = 2
+"""Answers kept per batch and per evaluation (count)."""
+LONGEST_TEXT = 8192
+"""Characters kept of a prompt or an answer."""
+
+
+class SamplesLog:
+    """Writes samples.jsonl, each step as soon as it is done, after ``go_on_after`` that are there already."""
+
+    def __init__(self, out: Path, codec: Codec, *, go_on_after: int = 0) -> None:
+        self._path, self._codec = out / SAMPLES_FILE, codec
+        kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
+        with writing(self._path):
+            self._path.write_text("".join(line for line in kept if _step_of(line) <= go_on_after), encoding="utf-8")
+
+    def trained(self, step: int, rollouts: Sequence[RolloutData]) -> None:
+        """Keep some rollouts of the batch of an optimizer step (counted from 1), of different groups if it has them."""
+        self._write({"step": step, "held_out": False}, [(one, one.reward) for one in _spread(rollouts)])
+
+    def evaluated(self, step: int, answers: Sequence[tuple[RolloutData, float]]) -> None:
+        """Keep some answers to held-out problems, with their rewards."""
+        self._write({"step": step, "held_out": True}, _spread(answers))
+
+    def _write(self, about: dict[str, Any], answers: Sequence[tuple[RolloutData, float]]) -> None:
+        lines = [
+            json.dumps(
+                {
+                    **about,
+                    "prompt": data.problem.prompt[:LONGEST_TEXT],
+                    "answer": self._codec.decode(data.tokens)[:LONGEST_TEXT],
+                    "tokens": data.spans.num_tokens,
+                    "reward": reward,
+                    "versions": list(data.spans.versions),
+                }
+            )
+            for data, reward in answers
+        ]
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+
+def _spread(items: Sequence[Any]) -> list[Any]:
+    """Return ``PER_STEP`` items at equal distances, or all if they are fewer."""
+    number = min(PER_STEP, len(items))
+    return [items[place * len(items) // number] for place in range(number)]
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line; of one that was cut, infinity."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+SIZES_PER_DOUBLING = 4
+"""Sizes of decode steps that are told apart per doubling of their sequences (count)."""
+
+
+class StepMetrics:
+    """Collects measurements of a step, until ``take`` (mutable, can be pickled); ``truncation``: paper symbol c."""
+
+    def __init__(self, *, truncation: float) -> None:
+        self._truncation = truncation
+        self._ratios = RatioStats(truncation=truncation)
+        self._trainer: dict[str, float] = {}
+        self._step_updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
+        self._updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
+        self._ratio_means = RatioMeans()
+        self._num_restarts = self._num_skipped = 0
+        self._evaluation: dict[str, float] = {}
+        self.trainer_restarts = 0
+        """Times the run has gone on from a checkpoint because its trainer was lost."""
+        self._driver_s = 0.0
+        self._last_s = self._last_busy_engine_s = 0.0
+        self._num_rollouts = 0
+        self._decode_steps: dict[int, DecodeSteps] = {}
+        self._busy: dict[int | None, tuple[float, float, int]] = {}  # by engine; None: the driver
+
+    def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike, turn_T: NDArray[np.integer] | tuple[()] = ()) -> None:
+        """Add a rollout: log pi - log mu (nats), lag (optimizer steps) and turn of its tokens, each of shape [T]."""
+        self._ratios.add(log_ratio_T, lag_T, turn_T)
+
+    def add_trainer_metrics(self, metrics: dict[str, float]) -> None:
+        """Add the metrics of a micro-batch; see ``interface.TrainResult``."""
+        self._num_skipped += int(metrics.get("skipped", 0))
+        for name, value in metrics.items():
+            before = self._trainer.get(name, 0.0)
+            if name.endswith(("loss", "_sum", "_s")):
+                self._trainer[name] = before + value
+            else:
+                self._trainer[name] = max(before, value) if name.endswith("_gb") else value
+
+    def updated(self, times: UpdateTimes) -> None:
+        """Add the update of an engine."""
+        for name, means in self._step_updates.items():
+            seconds = getattr(times, f"{name}_s")
+            means.add(seconds)
+            self._updates[name].add(seconds)
+
+    def restarted(self) -> None:
+        """Count the restart of an engine."""
+        self._num_restarts += 1
+
+    def evaluated(self, point: EvaluationPoint) -> None:
+        """Add an evaluation that has ended."""
+        self._evaluation = {f"evaluation/{name}": float(value) for name, value in point}
+
+    def driver_worked(self, seconds: float, *, num_rollouts: int) -> None:
+        """Add time that the driver spent on an event (s), and the rollouts that ended with it (count)."""
+        self._driver_s += seconds
+        self._num_rollouts += num_rollouts
+
+    def busy(self, engine: int | None, seconds: float) -> None:
+        """Add a rollout, and how long its engine's front end (None: the driver) has been busy so far (s)."""
+        last_s, busy_s, num = self._busy.get(engine, (math.inf, 0.0, 0))
+        if seconds >= last_s:  # else it is the first, or began anew
+            busy_s, num = busy_s + seconds - last_s, num + 1
+        self._busy[engine] = (seconds, busy_s, num)
+
+    def decoded(self, some: DecodeSteps | None) -> None:
+        """Add decode steps of an engine."""
+        if some is not None and some.steps:
+            size = round(SIZES_PER_DOUBLING * math.log2(some.sequences / some.steps))
+            self._decode_steps[size] = self._decode_steps.get(size, DecodeSteps()) + some
+
+    def _busy_s_per_rollout(self, *, driver: bool) -> float | None:
+        both = [(busy_s, num) for engine, (_, busy_s, num) in self._busy.items() if (engine is None) is driver]
+        busy_s, num = (sum(parts) for parts in zip(*both, strict=True)) if both else (0.0, 0)
+        return busy_s / num if busy_s else None
+
+    def take(self, row: StepRow, ledger: RunLedger) -> dict[str, float]:
+        """End an optimizer step; return its metrics to log, by name."""
+        step_s = row.time_s - self._last_s
+        busy_engine_s = ledger.busy_engine_s()
+        engine_s = step_s * ledger.num_engines
+        busy_share = (busy_engine_s - self._last_busy_engine_s) / engine_s if engine_s else 0.0
+        self._last_s, self._last_busy_engine_s = row.time_s, busy_engine_s
+        ratios = self._ratios.metrics()
+        self._ratio_means.add(ratios)
+        logged = {
+            "reward/mean": row.reward_mean,
+            "length/mean": row.length_mean,
+            "lag/mean": row.lag_mean,
+            "lag/max": float(row.lag_max),
+            "lag/in_flight_mean": row.lag_in_flight_mean,
+            "lag/in_queue_mean": row.lag_in_queue_mean,
+            "queue/in_progress": float(row.in_progress),
+            "queue/ready": float(row.ready),
+            "time/step_s": step_s,
+            "time/train_s": row.train_s,
+            "time/publish_s": row.publish_s,
+            "idle/trainer": row.wait_s / step_s if step_s else 0.0,
+            "idle/engines": 1.0 - busy_share,
+            "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
+            "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
+            **{f"rollouts/{end}": float(num) for end, num in ledger.ended().items()},
+            "restarts/engines": float(self._num_restarts),
+            "restarts/trainer": float(self.trainer_restarts),
+            **{f"train/{name}": value for name, value in _derived(self._trainer).items()},
+            **ratios,
+            **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
+        }
+        logged |= self._evaluation
+        self._ratios = RatioStats(truncation=self._truncation)
+        self._trainer, self._evaluation = {}, {}
+        self._step_updates = {name: RunningMean() for name in self._step_updates}
+        return logged
+
+    def summary(self) -> RunMeasurements:
+        """Return the parts of summary.json that only real runs have: means over optimizer steps, or over updates."""
+        updates, num = self._updates, self._num_rollouts
+        ess, mismatch = self._ratio_means.summary()
+        return RunMeasurements(
+            updates=UpdateReport(
+                count=updates["pause"].num, **{f"{name}_s": means.mean for name, means in updates.items()}
+            ),
+            engine_restarts=self._num_restarts,
+            trainer_restarts=self.trainer_restarts,
+            skipped_steps=self._num_skipped,
+            driver_s_per_rollout=self._driver_s / num if num else 0.0,
+            driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),
+            front_end_busy_s_per_rollout=self._busy_s_per_rollout(driver=False),
+            decode_steps=[some for _, some in sorted(self._decode_steps.items())] or None,
+            ess=ess,
+            mismatch=mismatch,
+        )
+
+
+def _derived(trainer: dict[str, float]) -> dict[str, float]:
+    """Replace the sums of the trainer's metrics by means and rates."""
+    derived = {name: value for name, value in trainer.items() if not name.endswith(("_sum", "peak_flops"))}
+    num_tokens, flop = trainer.get("answer_tokens_sum", 0.0), trainer.get("flop_sum", 0.0)
+    rank_s = sum(value for name, value in trainer.items() if name.startswith("rank") and name.endswith("_s"))
+    if num_tokens:
+        derived["entropy"] = trainer["entropy_sum"] / num_tokens
+    if flop and rank_s:
+        derived["flop_per_s"] = flop / rank_s
+        if "peak_flops" in trainer:
+            derived["mfu"] = derived["flop_per_s"] / trainer["peak_flops"]
+    return derived

@@ -1,0 +1,111 @@
+"""The stage between the reward of a rollout and its training: reference log-probabilities.
+
+Theory of operation. A free reference model gets all finished rollouts that wait, as one batch, beside generation and
+training; there is one batch at a time, with the time-out of ``ReferenceSettings``. With ``kl_coefficient = 0`` there is
+none and nothing waits. The scheduler bounds rollouts in flight and ready ones, not those between: when ``limit`` of
+them wait, no rollout is submitted to an engine until the next batch is taken; so at most these, and rollouts in flight
+or being rewarded then, wait. A lost reference model is started again and gets the same batch, ``RESTARTS`` times in a
+run; then the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.driver.rollouts import RolloutData
+from backends.interface import Reference
+from pipelinerl.errors import ReferenceLostError
+
+LOG = logging.getLogger("pipelinerl")
+RESTARTS = 1
+
+
+class Preprocessing:
+    """The stage before training: generation pauses when ``limit`` rollouts wait; ``reference`` None: nothing to do."""
+
+    def __init__(
+        self,
+        reference: Reference | None,
+        *,
+        limit: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._reference, self._limit, self._spawn = reference, limit, spawn
+        self._room = asyncio.Event()
+        self._room.set()
+        self._waiting: list[tuple[RolloutData, asyncio.Future[NDArray[np.float32]]]] = []
+        self._busy = False
+        self._restarts_left = RESTARTS
+        self._closing = False
+
+    async def start(self) -> None:
+        """Start the reference model."""
+        if self._reference is not None:
+            await self._reference.start()
+
+    async def room(self) -> None:
+        """Wait until fewer rollouts wait than may."""
+        await self._room.wait()
+
+    async def reference_logprobs(self, data: RolloutData) -> NDArray[np.float32] | None:
+        """Return reference log-probabilities (nats), shape [T], or None; never returns if that model is lost."""
+        if self._reference is None:
+            return None
+        future: asyncio.Future[NDArray[np.float32]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((data, future))
+        if len(self._waiting) >= self._limit:
+            self._room.clear()
+        if not self._busy:
+            self._busy = True
+            self._spawn(self._work(self._reference))
+        return await future
+
+    async def _work(self, reference: Reference) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            self._room.set()
+            try:
+                logprobs = await self._asked(reference, [data for data, _ in batch])
+            except ReferenceLostError as error:
+                if not self._closing:
+                    raise
+                LOG.warning("%s", error)
+                return  # it is not needed any more
+            for (_, future), logprob_T in zip(batch, logprobs, strict=True):
+                if not future.done():  # cancelled
+                    future.set_result(logprob_T)
+        self._busy = False
+
+    async def _asked(self, reference: Reference, batch: list[RolloutData]) -> list[NDArray[np.float32]]:
+        samples = [data.sample(index, advantage=0.0) for index, data in enumerate(batch)]  # advantages come later
+        lost = False
+        while True:
+            try:
+                if lost:
+                    await reference.shutdown()
+                    await reference.start()
+                return await reference.logprobs(samples)
+            except ReferenceLostError as error:
+                if self._closing:
+                    raise
+                if not self._restarts_left:
+                    raise ReferenceLostError(f"{error}; go on from a checkpoint") from error
+                self._restarts_left -= 1
+                LOG.warning("%s; it is started again", error)
+                lost = True
+
+    def close(self) -> None:
+        """Ignore a loss of the reference model from now on."""
+        self._closing = True
+
+    async def shutdown(self) -> None:
+        """End the reference model."""
+        self.close()
+        if self._reference is not None:
+            await self._reference.shutdown()

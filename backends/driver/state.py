@@ -1,0 +1,79 @@
+"""The state of a run: all that is needed to resume it, besides the trainer's own checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from backends.driver.metrics import StepMetrics
+from backends.driver.rollouts import RolloutData, lag_of_tokens
+from backends.interface import Sample, TrainResult
+from pipelinerl.config.resolve import new_scheduler
+from pipelinerl.config.run import RunConfig
+from pipelinerl.rl.segments import turn_of_tokens
+from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.scheduler.events import Event, StartTraining
+
+
+@dataclass(slots=True)
+class DriverState:
+    """The state of a run (mutable, can be pickled)."""
+
+    scheduler: Scheduler
+    metrics: StepMetrics
+    rollouts: dict[int, RolloutData] = field(default_factory=dict)
+    """Started and neither trained on nor given up."""
+    in_flight: dict[int, int] = field(default_factory=dict)
+    """Engine of each rollout in progress."""
+    aborting: set[int] = field(default_factory=set)
+    acting: set[int] = field(default_factory=set)
+    scoring: set[int] = field(default_factory=set)
+    """Finished rollouts without a reward."""
+    micro_batches: list[StartTraining] = field(default_factory=list)
+    """Trained on in the optimizer step in progress."""
+    pending: Event | None = None
+    """Event that the trainer has not reported yet."""
+    time_s: float = 0.0
+    """Seconds since the start of the run, while it ran."""
+    version: int = 0
+    """Optimizer steps the trainer has done."""
+    published: int = 0
+    """Version last handed to the engines."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+
+    def count_trained(self, samples: list[Sample], result: TrainResult, version: int, *, turns: bool) -> None:
+        """Count a micro-batch that has been trained on at a version: ratios and lags of its tokens, other metrics."""
+        for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
+            lag_T = lag_of_tokens(self.rollouts[sample.rollout_id].spans, version)
+            if np.isfinite(logprob_T).all():  # otherwise the gradient is not finite either, and the step is skipped
+                turn_T = turn_of_tokens(sample.segments) if turns else ()
+                self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T, turn_T)
+        self.metrics.add_trainer_metrics(result.metrics)
+
+    def take_trained(self) -> list[RolloutData]:
+        """Forget the rollouts of the optimizer step that has ended, and return them."""
+        ids = [one for done in self.micro_batches for one in done.rollout_ids]
+        self.micro_batches.clear()
+        return [self.rollouts.pop(one) for one in ids]
+
+
+class Keeper(Protocol):
+    """Where checkpoints go."""
+
+    def trainer_folder(self) -> Path:
+        """Return a new folder for the trainer's part of the next checkpoint."""
+
+    def copy(self, state: DriverState) -> bytes:
+        """Return the content of a checkpoint beside the trainer's part."""
+
+    def keep(self, version: int, content: bytes) -> None:
+        """Complete the checkpoint, whose trainer's part is written; blocks, and may be called in a thread."""
+
+
+def fresh_state(config: RunConfig) -> DriverState:
+    """Return the state of a run that begins; ``config.train`` must be there."""
+    assert config.train is not None
+    return DriverState(new_scheduler(config), StepMetrics(truncation=config.train.loss.truncation))

@@ -1,0 +1,324 @@
+"""Transfer of new weights from the trainer to the engines; colocated, also the turns in using the memory.
+
+Theory of operation. The trainer stands still until it has made a version ready, a *snapshot*; then it is free. The
+snapshot is brought to where engines load it from while they generate and the trainer trains: files lie there already,
+through a group of processes it is sent. Then every engine loads it, in its own time. The scheduler publishes nothing
+before all engines have loaded, and then the newest: there is one transfer at a time, and none that waits. *Streamed*
+weights are not kept: engines load them while the trainer sends, and all stand still until then.
+
+Where a transfer fails, lost engines are left out and it is tried again. An engine without the weights in the end
+counts as lost when it is to load them. Nobody waits for a lost engine: it gets the newest weights before it
+generates again. So its id is reported to have a version once the others have; whichever engine serves that id then
+generates with nothing older.
+
+Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate.
+
+===============  ==========================================  ==================================
+coroutine        waits for                                   bounded by
+===============  ==========================================  ==================================
+``publish``      the trainer; a restarted engine's transfer  ``step_timeout_s``; one at a time
+a transfer       its turn, the engines that are up           ``update_timeout_s`` per bucket
+an update        its engine                                  ``update_timeout_s``; one a engine
+``bring_back``   its turn, the engine that was lost          ``update_timeout_s``
+===============  ==========================================  ==================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from backends.driver.engines import EngineHandle, EnginePool
+from backends.driver.tasks import RunTasks
+from backends.interface import TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
+from backends.transfer.transport import is_mismatch
+from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
+from pipelinerl.scheduler.events import PublishWeights, WeightsLoaded, WeightUpdate
+
+LOG = logging.getLogger("pipelinerl")
+
+
+class WeightSyncGroup:
+    """The weight sync group: rank 0 of the trainer and the workers of engines.
+
+    A group never changes: if it differs from the engines that are up before a transfer, a new one is formed. A
+    restarted engine gets the newest weights alone, in a group of two. When an engine is lost during a transfer the
+    sender is aborted at once, since it would wait for the silent engine until the time-out.
+    """
+
+    def __init__(self, members: GroupMembers) -> None:
+        self._trainer, self._receivers = members.sender, members.receivers
+        self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
+        self._members: tuple[tuple[int, int], ...] | None = None
+        self._rendezvous = ""
+        self.turn = asyncio.Lock()
+        """Held while weights are gathered or sent: they must not change."""
+
+    @property
+    def formed(self) -> bool:
+        """Whether there is a group to send to."""
+        return self._members is not None
+
+    async def form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
+        """Have the trainer and these engines form a group, unless they are one; return the engines that are lost.
+
+        Can raise ``TrainerLostError``; ``WeightsRefusedError`` if an engine's model has other weights.
+        """
+        members = tuple((engine, self._receivers[engine].num_started) for engine in engines)
+        if members == self._members:
+            return {}
+        self._members = None
+        if not members:
+            return {}
+        self._rendezvous = await self._trainer.open_group()
+        names = ["trainer", *(name for engine in engines for name in self._names(engine))]
+        joins = [
+            self._receivers[engine].join_group(self._rendezvous, first_worker=1 + place * self._workers_each)
+            for place, engine in enumerate(engines)
+        ]
+        ends = await asyncio.gather(*joins, return_exceptions=True)
+        lost = {engine: end for engine, end in zip(engines, ends, strict=True) if isinstance(end, EngineLostError)}
+        for end in ends:
+            if isinstance(end, BaseException) and not isinstance(end, EngineLostError):
+                raise end
+        if lost:
+            return lost
+        try:
+            await self._while_there(members, self._trainer.join_group(names, timeout_s=self._timeout_s))
+        except TransferError as error:
+            if is_mismatch(str(error)):
+                raise WeightsRefusedError(str(error)) from None
+            LOG.warning("no group: %s", error)
+        else:
+            self._members = members
+        return {}
+
+    async def send(self, weights: Weights) -> bool:
+        """Send to the group of ``form``; return whether all have them, verified. Can raise ``TrainerLostError``."""
+        if self._members is None:
+            return False
+        try:
+            await self._while_there(self._members, self._trainer.send(weights))
+        except TransferError as error:
+            self._members = None
+            LOG.warning("version %d did not reach the engines: %s", weights.version, error)
+            return False
+        return True
+
+    async def _while_there(self, members: Iterable[tuple[int, int]], work: Coroutine[Any, Any, None]) -> None:
+        watching = [asyncio.ensure_future(self._abort_without(engine)) for engine, _ in members]
+        try:
+            await work
+        finally:
+            for one in watching:
+                one.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)  # without the trainer its part has failed, too
+
+    async def _abort_without(self, engine: int) -> None:
+        await self._receivers[engine].until_lost()
+        await self._trainer.abort_group(self._rendezvous, f"engine {engine} is lost")
+
+    def _names(self, engine: int) -> list[str]:
+        if self._workers_each == 1:
+            return [f"engine {engine}"]
+        return [f"engine {engine} worker {worker}" for worker in range(self._workers_each)]
+
+
+class WeightSync:
+    """Brings weights to the engines (``group`` None: they find files); colocated, also switches the memory."""
+
+    def __init__(
+        self, *, trainer: Trainer, pool: EnginePool, group: GroupMembers | None, colocated: bool, tasks: RunTasks
+    ) -> None:
+        self._trainer, self._pool, self._tasks = trainer, pool, tasks
+        self.takes_turns = colocated
+        self._group = None if group is None else WeightSyncGroup(group)
+        self._standing_still = group is not None and group.standing_still
+        self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
+        self._engines_have_memory = True  # colocated only
+
+    async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
+        """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
+        weights = await self._snapshot(command.version)
+        await self.to_generation()
+        pauses = None
+        if self._standing_still:
+            times = await self._stream(weights, command.weight_update)
+            pauses = {engine: one.total_s for engine, one in times.items()}
+            for one in times.values():
+                self._pool.count_update(one)
+        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, pauses))
+
+    async def load_trained(self, version: int) -> None:
+        """Load the trainer's weights into all engines, labelled ``version``, outside of the schedule.
+
+        A run resumed between two publications has newer weights than that version: its reported lag is too large.
+        """
+        await self.to_training()
+        if self._bringing is not None:  # what is being loaded must stay as it is
+            await asyncio.wait({self._bringing})
+        weights = await self._snapshot(version)
+        await self.to_generation()
+        if self._standing_still:
+            await self._stream(weights, WeightUpdate.KEEP)
+        else:
+            await self._transfer(weights)
+        await self._pool.load(weights)
+
+    async def bring_back(self, handle: EngineHandle) -> None:
+        """Have an engine that has been started again load the newest weights; then it is up.
+
+        Weights that are not kept may have been trained since: it gets those, and its reported lag is too large.
+        """
+        async with self._turn():
+            loaded: Weights | None = None
+            while (newest := self._pool.newest) is not None and newest is not loaded:
+                if self._standing_still:
+                    times, lost = await self._stream_once([handle], newest, WeightUpdate.KEEP)
+                    if not times:
+                        raise lost.get(handle.engine_id) or _incomplete(handle, newest)
+                else:
+                    if self._group is not None:
+                        for error in (await self._group.form([handle.engine_id])).values():
+                            raise error
+                        await self._group.send(newest)
+                    await handle.engine.update(newest, WeightUpdate.KEEP)
+                handle.version, loaded = newest.version, newest
+            handle.up.set()
+
+    async def _snapshot(self, version: int) -> Weights:
+        async with self._turn():
+            weights = await self._trainer.publish(version)
+            self._pool.newest = weights
+        return weights
+
+    async def _bring(
+        self,
+        weights: Weights,
+        weight_update: WeightUpdate,
+        on_loaded: Callable[[WeightsLoaded], None],
+        pauses: dict[int, float] | None,
+    ) -> None:
+        """Make every engine load; ``pauses``: stand-still seconds of engines that have loaded. None: none has."""
+        if pauses is None:
+            await self._transfer(weights)
+        lost: list[int] = []
+
+        async def update(engine_id: int) -> None:
+            pause_s = await self._pool.update(engine_id, weights, weight_update)
+            if self._pool.has_version(engine_id, weights.version):
+                report(engine_id, (pauses or {}).get(engine_id, pause_s))
+            else:
+                lost.append(engine_id)
+
+        def report(engine_id: int, pause_s: float) -> None:
+            self._pool.confirm(engine_id)
+            on_loaded(WeightsLoaded(engine_id, weights.version, pause_s))
+
+        await asyncio.gather(*(update(engine_id) for engine_id in self._pool.engine_ids))
+        for engine_id in lost:
+            report(engine_id, 0.0)
+
+    async def _transfer(self, weights: Weights) -> None:
+        """Bring the weights to where the engines load them from; an engine without them says so when it is to load."""
+        if self._group is None:
+            await self._trainer.send(weights)
+            return
+        num_failed = 0
+        while num_failed < TRANSFER_ATTEMPTS:
+            async with self._turn():
+                takers = [one.engine_id for one in self._pool if one.up.is_set() and one.version < weights.version]
+                lost = await self._group.form(takers)
+                if not takers or (not lost and await self._group.send(weights)):
+                    return
+            for engine, error in lost.items():
+                self._pool.lost(self._pool[engine], error)
+            num_failed += all(self._pool[engine].up.is_set() for engine in takers)
+
+    # ----------------------------------------------------------------- loaded while they are sent, all standing still
+
+    async def _stream(self, weights: Weights, weight_update: WeightUpdate) -> dict[int, UpdateTimes]:
+        """Make all engines load the trainer's stream; return the times of the complete ones."""
+        if weight_update is WeightUpdate.WAIT:
+            await self._pool.drained()
+        times: dict[int, UpdateTimes] = {}
+        num_failed = 0
+        async with self._turn():
+            while num_failed < TRANSFER_ATTEMPTS:
+                takers = [one for one in self._pool if one.up.is_set() and one.version < weights.version]
+                if not takers:
+                    break
+                loaded, lost = await self._stream_once(takers, weights, weight_update)
+                times |= loaded
+                for engine, error in lost.items():
+                    self._pool.lost(self._pool[engine], error)
+                num_failed += not lost
+        for handle in self._pool:
+            if handle.up.is_set() and handle.version < weights.version:  # it stands still, with a mixture
+                self._pool.lost(handle, _incomplete(handle, weights))
+        return times
+
+    async def _stream_once(
+        self, handles: list[EngineHandle], weights: Weights, weight_update: WeightUpdate
+    ) -> tuple[dict[int, UpdateTimes], dict[int, EngineLostError]]:
+        assert self._group is not None
+        lost = await self._group.form([one.engine_id for one in handles])
+        times: dict[int, UpdateTimes] = {}
+        if lost or not self._group.formed:
+            return times, lost
+
+        async def load(handle: EngineHandle) -> UpdateTimes:
+            async with handle.updating:
+                return await handle.engine.update(weights, weight_update)
+
+        updates = [asyncio.ensure_future(load(one)) for one in handles]
+        try:
+            await self._group.send(weights)
+            ends = await asyncio.gather(*updates, return_exceptions=True)
+        finally:
+            for update in updates:
+                update.cancel()
+        for handle, end in zip(handles, ends, strict=True):
+            if isinstance(end, EngineLostError):
+                lost[handle.engine_id] = end
+            elif isinstance(end, UpdateTimes):
+                times[handle.engine_id] = end
+                handle.version = weights.version
+            elif not isinstance(end, TransferError):
+                raise end
+        return times, lost
+
+    def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Keep a snapshot unchanged while it is sent; files never change."""
+        return contextlib.nullcontext() if self._group is None else self._group.turn
+
+    # ------------------------------------------------------------------------- memory, where it is shared
+
+    async def to_training(self) -> None:
+        """Colocated: have the engines give their memory to the trainer."""
+        if self.takes_turns and self._engines_have_memory:
+            await self._pool.sleep()
+            await self._trainer.reload()
+            self._engines_have_memory = False
+
+    async def to_generation(self) -> None:
+        """Colocated: have the trainer give its memory to the engines."""
+        if self.takes_turns and not self._engines_have_memory:
+            await self._trainer.offload()
+            await self._pool.wake()
+            self._engines_have_memory = True
+
+    async def to_saving(self) -> None:
+        """Colocated: have the trainer take the memory to save from; nothing is generated any more."""
+        if self.takes_turns and self._engines_have_memory:
+            await self._pool.shutdown()
+            await self._trainer.reload()
+            self._engines_have_memory = False
+
+
+def _incomplete(handle: EngineHandle, weights: Weights) -> EngineLostError:
+    what = f"engine={handle.engine_id}: version {weights.version} has not come in full"
+    return EngineLostError(f"weight update failed: {what}; start the engine again")

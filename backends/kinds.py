@@ -1,0 +1,237 @@
+"""The kinds of trainer and of engine, chosen apart by the run file, and the backend that puts them together on Ray.
+
+``train.trainer.kind`` and ``train.engine.kind`` name one of ``TRAINERS`` and ``ENGINES``, or a user's own as
+``package.module:ATTRIBUTE``. Packages are imported when a run needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from backends.driver.evaluation import evaluation_slots
+from backends.huggingface_codec import first_line, load_codec
+from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
+from backends.vllm.version.arguments import check_arguments, check_version
+from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import TrainConfig
+from pipelinerl.errors import ConfigError, install
+from pipelinerl.util.user_code import named_value
+
+NEEDED = {"torch": "torch", "ray": "Ray", "transformers": "transformers"}
+"""Of every real run: name of the import, name of the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayBackend:
+    """A ``Backend``: engines of one kind and a trainer of another, on Ray."""
+
+    engine: EngineKind
+    trainer: TrainerKind
+
+    def missing(self) -> list[str]:
+        """Return the packages that a run needs and that are not installed."""
+        needed = {**NEEDED, **self.engine.packages, **self.trainer.packages}
+        return [name for package, name in needed.items() if find_spec(package) is None]
+
+    def check(self, config: RunConfig) -> None:
+        """Check packages, settings and model; see ``interface.Backend``."""
+        train = config.train
+        assert train is not None
+        missing = self.missing()
+        if missing:
+            raise ConfigError(f"train needs {', '.join(missing)}, not installed: {install(f'train-{train.device}')}")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
+        _check_settings(config, train)
+        for kind in (self.engine, self.trainer):
+            kind.check(config)
+        load_codec(train.model.path)
+
+    @contextlib.contextmanager
+    def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
+        """Set accelerators aside on Ray and make the parts there; see ``interface.Backend``."""
+        from backends.ray.cluster import ray_cluster
+        from backends.ray.placement import accelerators, make_parts, shares, weights_folder
+
+        assert config.train is not None
+        address = config.train.ray_address
+        with ray_cluster(address) as lost, accelerators(config) as places, weights_folder(config) as folder:
+            if address is not None and config.train.device == "gpu":
+                self.trainer.check_machines(config, shares(config, places))
+            parts = make_parts(config, places, engine=self.engine, trainer=self.trainer, folder=folder, logs=logs)
+            yield replace(parts, lost=lost)
+
+
+def backend_of(train: TrainConfig) -> RayBackend:
+    """Return the backend that a run file names; ``ConfigError`` if there is no such kind."""
+    return RayBackend(
+        engine=named_value(train.engine.kind, ENGINES, EngineKind, key="train.engine.kind"),
+        trainer=named_value(train.trainer.kind, TRAINERS, TrainerKind, key="train.trainer.kind"),
+    )
+
+
+def _check_settings(config: RunConfig, train: TrainConfig) -> None:
+    if train.trainer.pack_tokens < config.room_tokens:
+        raise ConfigError(
+            f"train.trainer.pack_tokens must hold the longest rollout, {config.room_key} = {config.room_tokens} "
+            f"tokens, got pack_tokens={train.trainer.pack_tokens}"
+        )
+    if train.transport and config.colocated and not train.chosen_transport(colocated=False).colocated:
+        raise ConfigError(
+            f"train.transport={train.transport!r} needs engines and trainer on accelerators of their own, "
+            f"got scheduler.kind={config.scheduler.kind!r}"
+        )
+    folder = Path(train.weights_folder)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"train.weights_folder must be a folder that can be written, got {train.weights_folder!r}")
+
+
+def model_config(path: str) -> Any:
+    """Return the configuration of the model in a folder; ``ConfigError`` if it cannot be used."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"train.model.path must be a folder with a model (config.json), got {path!r}")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"train.model.path must hold weights as *.safetensors, got {path!r}")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise ConfigError(f"train.model.path: its config.json cannot be used: {first_line(error)}") from None
+
+
+# ------------------------------------------------------------------------------------- engines
+
+
+def _check_vllm(config: RunConfig) -> None:
+    assert config.train is not None
+    train, model = config.train, model_config(config.train.model.path)
+    check_version()
+    check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and positions < config.room_tokens:
+        raise ConfigError(
+            f"{config.room_key} must be at most the model's {positions} positions, got {config.room_tokens}"
+        )
+    if train.device == "cpu" and model.tie_word_embeddings:
+        raise ConfigError(
+            "train.model.path must hold a model with tie_word_embeddings=false on device='cpu', where vLLM would keep "
+            f"the old output layer, got {train.model.path!r}"
+        )
+
+
+def _make_vllm(config: RunConfig, engine_id: int, place: Place) -> Engine:
+    from backends.ray.actors import RayEngine
+    from backends.vllm.process import VLLMSettings
+
+    train, each = config.train, config.cluster.tensor_parallel
+    assert train is not None
+    settings = VLLMSettings(
+        engine_id=engine_id,
+        model_path=train.model.path,
+        num_slots=config.scheduler.generation_batch_size + evaluation_slots(config),
+        max_tokens=config.room_tokens,
+        device=train.device,
+        transport=train.chosen_transport(colocated=config.colocated),
+        tensor_parallel=each,
+        gpu_memory_utilization=train.engine.gpu_memory_utilization,
+        colocated=config.colocated,
+        cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
+        request_times=config.environment is not None,
+        cpu_cores=cores_of(engine_id, each) if train.device == "cpu" else None,
+        log_file=None if place.logs is None else str(place.logs / f"engine-{engine_id}.log"),
+        start_timeout_s=train.engine.start_timeout_s,
+        update_timeout_s=train.engine.update_timeout_s,
+        generate_timeout_s=train.engine.generate_timeout_s,
+        arguments=train.engine.vllm | _caching(config.environment),
+    )
+    (options,) = place.options
+    return RayEngine(settings, {**options, "max_concurrency": 2 * settings.num_slots + 64})
+
+
+def _caching(environment: EnvironmentConfig | None) -> dict[str, Any]:
+    """Return vLLM's arguments for the KV cache between two turns."""
+    off = environment is not None and environment.prefix_cache is PrefixCaching.OFF
+    return {"enable_prefix_caching": False} if off else {}
+
+
+def cores_of(engine_id: int, workers: int) -> str:
+    """Return the cores of an engine's workers, as vLLM reads them (``0|1``); on a small machine engines share them."""
+    first = engine_id * workers
+    return "|".join(str(core % (os.cpu_count() or 1)) for core in range(first, first + workers))
+
+
+VLLM = EngineKind(name="vllm", make=_make_vllm, check=_check_vllm, packages={"vllm": "vLLM"})
+ENGINES = {kind.name: kind for kind in (VLLM,)}
+
+
+# ------------------------------------------------------------------------------------- trainers
+
+
+def _check_deepspeed(config: RunConfig) -> None:
+    from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
+
+    train = config.train
+    assert train is not None
+    if train.device == "gpu" and train.trainer.zero_stage == 0:
+        raise ConfigError("train.trainer.zero_stage must be at least 1 on device='gpu' (DeepSpeed's bfloat16), got 0")
+    if train.device == "gpu" and config.colocated and train.trainer.zero_stage == 1:
+        raise ConfigError(
+            "train.trainer.zero_stage must be 2 or 3 where engines and trainer share GPUs, since DeepSpeed offloads "
+            "no other, got 1"
+        )
+    model = model_config(train.model.path)
+    check_trainable(model)
+    if train.device == "gpu":
+        check_memory(config, model)
+        if train.ray_address is None:
+            check_host_memory(config, model)
+
+
+def _check_host_memory(config: RunConfig, shares: Sequence[Share]) -> None:
+    from backends.trainer.footprint import check_host_memory
+
+    assert config.train is not None
+    check_host_memory(config, model_config(config.train.model.path), shares)
+
+
+def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
+    from backends.ray.actors import RayTrainer
+    from backends.trainer.deepspeed.rank import DeepSpeedRank
+    from backends.trainer.deepspeed.settings import RankSettings
+
+    train = config.train
+    assert train is not None
+    settings = RankSettings(
+        num_ranks=len(place.options),
+        device=train.device,
+        model_path=train.model.path,
+        optimizer=train.optimizer,
+        loss=train.loss,
+        trainer=train.trainer,
+        temperature=train.sampling.temperature,
+        train_batch_size=config.scheduler.train_batch_size,
+        optimizer_steps=config.optimizer_steps,
+        transport=train.chosen_transport(colocated=config.colocated),
+        weights_folder=str(place.weights_folder),
+        logs=None if place.logs is None else str(place.logs),
+        colocated=config.colocated,
+    )
+    return RayTrainer(DeepSpeedRank, settings, place.options, placing_timeout_s=train.placement_timeout_s)
+
+
+DEEPSPEED = TrainerKind(
+    name="deepspeed",
+    make=_make_deepspeed,
+    check=_check_deepspeed,
+    check_machines=_check_host_memory,
+    packages={"deepspeed": "DeepSpeed"},
+)
+TRAINERS = {kind.name: kind for kind in (DEEPSPEED,)}

@@ -1,0 +1,370 @@
+"""Engines and trainer ranks as Ray actors: the objects that the driver calls.
+
+Theory of operation of ``RayEngine``. The actor supervises vLLM's processes, and this object the actor. Placing it has a
+time limit, which ends the wait for a machine that is gone, and its start has another; the first placing has that of the
+start, as machines read all packages for the first time. From then on it is asked for a sign of life every ``BEAT_S``:
+after ``generate_timeout_s`` without one it hangs, and every call in progress ends. Ray reports a dead actor.
+
+Theory of operation of ``RayTrainer``. Every call goes to all ranks and returns when all have returned. Ranks carry out
+calls in order, one at a time; but rank 0 sends weights, and all write their copies of a checkpoint, in threads beside
+training. The first rank that fails, or the time-out, ends the call for all: the others may hang in a collective that
+stays incomplete. So only ``shutdown`` can follow.
+
+========================  ============================  =====================================
+call of the trainer       waits for                     limit
+========================  ============================  =====================================
+``start``                 places for all ranks          ``placing_timeout_s``; then as every call
+every call                all ranks                     ``step_timeout_s``
+``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter
+``shutdown``              all ranks that still answer   ``RANKS_SHUTDOWN_TIMEOUT_S``; then it kills
+========================  ============================  =====================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from backends.interface import Generated, GenerateRequest, RankFacts, Sample, TrainResult, UpdateTimes, Weights
+from backends.trainer.deepspeed.settings import RankSettings, rank_environment
+from backends.trainer.packing import pack
+from backends.trainer.publish import ABORT_THREAD, TRANSFER_THREAD
+from backends.trainer.step import PHASES
+from backends.vllm.engine import VLLMEngine
+from backends.vllm.process import VLLMSettings, remove_shared_memory
+from pipelinerl.errors import BackendError, EngineLostError, PipelineRLError, TrainerLostError, TransferError
+from pipelinerl.scheduler.events import WeightUpdate
+from pipelinerl.util.user_code import kind_and_line
+
+RANKS_SHUTDOWN_TIMEOUT_S = 10.0
+BLAME_TIMEOUT_S = 3.0
+"""For a dead rank when another one reports an error."""
+SAVING_THREAD = "saving"
+"""Ray's concurrency group of calls that write a checkpoint."""
+ADVICE = {
+    "placing": "; their accelerators may be gone",
+    "meet": "",
+    "start": "",
+    "load": "; without its folder in checkpoints/, --resume goes on from the checkpoint before it",
+}
+"""After a fault in a phase in which going on from a checkpoint does not help."""
+SAME_METRICS = frozenset({"gradient_norm", "learning_rate", "skipped", "peak_flops"})
+RANK_METRICS = frozenset({*PHASES, "peak_memory_gb"})
+"""All other metrics are shares of a sum."""
+
+
+class RayTrainer:
+    """A ``Trainer`` of ranks that are Ray actors; see ``interface.py``. Ray must have been initialised."""
+
+    def __init__(
+        self,
+        rank: type,
+        settings: RankSettings,
+        options: Sequence[dict[str, Any]],
+        *,
+        placing_timeout_s: float = 600.0,
+    ) -> None:
+        """Keep where ranks will run; ``start`` starts them.
+
+        ``rank`` has the methods of ``DeepSpeedRank``; ``options`` are Ray's for each. ``settings.rank`` is set here.
+        ``placing_timeout_s``: longest wait for Ray to make the processes.
+        """
+        self._rank, self._settings, self._placing_timeout_s = rank, settings, placing_timeout_s
+        self._options = [
+            {
+                **one,
+                "runtime_env": {
+                    "env_vars": rank_environment(settings.device, num_threads=max(1, int(one["num_cpus"])))
+                },
+            }
+            for one in options
+        ]
+        self._ranks: list[Any] = []
+
+    async def start(self) -> None:
+        actor = ray.remote(concurrency_groups={TRANSFER_THREAD: 1, ABORT_THREAD: 1, SAVING_THREAD: 1})(self._rank)
+        self._ranks = [
+            actor.options(**options).remote(replace(self._settings, rank=rank))
+            for rank, options in enumerate(self._options)
+        ]
+        ready = [rank.__ray_ready__.remote() for rank in self._ranks]
+        await self._all("placing", ready, timeout_s=self._placing_timeout_s)
+        ((address, port),) = await self._call("meet", "free_address", ranks=self._ranks[:1])
+        members = await self._call("meet", "address_towards", address)
+        await self._call("start", "start", address, port, members)
+
+    async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
+        rows = pack(samples, pack_tokens=self._settings.trainer.pack_tokens, num_ranks=len(self._ranks))
+        calls = [
+            rank.train.remote(own_rows, completes_step=completes_step)
+            for rank, own_rows in zip(self._ranks, rows, strict=True)
+        ]
+        logprob: dict[int, NDArray[np.float32]] = {}
+        metrics: dict[str, float] = {}
+        for rank, (own_logprob, own_metrics) in enumerate(await self._all("train", calls)):
+            logprob |= own_logprob
+            for name, value in own_metrics.items():
+                if name in RANK_METRICS:
+                    metrics[f"rank{rank}/{name}"] = value
+                else:
+                    metrics[name] = value if name in SAME_METRICS else metrics.get(name, 0.0) + value
+        return TrainResult([logprob[index] for index in range(len(samples))], metrics)
+
+    async def publish(self, version: int) -> Weights:
+        weights: Weights = (await self._call("publish", "publish", version))[0]
+        return weights
+
+    async def open_group(self) -> str:
+        rendezvous: str = await self._beside_training(TRANSFER_THREAD, "join", "open_group")
+        return rendezvous
+
+    async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
+        await self._transfer("join", "join_group", list(names), timeout_s)
+
+    async def abort_group(self, rendezvous: str, why: str) -> None:
+        await self._beside_training(ABORT_THREAD, "abort", "abort_group", rendezvous, why)
+
+    async def send(self, weights: Weights) -> None:
+        if self._settings.transport.standing_still:
+            fault = (await self._call("send", "send", weights.version))[0]
+            if fault is not None:
+                raise TransferError(fault)
+        elif not self._settings.transport.in_folder:
+            await self._transfer("send", "send", weights.version)
+
+    async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
+        fault = await self._beside_training(TRANSFER_THREAD, phase, method, *arguments)
+        if fault is not None:
+            raise TransferError(fault)
+
+    async def _beside_training(self, thread: str, phase: str, method: str, *arguments: Any) -> Any:
+        call = getattr(self._ranks[0], method).options(concurrency_group=thread)
+        return (await self._all(phase, [call.remote(*arguments)]))[0]
+
+    async def snapshot(self) -> None:
+        await self._call("snapshot", "snapshot")
+
+    async def save(self, folder: Path) -> None:
+        await self._all(
+            "save", [rank.save.options(concurrency_group=SAVING_THREAD).remote(folder) for rank in self._ranks]
+        )
+
+    async def load(self, folder: Path) -> None:
+        await self._call("load", "load", folder)
+
+    async def export(self, folder: Path) -> None:
+        await self._call("export", "export", folder)
+
+    async def self_test(self, num_bytes: int) -> tuple[RankFacts, ...]:
+        """Have all ranks measure their devices and links; see ``self_test.py``."""
+        return tuple(await self._call("self_test", "self_test", num_bytes))
+
+    async def offload(self) -> None:
+        await self._call("offload", "offload")
+
+    async def reload(self) -> None:
+        await self._call("reload", "reload")
+
+    async def shutdown(self) -> None:
+        ranks, self._ranks = self._ranks, []
+        if ranks:
+            await asyncio.wait([future_of(rank.shutdown.remote()) for rank in ranks], timeout=RANKS_SHUTDOWN_TIMEOUT_S)
+        for rank in ranks:
+            ray.kill(rank)
+
+    async def _call(self, phase: str, method: str, *arguments: Any, ranks: Sequence[Any] | None = None) -> list[Any]:
+        called = self._ranks if ranks is None else ranks
+        return await self._all(phase, [getattr(rank, method).remote(*arguments) for rank in called])
+
+    async def _all(self, phase: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
+        """Wait for calls, the i-th of them to rank i, and return the results in order.
+
+        Raises:
+            TrainerLostError: Naming the rank that died, else the first that failed, else all that did not answer.
+            BackendError: If a rank has given up on purpose: it would do so again.
+        """
+        begin_s = time.monotonic()
+        futures = [future_of(call) for call in calls]
+        timeout_s = timeout_s or self._settings.trainer.step_timeout_s
+        done, pending = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if any(future.exception() for future in done) and pending:  # a complaint may come before the death it is about
+            await asyncio.wait(pending, timeout=BLAME_TIMEOUT_S)
+        faults = {
+            rank: fault
+            for rank, future in enumerate(futures)
+            if future.done() and (fault := future.exception()) is not None
+        }
+        if not faults and not pending:
+            return [future.result() for future in futures]
+        seconds = f"after {time.monotonic() - begin_s:.1f} s{ADVICE.get(phase, '; go on from a checkpoint')}"
+        if not faults:
+            silent = [rank for rank, future in enumerate(futures) if not future.done()]
+            raise TrainerLostError(f"trainer hangs: phase={phase} ranks={silent} {seconds}")
+        rank = min(faults, key=lambda rank: (not isinstance(faults[rank], RayActorError), rank))
+        what, reason = explain_fault(faults[rank])
+        error = BackendError if isinstance(faults[rank], PipelineRLError) else TrainerLostError  # Ray keeps the kind
+        raise error(f"trainer {what}: phase={phase} rank={rank} {seconds}: {reason}") from faults[rank]
+
+
+def future_of(call: Any) -> asyncio.Future[Any]:
+    """Return a call's future. Its exception counts as seen: when an actor fails, others fail unawaited."""
+    future = asyncio.wrap_future(call.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def explain_fault(fault: BaseException) -> tuple[str, str]:
+    """Return "died" or "failed", and the reason in one line."""
+    cause = fault.cause if isinstance(fault, RayTaskError) else fault
+    what = "died" if isinstance(fault, RayActorError) else "failed"
+    return what, kind_and_line(cause)
+
+
+SHUTDOWN_TIMEOUT_S = 30.0
+PLACING_S = 60.0
+"""For Ray to restart the actor's process on its reserved accelerators."""
+BEAT_S = 5.0
+
+
+class RayEngine:
+    """An ``interface.Engine`` in a process of its own; ``start`` after a loss makes a new process."""
+
+    def __init__(self, settings: VLLMSettings, options: dict[str, Any]) -> None:
+        self._settings, self._options = settings, options
+        self._actor: Any = None
+        self._shared_memory: set[str] = set()
+        self._node = ""  # of Ray's cluster, where that is
+        self._hung, self._lost = asyncio.Event(), asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self.num_started = 0
+
+    async def start(self) -> None:
+        self.num_started += 1
+        self._hung, self._lost = asyncio.Event(), asyncio.Event()
+        self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
+        phase, limit_s = "placing", PLACING_S if self.num_started > 1 else self._settings.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                self._node = await self._call("__ray_call__", lambda _: _this_node())
+            phase, limit_s = "start", self._settings.start_timeout_s
+            async with asyncio.timeout(limit_s):
+                await self._call("start")
+                await self._call("__ray_call__", lambda _: gc.freeze())  # imports are no garbage
+                self._shared_memory = await self._call("shared_memory")
+        except TimeoutError:
+            raise EngineLostError(
+                f"engine {self._settings.engine_id} lost: phase={phase}: no answer for {limit_s:g} s; "
+                "its accelerators may be gone"
+            ) from None
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        generated: Generated = await self._call("generate", request)
+        return generated
+
+    async def abort(self, rollout_id: int) -> None:
+        await self._call("abort", rollout_id)
+
+    async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        times: UpdateTimes = await self._call("update", weights, weight_update)
+        return times
+
+    async def join_group(self, rendezvous: str, *, first_worker: int) -> None:
+        await self._call("join_group", rendezvous, first_worker=first_worker)
+
+    async def until_lost(self) -> None:
+        await self._lost.wait()
+
+    async def checksums(self) -> dict[str, str]:
+        checksums: dict[str, str] = await self._call("checksums")
+        return checksums
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def shutdown(self) -> None:
+        actor, self._actor = self._actor, None
+        self._lost.set()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+        if actor is None:
+            return
+        left, self._shared_memory = self._shared_memory, set()
+        try:
+            with contextlib.suppress(RayError, TimeoutError):
+                if not self._hung.is_set():
+                    await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
+                    left = set()
+        finally:  # also when cancelled: no other object holds the actor
+            ray.kill(actor)
+        if left:
+            with contextlib.suppress(RayError, TimeoutError):  # its machine may be gone, too
+                await asyncio.wait_for(_future(_removal(left, self._node)), SHUTDOWN_TIMEOUT_S)
+
+    async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        actor, lost = self._actor, self._lost
+        if actor is None:
+            raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}; it is being started again")
+        call = asyncio.ensure_future(_future(getattr(actor, method).remote(*arguments, **keywords)))
+        hung = asyncio.ensure_future(self._hung.wait())
+        try:
+            await asyncio.wait({call, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise EngineLostError(
+                    f"engine {self._settings.engine_id} lost: phase={method}: no sign of life of its process for "
+                    f"{self._settings.generate_timeout_s:g} s"
+                )
+            return call.result()
+        except RayTaskError as error:
+            if isinstance(error.cause, EngineLostError):
+                lost.set()
+            raise error.cause from None
+        except RayError as error:
+            lost.set()
+            what = str(error).strip().partition("\n")[0]
+            raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}: {what}") from None
+        finally:
+            call.cancel()
+            hung.cancel()
+
+    async def _watch(self) -> None:
+        """Find that the actor's process hangs, or that it or vLLM is lost while nobody calls it."""
+        while not self._lost.is_set():
+            await asyncio.sleep(BEAT_S)
+            try:
+                async with asyncio.timeout(self._settings.generate_timeout_s):
+                    await _future(self._actor.is_there.remote())
+            except TimeoutError:
+                self._hung.set()
+                self._lost.set()
+            except RayError:  # who calls it is told
+                self._lost.set()
+
+
+async def _future(reference: Any) -> Any:
+    return await reference
+
+
+def _this_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _removal(paths: set[str], node: str) -> Any:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0)(remove_shared_memory).options(scheduling_strategy=there).remote(paths)

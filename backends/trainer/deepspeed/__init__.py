@@ -1,0 +1,1 @@
+"""DeepSpeed: the only modules that import it."""

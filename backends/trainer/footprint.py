@@ -1,0 +1,347 @@
+"""GPU memory of a trainer rank, counted before anything starts.
+
+The model is made on torch's device ``meta`` and trained on one pack (two seconds for a 7B); all that lives meanwhile is
+counted; attention is the variable-length kernel's own description of itself. DeepSpeed's share follows from its
+settings; waste of the allocator, CUDA and NCCL are outside of ``memory_share``.
+
+The planner's formula (``pipelinerl/hardware/memory.py``) is for trainers in general: for a 7B with activation
+checkpointing it is 3 % below, without it 15 %. It is meant for fused norms, while those of transformers keep twice as
+much; its gradients are of 2 bytes, ours are added up in float32.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import AutoModelForCausalLM
+
+from backends.interface import Share
+from backends.preflight import trainer_ranks
+from backends.trainer.attention import register_packed_attention, sequence_arguments
+from backends.trainer.model import (
+    REDUCE_BUCKET,
+    WHOLE_PARAMETERS,
+    PolicyModel,
+    largest_bucket_bytes,
+    policy_weights,
+    saved_shapes,
+)
+from backends.transfer.streamed import STREAM_BYTES
+from pipelinerl.config.resolve import named_hardware
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import TrainerConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import coefficients
+from pipelinerl.hardware.transport import STREAMED, HostShare
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
+    """Counts the bytes of all tensors that are made while it is entered, for as long as they live.
+
+    Temporary memory inside an operation is not seen, nor fragmentation. Views of ``known`` tensors count nothing.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known = [tensor.untyped_storage() for tensor in known]  # held, so that none takes the place of another
+        self._seen = {id(storage) for storage in self._known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count its outputs."""
+        made = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._count, made)
+        return made
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._seen:
+            self._seen.add(id(storage))
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, id(storage), storage.nbytes())
+        return tensor
+
+    def _free(self, name: int, num_bytes: int) -> None:
+        self._seen.discard(name)
+        self.now -= num_bytes
+
+
+ASSUMED_MEMORY_BYTES = 80e9
+"""Of an unknown GPU: an H100."""
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that keep packed sequences apart."""
+PACK_SIZES = 16
+"""Among which the largest that fits is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of the forward and backward pass of one pack, beside weights and gradients."""
+
+    kept: int
+    """For the backward pass."""
+    peak: int
+    """With the gradients of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one rank."""
+
+    states: float
+    """Weights (bf16), gradients, master weights and two Adam moments (float32), as far as ZeRO spreads them."""
+    workspace: float
+    """Parameters that ZeRO-3 has put together, gradients on their way, a reference model."""
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """Peak."""
+        return self.states + self.workspace + self.activations
+
+
+def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool = False) -> Activations:
+    """Count the memory to train on a sequence of so many tokens, nearly all generated; ``policy`` is on ``meta``."""
+    if checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = PolicyModel(policy, temperature=1.0, value_head=value_head).to("meta")
+    for parameter in model.parameters():  # DeepSpeed takes a gradient away when it is made
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    tokens, answers = (torch.zeros(num, dtype=torch.int64, device="meta") for num in (pack_tokens, pack_tokens - 1))
+    row = {"token_N": tokens, "position_N": tokens, "predictor_M": answers, "answer_M": answers}
+    boundary = torch.zeros(2, dtype=torch.int32, device="meta")
+    known = [*model.parameters(), *model.buffers(), tokens, answers, boundary]
+    with LiveBytes(known) as live:
+        logprob_M, entropy_M, value_M = model(**row, boundary=boundary, longest=pack_tokens)
+        kept = live.now
+        (logprob_M.sum() if value_M is None else (logprob_M + value_M).sum()).backward()
+    del entropy_M
+    return Activations(kept, live.peak)
+
+
+def check_trainable(model_config: Any) -> None:
+    """Check that the trainer implements the model; else ``ConfigError``.
+
+    Nothing but attention may carry state from token to token, and logits must be last hidden states times one matrix.
+    """
+    others = sorted(set(getattr(model_config, "layer_types", None) or ()) - SUPPORTED_LAYERS)
+    if others:
+        raise ConfigError(f"train.model.path: the trainer packs sequences, and layers of {others[0]} would mix them")
+    try:
+        plain = _logits_are_plain(on_meta(model_config, torch.bfloat16))
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"train.model.path: the trainer cannot use model_type={model_config.model_type!r}: {reason}"
+        ) from None
+    if not plain:
+        raise ConfigError(
+            "train.model.path: the trainer computes logits as last hidden state times output layer; those of "
+            f"model_type={model_config.model_type!r} are scaled, capped or biased besides, not supported"
+        )
+
+
+def _logits_are_plain(policy: Any) -> bool:
+    head, seen = policy.get_output_embeddings(), dict[str, Any]()
+    policy.base_model.register_forward_hook(lambda _, __, output: seen.update(hidden=output.last_hidden_state))
+    head.register_forward_hook(lambda _, inputs, output: seen.update(input=inputs[0], logits=output))
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    boundary = torch.zeros(2, dtype=torch.int32, device="meta")
+    with torch.no_grad():
+        output = policy(input_ids=tokens, position_ids=tokens, use_cache=False, **sequence_arguments(boundary, 2))
+    before, after = (seen[name].untyped_storage()._cdata for name in ("hidden", "input"))
+    return getattr(head, "bias", None) is None and before == after and output.logits is seen["logits"]
+
+
+def on_meta(model_config: Any, dtype: torch.dtype) -> Any:
+    """Return the model on torch's device ``meta``."""
+    with torch.device("meta"):
+        attention = register_packed_attention()
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention).train()
+
+
+def footprint(
+    model_config: Any, trainer: TrainerConfig, *, num_ranks: int, value_head: bool, reference: bool
+) -> Footprint:
+    """Return a rank's GPU memory, with a replica of the ``reference`` model if there; see the head of this file."""
+    policy = on_meta(model_config, torch.bfloat16)
+    numels = [parameter.numel() for parameter in policy.parameters()]
+    num, stage = sum(numels), trainer.zero_stage
+    spread = [num_ranks if stage >= least else 1 for least in (3, 2, 1)]
+    workspace = (2 + 4) * min(num, max(REDUCE_BUCKET, *numels))  # in the type of the weights, and in float32
+    if stage == 3:
+        workspace += 2 * min(num, WHOLE_PARAMETERS)
+    if reference:
+        workspace += 2 * num
+    activations = pack_activations(
+        policy, trainer.pack_tokens, checkpointing=trainer.activation_checkpointing, value_head=value_head
+    )
+    states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]
+    return Footprint(states, workspace, activations.peak)
+
+
+def footprint_of(config: RunConfig, model_config: Any, **changed: Any) -> Footprint:
+    """Return a rank's GPU memory, with some keys of ``train.trainer`` changed."""
+    assert config.train is not None
+    return footprint(
+        model_config,
+        config.train.trainer.model_copy(update=changed),
+        num_ranks=trainer_ranks(config),
+        value_head=config.train.loss.value_coefficient > 0,
+        reference=config.train.loss.kl_coefficient > 0,
+    )
+
+
+def check_memory(config: RunConfig, model_config: Any) -> None:
+    """Check that a rank fits into the memory of its GPU; the ``ConfigError`` names the key to change first."""
+    assert config.train is not None
+    trainer, memory, whose = config.train.trainer, *_gpu_memory(config)
+    usable = coefficients(config.hardware.level).memory_share * memory
+
+    needs = partial(footprint_of, config, model_config)
+    now = needs()
+    if now.total <= usable:
+        return
+    key, value, then = _remedy(config, needs, usable)
+    raise ConfigError(
+        f"train.trainer.{key} must be {value}, got {key}={str(getattr(trainer, key)).lower()}: training on a pack of "
+        f"{trainer.pack_tokens} tokens needs {now.total / 1e9:.1f} GB a GPU (activations {now.activations / 1e9:.1f}, "
+        f"states {now.states / 1e9:.1f}, workspace {now.workspace / 1e9:.1f}); of the {memory / 1e9:.0f} GB of {whose} "
+        f"it may use {usable / 1e9:.0f}{then}"
+    )
+
+
+def _remedy(config: RunConfig, needs: Callable[..., Footprint], usable: float) -> tuple[str, str, str]:
+    assert config.train is not None
+    trainer, best = config.train.trainer, {"activation_checkpointing": True, "zero_stage": 3}
+    if not trainer.activation_checkpointing:
+        total = needs(activation_checkpointing=True).total
+        if total <= usable:
+            return "activation_checkpointing", "true", f"; with it {total / 1e9:.1f} GB are needed"
+    if trainer.zero_stage < 3:
+        total = needs(**best).total
+        if total <= usable:
+            return "zero_stage", "3", f"; with it {total / 1e9:.1f} GB are needed"
+    longest = config.room_tokens
+    if needs(**best, pack_tokens=longest).total > usable:
+        then = (
+            f"; even {longest} tokens, the longest rollout, do not fit: more GPUs (cluster.accelerators) are needed, "
+        )
+        return "pack_tokens", "smaller", then + "or shorter answers (workload.length.max)"
+    packs = range(longest, trainer.pack_tokens, 1 + (trainer.pack_tokens - longest) // PACK_SIZES)
+    fitting = bisect.bisect_right(packs, usable, key=lambda tokens: needs(**best, pack_tokens=tokens).total)
+    return "pack_tokens", f"at most {packs[fitting - 1]} with zero_stage=3 and activation_checkpointing=true", ""
+
+
+def _gpu_memory(config: RunConfig) -> tuple[float, str]:
+    named = named_hardware(config.hardware)
+    if named is not None:
+        return named[0].memory_bytes, f"hardware.gpu={config.hardware.gpu!r}"
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
+    return ASSUMED_MEMORY_BYTES, "an H100 (assumed; hardware.gpu with hardware.model names another)"
+
+
+# --------------------------------------------------------------------------------- host memory
+# Weights in transfer, the states of the ranks while a checkpoint is written, and parameters that a rank holds whole
+# while it loads. Checked before Ray starts where all runs on this machine, else when Ray has placed the run.
+
+SHARED_MEMORY = "/dev/shm"
+"""For files of weights and NCCL's buffers."""
+STATE_BYTES = 12
+"""Of a parameter in a checkpoint: float32 master and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory of a run's parts on one machine (bytes)."""
+
+    weights: float
+    """Rank 0's snapshots, and weights arriving for engines."""
+    checkpoint: float
+    """Copies of the states of the ranks."""
+    loading: float
+    """Fused experts, whole on a rank while it loads, and freed before the rest is allocated."""
+
+    @property
+    def total(self) -> float:
+        """Peak."""
+        return max(self.loading, self.weights + self.checkpoint)
+
+
+def shape_of(model_config: Any) -> PolicyModel:
+    """Return the model without weights: it takes a second, so it is made once for all machines."""
+    return PolicyModel(on_meta(model_config, torch.bfloat16), temperature=1.0, value_head=False)
+
+
+def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemory:
+    """Return the host memory of a machine with this share of a run in bfloat16; ``model`` is from ``shape_of``."""
+    assert config.train is not None
+    saved = {name: weight.nbytes for name, weight in saved_shapes(model).items()}
+    fused = sum(weight.nbytes for name, weight in policy_weights(model).items() if name not in saved)
+    leads = int(share.leads)
+    transport = config.train.chosen_transport(colocated=config.colocated)
+    weights = transport.host_bytes(_host_share(config, model, share))
+    readers = leads if config.train.trainer.zero_stage == 3 else share.ranks
+    if config.train.loss.kl_coefficient:
+        readers += share.ranks
+    state = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    return HostMemory(weights, state * share.ranks / trainer_ranks(config), readers * fused)
+
+
+def _host_share(config: RunConfig, model: PolicyModel, share: Share) -> HostShare:
+    assert config.train is not None
+    return HostShare(
+        num_bytes=sum(weight.nbytes for weight in saved_shapes(model).values()),
+        bucket_bytes=_bucket_bytes(model),
+        sends=share.leads,
+        workers=share.workers,
+        folder_in_memory=config.train.weights_folder.startswith(SHARED_MEMORY),
+    )
+
+
+def _bucket_bytes(model: PolicyModel) -> int:
+    """Return the size of the largest bucket, often the embedding: pinned memory has a power of two (bytes)."""
+    largest = max(STREAM_BYTES, largest_bucket_bytes(policy_weights(model), STREAM_BYTES))
+    return 1 << (largest - 1).bit_length()
+
+
+def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Share] | None = None) -> None:
+    """Check the machines' host memory (``shares`` None: this one, in a private Ray); ``ConfigError`` names a key."""
+    assert config.train is not None
+    if shares is None:
+        memory, ranks = psutil.virtual_memory().total, trainer_ranks(config)
+        shares = [Share("this machine", memory, config.generation_accelerators, ranks, leads=True)]
+        otherwise = "train.ray_address must lead to a cluster of more machines"
+    else:
+        otherwise = "train.ray_address must lead to machines of more memory"
+    model = shape_of(model_config)
+    for share in shares:
+        needs = host_memory(config, model, share)
+        if needs.total <= share.memory:
+            continue
+        what = (
+            f"{needs.total / 1e9:.1f} GB of the memory of {share.machine} are needed, of {share.memory / 1e9:.0f} GB "
+            f"(weights on their way {needs.weights / 1e9:.1f}, a checkpoint's copy {needs.checkpoint / 1e9:.1f}; "
+            f"before, fused experts while they are loaded {needs.loading / 1e9:.1f})"
+        )
+        split = config.train.trainer.model_copy(update={"zero_stage": 3})
+        remedies: dict[str, dict[str, Any]] = {"train.trainer.zero_stage must be 3": {"trainer": split}}
+        if not config.colocated:
+            remedies[f"train.transport must be {STREAMED.name!r}"] = {"transport": STREAMED.name}
+        for remedy, changed in remedies.items():
+            other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
+            if host_memory(other, model, share).total <= share.memory:
+                raise ConfigError(f"{remedy}: {what}")
+        raise ConfigError(f"{otherwise}: {what}")

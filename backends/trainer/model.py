@@ -1,0 +1,218 @@
+"""The model that a rank trains: a causal language model on packed rows, with a value head if wanted.
+
+A row has no padding and no attention mask: the boundaries of its sequences go to every layer, whose attention keeps
+each to itself (``attention.py``). This needs a model whose only state between tokens is attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
+
+from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
+from backends.trainer.deepspeed.zero import gathered_parameters, split
+from backends.trainer.packing import PackedRow
+from pipelinerl.rl.losses import token_logprobs
+
+# Legend of shapes: N tokens of a row; M answer tokens of it (see packing.py); V words of the vocabulary;
+# H width of the model.
+
+BUCKET_BYTES = 2**30
+"""Parameters that are whole on the device at a time while weights are copied."""
+REDUCE_BUCKET = 100_000_000
+"""Gradients that are reduced at once (numbers); a larger parameter goes alone."""
+WHOLE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 keeps whole at once, at most (numbers)."""
+LAYER = re.compile(r".*?\.\d+\.")
+"""Beginning of the names of a layer's weights: a checkpoint may hold the weights of one layer in other pieces."""
+TRAINED_DTYPES: dict[str, torch.dtype] = {"cpu": torch.float32, "gpu": torch.bfloat16}
+
+
+class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """The model's last layer, which gives log-probabilities of tokens and no logits.
+
+    A module of its own, with the parameter and the name of the layer that it replaces: DeepSpeed puts parameters
+    together around the forward and backward passes of modules.
+    """
+
+    def __init__(self, head: torch.nn.Linear, *, temperature: float) -> None:
+        super().__init__()
+        self.weight = head.weight
+        self._temperature = temperature
+
+    def forward(self, hidden_MH: torch.Tensor, answer_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logprob_M and entropy_M (nats), float32; see ``token_logprobs``."""
+        return token_logprobs(hidden_MH, self.weight, answer_M, temperature=self._temperature)
+
+
+class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """Log-probabilities, entropies, and values, of the answer tokens of a row."""
+
+    def __init__(self, policy: torch.nn.Module, *, temperature: float, value_head: bool) -> None:
+        """Replace the output layer; a value head is a linear map from the last hidden state, at first 0 everywhere."""
+        super().__init__()
+        self.policy = policy
+        self.value_head: torch.nn.Linear | None = None
+        policy.set_output_embeddings(OutputLayer(policy.get_output_embeddings(), temperature=temperature))
+        if value_head:
+            self.value_head = torch.nn.Linear(policy.config.hidden_size, 1, dtype=policy.dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self,
+        *,
+        token_N: torch.Tensor,
+        position_N: torch.Tensor,
+        boundary: torch.Tensor,
+        longest: int,
+        predictor_M: torch.Tensor,
+        answer_M: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return logprob_M, entropy_M (nats) and, with a value head, value_M, all float32; see ``row_tensors``."""
+        output = self.policy.base_model(
+            input_ids=token_N[None],
+            position_ids=position_N[None],
+            use_cache=False,
+            **sequence_arguments(boundary, longest),
+        )
+        hidden_MH = output.last_hidden_state[0, predictor_M]
+        logprob_M, entropy_M = self.policy.get_output_embeddings()(hidden_MH, answer_M)
+        value_M = None if self.value_head is None else self.value_head(hidden_MH)[:, 0].float()
+        return logprob_M, entropy_M, value_M
+
+
+def load_policy(
+    model_path: str,
+    *,
+    device: Literal["cpu", "gpu"],
+    dtype: torch.dtype | None = None,
+    zero3: dict[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Load a causal language model in training mode, into the host's memory.
+
+    Weights that are stored in the type they are trained in are mapped from their file: the ranks of a machine share its
+    pages. Under ZeRO-3 none is ever whole on a rank, in whatever type it is stored; but rank 0 has experts whole that
+    are fused while they are loaded. Dropout is turned off: the policy that is trained is the one that samples.
+
+    ``dtype`` None: from ``TRAINED_DTYPES``. ``zero3``: DeepSpeed's configuration to split it over the ranks, which load
+    it together. ``ConfigError`` if the GPU has no kernel for packed rows.
+    """
+    if device == "gpu":
+        check_kernel(torch.device("cuda:0"))
+    config = AutoConfig.from_pretrained(model_path)
+    if hasattr(config, "attention_dropout"):
+        config.attention_dropout = 0.0
+    dtype, attention = dtype or TRAINED_DTYPES[device], register_packed_attention()
+    if zero3 is None or torch.distributed.get_rank() == 0:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            config=config,
+            dtype=dtype if zero3 is None else "auto",  # as it is stored: split parameter by parameter
+            attn_implementation=attention,
+        )
+    else:
+        with no_init_weights():  # nothing is written into this memory, so there is none
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if zero3 is not None:
+        split(model, dtype, zero3)
+        model.config.dtype = dtype
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of ``PolicyModel.forward`` for a row; ``boundary`` and ``longest``: see ``attention.py``."""
+    lengths_S = row.lengths_S
+    tensors = {
+        name: torch.tensor(getattr(row, name), device=device)
+        for name in ("token_N", "position_N", "predictor_M", "answer_M")
+    }
+    boundary = torch.tensor(np.cumsum([0, *lengths_S]), dtype=torch.int32, device=device)
+    return tensors | {"boundary": boundary, "longest": int(lengths_S.max())}
+
+
+def policy_weights(model: PolicyModel) -> dict[str, Any]:
+    """Return parameters, tied ones once, and buffers (biases that balance experts) by name in memory, no value head."""
+    policy = model.policy
+    saved = policy.state_dict().keys() - set(policy._keys_to_ignore_on_save or ())
+    named = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+    return {name: weight for name, weight in named.items() if name in saved}
+
+
+def as_saved(model: PolicyModel, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights, layers whole, as ``save_pretrained`` writes them; in memory experts of a layer are one tensor."""
+    if getattr(model.policy, "_weight_conversions", None) == []:
+        return weights
+    saved: dict[str, Any] = revert_weight_conversion(model.policy, weights)
+    return saved
+
+
+def saved_shapes(model: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``gathered`` on torch's device ``meta``."""
+    empty = {
+        name: torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
+        for name, weight in policy_weights(model).items()
+    }
+    return as_saved(model, empty)
+
+
+def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]:
+    """Copy the weights into the host's memory by checkpoint name; all ranks together. Empty unless ``receive``."""
+    copies: dict[str, torch.Tensor] = {}
+    for bucket in gathered(model, receive=receive):
+        copies |= {name: weight.detach().to("cpu", copy=True) for name, weight in bucket.items()}
+    return copies
+
+
+def gathered(model: PolicyModel, *, receive: bool, bucket_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the language model's weights under the names of a checkpoint, whole; all ranks do it together.
+
+    Under ZeRO-3 about ``bucket_bytes`` (``BUCKET_BYTES``) at a time are put together, at least a layer. They are whole
+    until the next are asked for. Ranks that do not ``receive`` get nothing.
+    """
+    for bucket in buckets(policy_weights(model), bucket_bytes or BUCKET_BYTES):
+        parted = [one for one in bucket.values() if hasattr(one, "ds_id")]
+        with gathered_parameters(parted) if parted else contextlib.nullcontext():
+            yield as_saved(model, bucket) if receive else {}
+
+
+def buckets(weights: dict[str, Any], bucket_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yield weights in parts of so many bytes, or of a layer that is larger; a layer stays together."""
+    layers: dict[str, dict[str, Any]] = {}
+    for name, weight in weights.items():
+        layer = LAYER.match(name)
+        layers.setdefault(layer[0] if layer else name, {})[name] = weight
+    bucket: dict[str, Any] = {}
+    size_bytes = 0
+    for layer_weights in layers.values():
+        # A parameter's own numel() is 0 while it is partitioned.
+        more_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in layer_weights.values())
+        if bucket and size_bytes + more_bytes > bucket_bytes:
+            yield bucket
+            bucket, size_bytes = {}, 0
+        bucket |= layer_weights
+        size_bytes += more_bytes
+    yield bucket
+
+
+def largest_bucket_bytes(weights: dict[str, Any], bucket_bytes: int) -> int:
+    """Return the size of the largest of their ``buckets`` (bytes); none of the weights is partitioned."""
+    largest: int = max(sum(weight.nbytes for weight in bucket.values()) for bucket in buckets(weights, bucket_bytes))
+    return largest
+
+
+def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write the language model with the weights of ``copy_policy`` in Hugging Face format, without tokenizer."""
+    model.policy.save_pretrained(folder, state_dict=copies, save_original_format=False)  # they have it already

@@ -1,0 +1,161 @@
+"""The two ends of a weight transport: the trainer's, one on every rank, and the engine's, one in every worker.
+
+A transport's module here defines both and names them in a ``TransportEnds``, which ``WeightTransport.ends`` points to;
+its seconds, memory and facts are in ``pipelinerl/hardware/transport.py``. Importing this module loads no torch.
+
+==================  ==================================  ===========================================================
+call                who                                 when
+==================  ==================================  ===========================================================
+``publish``         all ranks together                  after an optimizer step; the trainer stands still
+``join``            every worker, if ``grouped``        when the group's members change; returns at once
+``send``            rank 0, beside training; all ranks  after ``publish``; not called if ``in_folder``
+                    together if ``standing_still``
+``receive``         every worker                        its engine stands still; during ``send`` if
+                                                        ``standing_still``, else after it
+``loaded``          every worker                        all that ``receive`` yielded is in the model
+==================  ==================================  ===========================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from backends.interface import Weights
+from pipelinerl.errors import BackendError, ConfigError
+from pipelinerl.hardware.transport import WeightTransport
+from pipelinerl.util.user_code import named_attribute
+
+Tensors = Mapping[str, Any]
+"""By name in the checkpoint."""
+Parameters = Sequence[tuple[str, str, Sequence[int]]]
+"""Name, type (``float32``) and shape of each parameter, in the order in which they cross."""
+
+
+class WeightSource(Protocol):
+    """The weights of the policy, as its ranks have them."""
+
+    @property
+    def device(self) -> Any:
+        """Where ``buckets`` yields (``torch.device``)."""
+
+    @property
+    def parameters(self) -> Parameters:
+        """All parameters."""
+
+    def buckets(self, bucket_bytes: int | None = None) -> Iterator[Tensors]:
+        """Yield the weights in parts, at least a layer each; all ranks together, to the end. Empty but on rank 0."""
+
+    def largest_bucket_bytes(self, bucket_bytes: int) -> int:
+        """Return the size of the largest of these parts (bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderContext:
+    """The trainer, as far as a sender depends on it."""
+
+    receives: bool
+    """Whether this is rank 0, which has all weights."""
+    folder: Path
+    """The run's own part of ``train.weights_folder``; it may not exist."""
+    group: Any
+    """The ``group.GroupHost`` that a ``grouped`` transport sends to."""
+
+
+class WeightSender(Protocol):
+    """The trainer's end on one rank."""
+
+    def publish(self, source: WeightSource, version: int) -> Weights | None:
+        """Make the weights ready; they stay as they are until the next call, unless ``standing_still``.
+
+        Their ``location`` begins with the transport's name and a colon. None on other ranks than 0.
+        """
+
+    def send(self, source: WeightSource, version: int) -> str | None:
+        """Bring the newest published weights to all engines; return the fault, if any. The rank is well either way."""
+
+    def close(self) -> None:
+        """Free the published weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """A worker's place in a group."""
+
+    rendezvous: str
+    """Address, port and password of the sender."""
+    worker: int
+    """Number among all, from 1."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every parameter of the model by name."""
+    device: Any
+    """``torch.device`` of the engine."""
+    timeout_s: float
+    """Longest wait for the others."""
+
+
+class WeightReceiver(Protocol):
+    """The engine's end in one worker."""
+
+    def join(self, member: Membership) -> None:
+        """Begin to join a group and leave the one before; the sender learns when all have joined."""
+
+    def receive(self, weights: Weights) -> Iterable[tuple[str, Any]]:
+        """Yield the verified parameters of a version.
+
+        If ``standing_still`` they are loaded as they come; else all are taken before any is loaded, and keep their
+        values until then.
+
+        Raises:
+            BackendError: If they are incomplete, or not these weights.
+            OSError: If the sender has gone.
+        """
+
+    def loaded(self, weights: Weights) -> None:
+        """Free the parameters, if ``standing_still`` also after a failure; ``BackendError`` if they have changed."""
+
+    def close(self) -> None:
+        """Leave the group and free the received weights; a second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportEnds:
+    """Makers of both ends of a transport."""
+
+    sender: Callable[[SenderContext], WeightSender]
+    """A rank's end."""
+    receiver: Callable[[str], WeightReceiver]
+    """A worker's end, from the folder of the model."""
+
+
+def ends_of(ends: str) -> TransportEnds:
+    """Return the value that ``WeightTransport.ends`` names; ``ConfigError`` if there is none."""
+    found = named_attribute(ends, key="WeightTransport.ends", allowed="package.module:ATTRIBUTE")
+    if not isinstance(found, TransportEnds):
+        raise ConfigError(f"WeightTransport.ends must name a TransportEnds, got {ends!r}")
+    return found
+
+
+def place_of(weights: Weights, transport: WeightTransport) -> str:
+    """Return ``location`` after the transport's name; ``BackendError`` if another one has published the weights."""
+    name, _, place = weights.location.partition(":")
+    if name != transport.name:
+        raise BackendError(f"location must begin with {transport.name}:, got {weights.location}")
+    return place
+
+
+# -------------------------------------------------------------- weights of another model: no repetition can help
+
+LACK, UNKNOWN, SHAPE = "lack", "have unknown", "have a wrong shape in"
+
+
+class WeightMismatchError(BackendError):
+    """Names or shapes differ from the model's."""
+
+
+def is_mismatch(failure: str) -> bool:
+    """Return whether a failure is a ``WeightMismatchError``; of vLLM's and of a member's only the text arrives."""
+    return re.search(rf" ({LACK}|{UNKNOWN}|{SHAPE}) \d+ of \d+ parameters: ", failure) is not None

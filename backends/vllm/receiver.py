@@ -1,0 +1,150 @@
+"""The worker's end of every transport inside vLLM's processes: nothing is loaded before all of it is verified.
+
+Theory of operation. One update is three calls, each carried out by all workers before the next begins:
+
+==========================  ============================================================================
+``start_weight_update``     nothing to do yet
+``update_weights``          every worker receives all weights, and raises unless they are complete and right
+``finish_weight_update``    every worker loads them; with tensor parallelism, its share of them
+==========================  ============================================================================
+
+So when ``update_weights`` fails on any worker, no weight has changed on any, and the update can be repeated. When
+``finish_weight_update`` fails there may be a mixture of versions: that engine is lost. Between the two a worker sees
+all weights in the host's memory; the GPU needs room for one parameter beside the model.
+
+Where a transport is ``standing_still``, ``update_weights`` loads parameters as they arrive, and the model is a mixture
+until the end. A fault is then not raised but reported by ``fault``: vLLM leaves the answers of the other workers of a
+call that raises to the next call.
+
+A plain model takes weights by direct copies (``direct_copies.py``), any other by vLLM's reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backends.interface import Weights
+from backends.transfer.transport import Membership, WeightReceiver, ends_of
+from backends.transfer.verify import checkpoint_shapes
+from backends.vllm.direct_copies import Swap
+from backends.vllm.version.workers import load_weights, transfer_bases
+from pipelinerl.errors import BackendError
+from pipelinerl.util.user_code import kind_and_line
+
+TransferEngine: Any = transfer_bases().WeightTransferEngine
+InitInfo: Any = transfer_bases().WeightTransferInitInfo
+UpdateInfo: Any = transfer_bases().WeightTransferUpdateInfo
+NOTHING_YET = "no weights have come"
+
+
+@dataclass
+class JoinInfo(InitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
+    """A group to join."""
+
+    ends: str
+    rendezvous: str
+    first_worker: int
+    """Of this engine among all, from 1."""
+    timeout_s: float
+
+
+@dataclass
+class WeightsInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
+    """Published weights."""
+
+    ends: str
+    standing_still: bool
+    """Whether they are loaded as they arrive."""
+    version: int
+    """Fields of ``interface.Weights``."""
+    location: str
+    checksums: dict[str, str]
+
+
+class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
+    """A worker's end, on CPU and GPU, for every transport."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = WeightsInfo
+    fault = NOTHING_YET
+    """Why the weights of this update have not come in full; empty: they have."""
+    _receiver: WeightReceiver | None = None
+    _verified: tuple[Weights, dict[str, torch.Tensor]] | None = None
+    _swap: Swap | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Begin to join a group; the sender learns when all have joined."""
+        config = self.parallel_config
+        own: int = config.data_parallel_index * config.world_size + config.rank
+        member = Membership(
+            rendezvous=init_info.rendezvous,
+            worker=init_info.first_worker + own,
+            shapes=checkpoint_shapes(self.model_config.model),
+            device=self.device,
+            timeout_s=init_info.timeout_s,
+        )
+        self._of(init_info.ends).join(member)
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the model stays whole until weights are verified."""
+        self._verified = None
+
+    def receive_weights(self, update_info: WeightsInfo) -> None:
+        """Receive the weights (load them if ``standing_still``); ``BackendError`` if incomplete or not right."""
+        self._verified, self.fault = None, NOTHING_YET
+        receiver = self._of(update_info.ends)
+        weights = Weights(update_info.version, update_info.location, update_info.checksums)
+        if update_info.standing_still:
+            self._load_arriving(receiver, weights)
+        else:
+            self._verified = weights, dict(receiver.receive(weights))
+            self.fault = ""
+
+    def _load_arriving(self, receiver: WeightReceiver, weights: Weights) -> None:
+        try:
+            arriving = iter(receiver.receive(weights))
+            # The first one before the model is touched.
+            load_weights(self.model, self.model_config, _all(next(arriving), arriving))
+            self.fault = "" if next(arriving, None) is None else "more has come than was loaded"
+        except Exception as error:
+            self.fault = kind_and_line(error)
+        finally:
+            receiver.loaded(weights)
+
+    def finish_weight_update(self) -> None:
+        """Load the received weights, unless they are loaded already; ``BackendError`` if incomplete or changed."""
+        if self.fault:
+            raise BackendError(self.fault)
+        self.fault = NOTHING_YET
+        if self._verified is None:
+            return
+        (weights, tensors), self._verified = self._verified, None
+        if self._swap is None:
+            self._swap = Swap(self.model, lambda new: load_weights(self.model, self.model_config, new.items()))
+        self._swap(tensors)
+        assert self._receiver is not None
+        self._receiver.loaded(weights)
+
+    def shutdown(self) -> None:
+        """Leave the group and forget received weights."""
+        self._verified = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _of(self, ends: str) -> WeightReceiver:
+        if self._receiver is None:
+            self._receiver = ends_of(ends).receiver(self.model_config.model)
+        return self._receiver
+
+
+def _all(first: tuple[str, Any] | None, others: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield all parameters and keep none: the memory of a bucket is used again when no tensor of it is left."""
+    assert first is not None
+    yield first
+    first = None
+    yield from others

@@ -1,0 +1,1 @@
+"""Processes that hold user code: rewards and environments, on this machine or on others."""

@@ -1,0 +1,422 @@
+"""Read the log of a job: console, JSONL, an export of W&B, a Chrome trace, or a plain CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipelinerl.calibration.log import LoggedStep
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import did_you_mean, explain, read_text
+from pipelinerl.util.table import read_table
+
+# Metrics of each system by column of a logged step. Names were read in the projects' sources (files named per format).
+# A column has alternatives in order of preference; the metrics of one are added, and its first must be there. A metric
+# matches by its whole name or by its end after a slash, since some systems put a scope before it.
+
+Alternatives = tuple[tuple[str, ...], ...]
+
+NUMBER = r"(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
+NUMPY = r"(?:np\.\w+\()?"
+"""What NumPy 2 prints before a number in a dictionary."""
+DURATION = r"(\d[\d.]*(?:ms|[dhms])(?: \d+[hms])?)"
+"""Seconds in units: 15m 56s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The format of a system's log."""
+
+    name: str
+    """As ``--from`` has it."""
+    steps: tuple[str, ...]
+    """Columns of an export that number the steps, the best first."""
+    columns: Mapping[str, Alternatives]
+    """Metrics by column of ``LoggedStep``."""
+    ratios: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+    """Columns that are a product of metrics over a product of others."""
+    asynchronous: tuple[str, ...] = ()
+    """Metrics that only an asynchronous job has, or has above 0."""
+    asynchronous_columns: Mapping[str, Alternatives] = field(default_factory=dict)
+    """Columns that mean something else there."""
+    console_step: re.Pattern[str] | None = None
+    """A line of the console that begins a step; its group is the number."""
+    console: tuple[tuple[re.Pattern[str], str], ...] = ()
+    """Numbers of a line, and the metric each is: ``{0}`` stands for the first group, the last group is the value."""
+    console_wraps: re.Pattern[str] | None = None
+    """A line's end that a terminal put in, not the system."""
+    besides: tuple[str, ...] = ()
+    """Seconds that are no part of a step, though some versions count them in it: evaluation, checkpoint."""
+
+
+VERL = Format(
+    name="verl",
+    steps=("training/global_step", "_step", "step"),
+    columns={
+        "step_s": (("timing_s/step",), ("perf/time_per_step",)),
+        "generation_s": (("timing_s/gen",),),
+        "training_s": (
+            ("timing_s/update_actor", "timing_s/old_log_prob", "timing_s/ref", "timing_s/values", "timing_s/adv",
+             "timing_s/update_critic"),
+        ),
+        "sync_s": (("timing_s/update_weights",), ("timing_s/sync_rollout_weights",), ("timing_s/param_sync",)),
+        "total_tokens": (("perf/total_num_tokens",),),
+        "length_mean": (("response_length/mean",),),
+        "length_max": (("response_length/max",),),
+        "clipped_share": (("response_length/clip_ratio",),),
+        "prompt_mean": (("prompt_length/mean",),),
+    },
+    ratios={"accelerators": (("perf/total_num_tokens",), ("perf/throughput", "perf/time_per_step"))},
+    asynchronous=("fully_async/count/current_param_version", "timing_s/generate_async", "timing_s/param_sync"),
+    asynchronous_columns={"wait_s": (("timing_s/gen",),), "generation_s": (("timing_s/generate_async",),)},
+    console_step=re.compile(r"\bstep:(\d+) - "),
+    console=((re.compile(rf" - ([^\s:]+):{NUMPY}{NUMBER}"), "{0}"),),
+    console_wraps=re.compile(r"(?<=\S)\n(?!\(|[^\n]*\bstep:\d+ - )(?=[^\n]* - [\w.@-]+/[\w/.@-]+:)"),
+    besides=("timing_s/testing", "timing_s/save_checkpoint"),
+)  # fmt: skip
+"""volcengine/verl, March 2025 to January 2026: ``verl/trainer/ppo/metric_utils.py``,
+``verl/trainer/ppo/ray_trainer.py``, console in ``verl/utils/logger/aggregate_logger.py``, JSONL in
+``verl/utils/tracking.py``; asynchronous in ``verl/experimental/one_step_off_policy/ray_trainer.py`` and
+``verl/experimental/fully_async_policy/``."""
+
+NEMO_RL = Format(
+    name="nemo-rl",
+    steps=("_step", "step"),
+    columns={
+        "step_s": (("timing/train/total_step_time",),),
+        "generation_s": (("timing/train/generation",),),
+        "wait_s": (("timing/train/exposed_generation",),),
+        "training_s": (
+            ("timing/train/policy_training", "timing/train/policy_and_reference_logprobs",
+             "timing/train/training_prep", "timing/train/logprob_inference_prep",
+             "timing/train/advantage_calculation"),
+        ),
+        "sync_s": (("timing/train/weight_sync",), ("timing/train/prepare_for_generation/total",)),
+        "total_tokens": (("train/total_num_tokens",),),
+        "samples_per_s": (("performance/samples_per_sec",),),
+        "length_mean": (("train/mean_gen_tokens_per_sample",), ("train/gen_tokens_per_sample/mean",)),
+        "length_p95": (("train/max_gen_tokens_per_turn/p95",),),
+        "length_max": (("train/gen_tokens_per_sample/max",), ("train/max_gen_tokens_per_sample",)),
+        "clipped_share": (("train/truncation_rate",),),
+        "prompt_mean": (("train/mean_prompt_length",),),
+        "sequence_mean": (("train/mean_total_tokens_per_sample",), ("train/total_tokens_per_sample/mean",)),
+        "lag_mean": (("train/avg_trajectory_age",),),
+    },
+    ratios={
+        "accelerators": (("performance/tokens_per_sec",), ("performance/tokens_per_sec_per_gpu",)),
+        "generation_accelerators": (
+            ("performance/generation_tokens_per_sec",), ("performance/generation_tokens_per_sec_per_gpu",),
+        ),
+    },
+    console_step=re.compile(r"={5,} Step (\d+)/"),
+    console=(
+        (re.compile(rf"• Total step time: {NUMBER}s"), "timing/train/total_step_time"),
+        (re.compile(rf"• ([a-z][\w/]*): {NUMBER}s \("), "timing/train/{0}"),
+        (re.compile(rf"• Mean Generation Length: {NUMBER}"), "train/mean_gen_tokens_per_sample"),
+        (re.compile(rf"• Mean Total Tokens per Sample: {NUMBER}"), "train/mean_total_tokens_per_sample"),
+        (re.compile(rf"• Avg Trajectory Age: {NUMBER}"), "train/avg_trajectory_age"),
+        (re.compile(rf"- E2E \(Samples/sec\): {NUMBER}"), "performance/samples_per_sec"),
+        (re.compile(rf"- E2E \(Tokens/sec\): {NUMBER}"), "performance/tokens_per_sec"),
+        (re.compile(rf"- E2E \(Tokens/sec/gpu\): {NUMBER}"), "performance/tokens_per_sec_per_gpu"),
+        (re.compile(rf"- Generation Worker Group \(Tokens/sec\): {NUMBER}"), "performance/generation_tokens_per_sec"),
+        (
+            re.compile(rf"- Generation Worker Group \(Tokens/sec/gpu\): {NUMBER}"),
+            "performance/generation_tokens_per_sec_per_gpu",
+        ),
+    ),
+    besides=("timing/train/checkpointing",),
+)  # fmt: skip
+"""NVIDIA-NeMo/RL, August 2026: ``nemo_rl/algorithms/grpo.py`` (timers, console), ``nemo_rl/algorithms/utils.py``
+(performance), ``nemo_rl/experience/rollouts.py`` and ``rollout_manager.py`` (lengths)."""
+
+PRIME_RL = Format(
+    name="prime-rl",
+    steps=("step", "_step"),
+    columns={
+        "step_s": (("time/step",),),
+        "wait_s": (("time/wait_for_batch",),),
+        "training_s": (("time/forward_backward", "time/load_data"),),
+        "sync_s": (("time/broadcast_weights",),),
+        "tokens": (("progress/output_tokens",), ("progress/decode_tokens",)),
+        "samples": (("progress/samples",),),
+        "length_mean": (("train/agg/effective/num_output_tokens/mean",), ("decode_len/mean",)),
+        "length_p90": (("train/agg/effective/num_output_tokens/p90",),),
+        "length_max": (("train/agg/effective/num_output_tokens/max",),),
+        "clipped_share": (("is_truncated/mean",),),
+        "prompt_mean": (("train/agg/effective/num_input_tokens/mean",), ("prefill_len/mean",)),
+        "sequence_mean": (("seq_len/mean",),),
+        "lag_mean": (("off_policy/mean",),),
+        "lag_max": (("console/async_level", "off_policy/max"), ("off_policy/max",)),
+    },
+    ratios={
+        "training_accelerators": (("perf/throughput",), ("perf/throughput_per_gpu",)),
+        "total_tokens": (("console/throughput", "time/step"), ()),
+    },
+    console_step=re.compile(r"\bStep (\d+) \|"),
+    console=(
+        (re.compile(rf"\bStep \d+ \|(?: Time:)?\s+{DURATION} \|"), "time/step"),
+        (re.compile(rf"Throughput: {NUMBER} tokens/s \| Seq"), "console/throughput"),
+        (re.compile(rf"Seq\. Length: {NUMBER} tokens/sample"), "seq_len/mean"),
+        (re.compile(rf"\| Async Level: {NUMBER}"), "console/async_level"),
+        (re.compile(rf"\| Max\.? Off-Policy(?: Level:)? {NUMBER}"), "off_policy/max"),
+    ),
+)
+"""PrimeIntellect-ai/prime-rl, December 2025 to August 2026: ``src/prime_rl/trainer/rl/train.py``,
+``src/prime_rl/orchestrator/orchestrator.py``, ``src/prime_rl/orchestrator/metrics.py``; JSONL in
+``src/prime_rl/monitors/file.py``. Trainer and orchestrator write a file each: give both."""
+
+SLIME = Format(
+    name="slime",
+    steps=("rollout/step", "_step", "step"),
+    columns={
+        "step_s": (("perf/step_time",), ("perf/total_train_time",)),
+        "generation_s": (("perf/rollout_time",),),
+        "training_s": (("perf/train_time",),),
+        "sync_s": (("perf/update_weights_time",),),
+        "length_mean": (("rollout/response_len/mean",), ("rollout/response_lengths",)),
+        "length_max": (("rollout/response_len/max",),),
+        "clipped_share": (("rollout/truncated_ratio",), ("rollout/truncated",)),
+        "sequence_mean": (("rollout/total_lengths",),),
+    },
+    ratios={"total_tokens": (("perf/actor_train_tok_per_s", "perf/actor_train_time"), ())},
+    console_step=re.compile(r"\b(?:perf|rollout) (\d+): \{"),
+    console=((re.compile(rf"'([\w/.@-]+)': {NUMPY}{NUMBER}"), "{0}"),),
+)  # fmt: skip
+"""THUDM/slime, September 2025 to August 2026: ``slime/observability/train_metric_utils.py``,
+``slime/observability/rollout_metrics.py``, timers in ``slime/backends/megatron_utils/actor.py``; the older names in
+``slime/utils/train_metric_utils.py``."""
+
+AREAL_PARTS = (
+    "timeperf/train_step", "timeperf/recompute_logp", "timeperf/ref_logp", "timeperf/teacher_logp",
+    "timeperf/critic_values", "timeperf/critic_train_step", "timeperf/compute_advantage",
+)  # fmt: skip
+TRACED_PARTS = (
+    "train.ppo_update", "train.recompute_logp", "train.ref_logp", "train.teacher_logp", "train.compute_values",
+    "train.critic_ppo_update", "train.compute_advantage",
+)  # fmt: skip
+AREAL = Format(
+    name="areal",
+    steps=("_step", "step"),
+    columns={
+        "step_s": (
+            ("timeperf/rollout", *AREAL_PARTS, "timeperf/update_weights", "timeperf/clear_batches"),
+            ("train.rollout", *TRACED_PARTS, "train.update_weights", "train.clear_batches"),
+        ),
+        "generation_s": (("timeperf/rollout",), ("train.rollout",)),
+        "training_s": (AREAL_PARTS, TRACED_PARTS),
+        "sync_s": (("timeperf/update_weights",), ("train.update_weights",)),
+        "samples": (("ppo_actor/n_seqs",),),
+        "prompt_mean": (("ppo_actor/prompt_len/avg",),),
+        "sequence_mean": (("ppo_actor/seq_len/avg",),),
+        "sequence_max": (("ppo_actor/seq_len/max",),),
+        "clipped_share": (("ppo_actor/no_eos_ratios/avg",),),
+        "lag_mean": (("version_stats/sample_staleness_theta_avg",),),
+        "lag_max": (("version_stats/sample_staleness_theta_max",),),
+    },
+    asynchronous=("version_stats/sample_staleness_theta_max",),
+    asynchronous_columns={"wait_s": (("timeperf/rollout",), ("train.rollout",)), "generation_s": ()},
+    console_step=re.compile(r"Train step (\d+)/\d+ done"),
+    console=((re.compile(rf"│\s*([\w/-]+)\s*│\s*{NUMBER}\s*(?=│)"), "{0}"),),
+)
+"""inclusionAI/AReaL, May 2026: ``areal/trainer/rl_trainer.py`` (timers and trace), ``areal/trainer/ppo/actor.py``
+(lengths, staleness), console in ``areal/utils/printing.py``, traces in ``areal/utils/perf_tracer.py``. Its trace has no
+lengths: give it together with another export."""
+
+FORMATS = (VERL, NEMO_RL, PRIME_RL, SLIME, AREAL)
+PLAIN = "csv"
+"""The name of a plain CSV file with the columns of ``LoggedStep``."""
+
+
+Metrics = dict[int, dict[str, float]]
+"""Numbers by step and name."""
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+DURATIONS = re.compile(r"([\d.]+)(ms|[dhms])")
+UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
+RUN_PREFIX = " - "
+"""What stands between the name of a run and that of a metric where W&B exports a chart."""
+EXTREMES = ("__MIN", "__MAX")
+"""Columns of such an export that are no values."""
+MAY_BE_0 = ("generation_s", "training_s", "sync_s", "wait_s", "clipped_share", "prompt_mean", "lag_mean", "lag_max")
+"""Columns in which 0 is a value; elsewhere it means not measured."""
+
+
+def read_log(paths: Sequence[Path], name: str) -> list[LoggedStep]:
+    """Return the steps of a log, in order; several files of one job are put together step by step.
+
+    Raises ConfigError if ``name`` is not of ``FORMATS`` nor ``csv``, a file cannot be read, or holds no step.
+    """
+    names = [one.name for one in FORMATS] + [PLAIN]
+    if name not in names:
+        raise ConfigError(
+            f"--from must be one of {', '.join(names)}, got {name!r}; {did_you_mean(name, names)}".rstrip("; ")
+        )
+    if name == PLAIN:
+        return [row for path in paths for _, row in read_table(path, "log").rows(LoggedStep)]
+    format_ = FORMATS[names.index(name)]
+    metrics: Metrics = defaultdict(dict)
+    for path in paths:
+        found = 0
+        for number, values in _numbers(path, format_):
+            metrics[number].update(values)
+            found += 1
+        if not found:
+            raise ConfigError(f"{path} must hold steps as {name} logs them, got none; is it of another system?")
+    steps = [step for number in sorted(metrics) if (step := _step(number, metrics[number], format_)) is not None]
+    if not steps:
+        raise ConfigError(
+            f"{', '.join(map(str, paths))} must hold metrics of {name}, such as {_examples(format_)}, got none of them"
+        )
+    return steps
+
+
+def _examples(format_: Format) -> str:
+    return ", ".join(
+        format_.columns[name][0][0] for name in ("step_s", "training_s", "length_mean") if name in format_.columns
+    )
+
+
+def _step(number: int, metrics: Mapping[str, float], format_: Format) -> LoggedStep | None:
+    columns = dict(format_.columns)
+    if any(_metric(name, metrics) for name in format_.asynchronous):
+        columns |= format_.asynchronous_columns
+    found = {column: _sum(alternatives, metrics) for column, alternatives in columns.items()}
+    for column, (above, below) in format_.ratios.items():
+        values = [[_metric(name, metrics) for name in names] for names in (above, below)]
+        if all(one for names in values for one in names):
+            over, under = (math.prod(one for one in names if one) for names in values)
+            found[column] = over / under
+    if found.get("step_s") is not None:
+        found["step_s"] = _without(sum(_metric(name, metrics) or 0.0 for name in format_.besides), found)
+    known = {column: value for column, value in found.items() if value or (value is not None and column in MAY_BE_0)}
+    if not known:
+        return None
+    try:
+        return LoggedStep(step=number, **known)
+    except ValidationError as error:
+        raise ConfigError(f"step {number} of the log: {explain(error, LoggedStep)[0]}") from None
+
+
+def _without(besides_s: float, found: Mapping[str, float | None]) -> float:
+    """Return the seconds of a step without its evaluation and checkpoint, if they fit into what its parts leave."""
+    waits = "generation_s" if found.get("wait_s") is None else "wait_s"
+    step_s, *parts_s = (found.get(name) or 0.0 for name in ("step_s", waits, "training_s", "sync_s"))
+    return step_s - besides_s if sum(parts_s) + besides_s <= step_s else step_s
+
+
+def _sum(alternatives: Alternatives, metrics: Mapping[str, float]) -> float | None:
+    for first, *others in alternatives:
+        if (value := _metric(first, metrics)) is not None:
+            return value + sum(_metric(name, metrics) or 0.0 for name in others)
+    return None
+
+
+def _metric(name: str, metrics: Mapping[str, float]) -> float | None:
+    if name in metrics:
+        return metrics[name]
+    return next((value for key, value in metrics.items() if key.endswith("/" + name)), None)
+
+
+def _numbers(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+    """Return the numbers of a file, a step at a time; a step may come several times."""
+    text = read_text(path, "log")
+    if path.suffix in (".json", ".jsonl") or text.startswith("{"):
+        return _from_json(path, text, format_)
+    if path.suffix == ".csv":
+        return _from_csv(path, text, format_)
+    return _from_console(text, format_)
+
+
+def _from_console(text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+    assert format_.console_step is not None
+    step, text = None, COLOURS.sub("", text)
+    if format_.console_wraps is not None:
+        text = format_.console_wraps.sub("", text)
+    for line in text.splitlines():
+        if begun := format_.console_step.search(line):
+            step = int(begun[1])
+        if step is None:
+            continue
+        found = {
+            name.format(*match.groups()): _seconds(match.groups()[-1])
+            for pattern, name in format_.console
+            for match in pattern.finditer(line)
+        }
+        if found:
+            yield step, found
+
+
+def _seconds(text: str) -> float:
+    parts = DURATIONS.findall(text)
+    return sum(float(number) * UNITS[unit] for number, unit in parts) if parts else float(text)
+
+
+def _from_csv(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+    reader = csv.reader(io.StringIO(text))
+    header = [name.rpartition(RUN_PREFIX)[2] for name in next(reader, [])]
+    place = next((header.index(name) for name in (*format_.steps, "Step") if name in header), None)
+    if place is None:
+        raise ConfigError(
+            f"{path} must number its steps in a column {', '.join(format_.steps)} or Step, got none of them"
+        )
+    for cells in reader:
+        values = {
+            name: value
+            for name, cell in zip(header, cells, strict=False)
+            if not name.endswith(EXTREMES) and (value := _number(cell)) is not None
+        }
+        step = _number(cells[place]) if place < len(cells) else None
+        if step is not None:
+            yield int(step), values
+
+
+def _from_json(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+    try:
+        whole = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        try:
+            whole = [json.loads(text)]
+        except ValueError as error:
+            raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
+    rows: Iterable[Any] = whole
+    if len(whole) == 1:
+        rows = whole[0] if isinstance(whole[0], list) else whole[0].get("traceEvents", whole)
+    spans: Metrics = defaultdict(dict)
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path} must hold an object per line, got {row!r}"[:200])
+        if "ph" in row:
+            _take_span(row, spans)
+            continue
+        data = row.get("data", row)
+        step = next((row[name] for name in (*format_.steps, "step") if isinstance(row.get(name), int | float)), None)
+        if step is not None and isinstance(data, dict):
+            yield int(step), {name: value for name, one in data.items() if (value := _number(one)) is not None}
+    yield from spans.items()
+
+
+def _take_span(event: Mapping[str, Any], spans: Metrics) -> None:
+    step = (event.get("args") or {}).get("global_step")
+    if event.get("ph") == "X" and isinstance(step, int) and (micros := _number(event.get("dur"))) is not None:
+        name = str(event.get("name"))
+        spans[step][name] = max(micros / 1e6, spans[step].get(name, 0.0))
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

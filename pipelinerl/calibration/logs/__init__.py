@@ -1,1 +1,0 @@
-"""The log of a job that ran elsewhere: its formats, its readers, and the calibration from it."""

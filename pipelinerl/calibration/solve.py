@@ -1,0 +1,526 @@
+"""One solve for all measurements: the hardware model's parameters that give the measured seconds.
+
+Parameters are coefficients of the hardware model, where ``hardware.gpu`` and ``hardware.model`` are known, so that the
+result carries over to other splits and tensor-parallel sizes; else the numbers of the run file's tables.
+``DecodeTimes`` and ``TrainingTimes`` have many rows: least squares, with the model's derivative by each parameter
+(shares of a peak enter as their inverse). One known number determines one factor on all times of a part: a secant in
+logarithms, since its model is a simulation (``calibrate_numbers``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.calibration.least_squares import Column, Fit, fit
+from pipelinerl.calibration.trace import DecodeTimes, TrainingTimes
+from pipelinerl.config.resolve import named_engine, named_hardware, resolved_hardware, run_coefficients
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
+from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
+from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
+from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TimedTable, TrainingConfig
+from pipelinerl.util.arrays import FloatArray
+
+MUCH_BETTER = 0.8
+"""Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
+QUIET_SHARE = 0.2
+"""The same for engines that are always full: only times free of noise fall so far (no unit)."""
+PROBE = 1e-4
+"""Relative change by which the factor of a coefficient is found."""
+ROUNDS = 10
+"""Times that derivatives and parameters are determined in turn, at most (count)."""
+LEAST_PLACE = 1e-9
+"""Value above which the derivative is taken by a relative change, and not by one of ``PROBE`` thousandths."""
+
+
+def fit_parameters(
+    start: Mapping[str, float],
+    seconds: FloatArray,
+    model_s: Callable[[Mapping[str, float]], FloatArray],
+    others: Sequence[Column] = (),
+) -> Fit:
+    """Fit parameters so that a model gives measured seconds; the fit's values are parameters, not inverses.
+
+    Args:
+        start: Parameters to fit, the surest first, with the values kept where the data do not determine them.
+        seconds: Measured, shape [rows].
+        model_s: Seconds by the model for parameters by name, same shape.
+        others: Further summands of the seconds, as sure as the first parameter.
+    """
+    now = dict(start)
+    for _ in range(ROUNDS):
+        now_R = base_R = model_s(now)
+        columns = []
+        for name in start:
+            inverse = is_inverse(name)
+            place, kept = (1 / one if inverse else one for one in (now[name], start[name]))
+            change = PROBE * (place if place > LEAST_PLACE else 1e-3)
+            moved = place + change
+            factor_R = (model_s({**now, name: 1 / moved if inverse else moved}) - now_R) / change
+            factor_R[np.abs(factor_R) * max(place, 1e-3) < 1e-9 * seconds] = 0.0
+            columns.append(Column(name, factor_R, kept, 1.0 if inverse else 0.0))
+            base_R = base_R - factor_R * place
+        found = fit([*columns[:1], *others, *columns[1:]], seconds, base_R)
+        fitted = {name: 1 / found.values[name] if is_inverse(name) else found.values[name] for name in start}
+        close = all(abs(fitted[name] - now[name]) <= 1e-9 * max(fitted[name], 1e-6) for name in start)
+        now = fitted
+        if close:
+            break
+    return replace(found, values={**found.values, **fitted})
+
+
+def simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool) -> Fit:
+    """Return the fit of fewer coefficients unless the error is much larger.
+
+    On an engine that is always full, the tokens that others sample during a rollout are proportional to its time,
+    whatever the cause of the time: where times are noisy the error falls and nothing is learned. So lives of rollouts
+    alone must not attribute time to the others, and without need not on other engines either.
+    """
+    if full.mean_error < (QUIET_SHARE if always_full else MUCH_BETTER) * simple.mean_error:
+        return full
+    kept = {*fitted, "dispatch_s"}
+    others = {
+        name: "fitted, it explains the times hardly better: kept as given" for name in full.values if name not in kept
+    }
+    return replace(simple, undetermined={**others, **simple.undetermined})
+
+
+def is_inverse(name: str) -> bool:
+    """Return whether times are proportional to the inverse of a coefficient."""
+    return name in SHARES_OF_PEAK
+
+
+DECODE_COEFFICIENTS = (
+    "kv_efficiency", "sequence_overhead_s", "step_overhead_s", "weight_efficiency", "flops_efficiency", "allreduce_s",
+)  # fmt: skip
+"""The surest first."""
+TRAINING_COEFFICIENTS = ("training_mfu", "training_step_s", "training_micro_batch_s", "activation_traffic")
+"""The surest first."""
+FASTEST_TRAINING = {
+    "training_mfu": 1.0,
+    "expert_mfu_factor": 1.0,
+    "attention_flops_per_byte": 1e9,
+    **dict.fromkeys(("training_step_s", "training_micro_batch_s", "activation_traffic", "extra_forward_passes"), 0.0),
+    **dict.fromkeys(("recomputation", "exchange_exposed", "gather_exposed", "training_rest_share"), 0.0),
+    "sequence_accelerators": 1e9,
+}
+"""Coefficients of a trainer that does nothing but multiply, at the peak."""
+NO_DECODE = AffineDecode(kind="affine", step_s=1.0).model_copy(update={"step_s": 0.0})
+"""Start of a fit where the run file has no such table."""
+LEAST_STEP_S = 1e-9
+"""Least time of a decode step: time must advance (seconds)."""
+MOST_TIMES = 100.0
+"""Factor between measured and derived seconds from which on one of them is taken for a mistake (no unit)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing that was fitted."""
+
+    what: str
+    """Such as ``decode``."""
+    data: str
+    fit: Fit
+
+
+class HardwareFit:
+    """A table ``[hardware]`` in the making; values of ``hardware``, its start, stay where the data determine nothing.
+
+    ``trainer``: coefficients that no time determines (``fixed_coefficients``). ConfigError for an unknown GPU or model.
+    """
+
+    def __init__(self, hardware: HardwareConfig, trainer: Mapping[str, float] | None = None) -> None:
+        self.given = hardware
+        self._trainer = trainer or {}
+        self.table: dict[str, Any] = hardware.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+        self.parts: list[Part] = []
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.factors: dict[str, float] = {}
+        self.gpu: Gpu | None = None
+        self.model: LanguageModel | None = None
+        if (named := named_hardware(hardware)) is not None:
+            self.gpu, self.model = named
+            self._values = coefficients(hardware.level, {**self._trainer, **hardware.coefficients})
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Return the current coefficients; GPU and model must be known."""
+        return coefficients(self.given.level, {**self._trainer, **self.table.get("coefficients", {})})
+
+    def decode(
+        self,
+        times: DecodeTimes,
+        tensor_parallel: FloatArray,
+        data: str,
+        *,
+        with_dispatch: bool = False,
+        always_full: bool = False,
+    ) -> float:
+        """Fit the decode step, and prefill where the times hold some; return the dispatch latency (seconds).
+
+        Args:
+            times: Measured times.
+            tensor_parallel: Accelerators of the engine of each row (count).
+            data: The name of the measurements in reports.
+            with_dispatch: Whether to fit the dispatch latency; the times are lives of rollouts.
+            always_full: Whether engines are always full: lives then do not determine sequence and context costs.
+        """
+        if self.model is not None:
+            self._check_unit("decode", times.seconds, self._named_s({}, tensor_parallel, times))
+            names = [name for name in DECODE_COEFFICIENTS if name != "allreduce_s" or (tensor_parallel > 1).any()]
+            names += ["prefill_mfu"] if times.prefill_tokens.any() else []
+            start, sure = {name: getattr(self._values, name) for name in names}, "step_overhead_s"
+        else:
+            given = self.given.decode if isinstance(self.given.decode, AffineDecode) else NO_DECODE
+            start, sure = {name: getattr(given, name) for name in AffineDecode.SECONDS}, "step_s"
+            start |= {"token_s": self._given_prefill.token_s} if times.prefill_tokens.any() else {}
+
+        def model_s(values: Mapping[str, float]) -> FloatArray:
+            return self._decode_s({**start, **values}, tensor_parallel, times) + times.front_end
+
+        way = [Column("dispatch_s", times.lives, self.given.latency.dispatch_s)] if with_dispatch else []
+        found = fit_parameters(start, times.seconds, model_s, way)
+        if with_dispatch:
+            simple = fit_parameters({sure: start[sure]}, times.seconds, model_s, way)
+            found = simpler(simple, found, [sure], always_full=always_full)
+        if self.model is not None:
+            self._take("decode", data, found, ["decode", "prefill"] if "prefill_mfu" in start else ["decode"])
+        else:
+            values = {name: rounded(value) for name, value in {**start, **found.values}.items()}
+            table = {name: values[name] for name in AffineDecode.SECONDS}
+            self.table["decode"] = {"kind": "affine", **table, "step_s": max(LEAST_STEP_S, table["step_s"])}
+            if "token_s" in start:
+                self.table["prefill"] = {**self._given_prefill.model_dump(), "token_s": values["token_s"]}
+            self.parts.append(Part("decode", data, found))
+        return found.values.get("dispatch_s", 0.0)
+
+    @property
+    def _given_prefill(self) -> PrefillConfig:
+        return self.given.prefill or PrefillConfig()
+
+    def _decode_s(self, values: Mapping[str, float], tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
+        if self.model is not None:
+            return self._named_s(values, tensor_parallel, times)
+        decode = NO_DECODE.model_copy(update={name: values[name] for name in AffineDecode.SECONDS})
+        token_s = values.get("token_s", self._given_prefill.token_s)
+        prefill = self._given_prefill.model_copy(update={"token_s": token_s})
+        return _stretches_s(decode, prefill, times, tensor_parallel=1)
+
+    def prefill(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
+        """Fit prefill to passes that do nothing else."""
+        if self.model is not None:
+            self._check_unit("prefill", times.seconds, self._named_s({}, tensor_parallel, times))
+            start = {"prefill_mfu": self._values.prefill_mfu}
+            found = fit_parameters(start, times.seconds, lambda values: self._named_s(values, tensor_parallel, times))
+            self._take("prefill", data, found, ["prefill"])
+            return
+        start = {name: getattr(self._given_prefill, name) for name in ("token_s", "token_squared_s", "sequence_s")}
+        found = fit_parameters(start, times.seconds, lambda values: _filled_s(PrefillConfig(**values), times))
+        self.table["prefill"] = {name: rounded(value) for name, value in found.values.items()}
+        self.parts.append(Part("prefill", data, found))
+
+    def requests(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
+        """Fit the front end's cost per request to what requests take besides their decode steps, prefill included."""
+        column = Column("request_s", times.prefills, self.given.latency.request_s)
+        prefill_R = (
+            self._named_s(self.coefficients.model_dump(), tensor_parallel, times)
+            if self.model is not None
+            else _filled_s(PrefillConfig.model_validate(self.table.get("prefill", {})), times)
+        )
+        found = fit([column], times.seconds, prefill_R)
+        self.table["latency"] = {**self.table.get("latency", {}), "request_s": rounded(found.values["request_s"])}
+        self.parts.append(Part("requests", data, found))
+
+    def training(self, times: TrainingTimes, accelerators: FloatArray, data: str) -> None:
+        """Fit the trainer's step, on so many accelerators in each row; ConfigError if it was faster than their peak."""
+        if self.model is not None:
+            self._check_peak(times, accelerators)
+            self._check_unit("training", times.seconds, self._training_s({}, times, accelerators))
+            start = {name: getattr(self._values, name) for name in TRAINING_COEFFICIENTS}
+        else:
+            before = self.given.training or TrainingConfig(token_s=0.0)
+            start = {name: getattr(before, name) for name in ("token_s", "step_s", "micro_batch_s", "token_squared_s")}
+        found = fit_parameters(start, times.seconds, lambda values: self._training_s(values, times, accelerators))
+        if self.model is not None:
+            self._take("training", data, found, ["training"])
+            return
+        self.table["training"] = {name: rounded(value) for name, value in found.values.items()}
+        if before.sequence_accelerators is not None:
+            self.table["training"]["sequence_accelerators"] = before.sequence_accelerators
+        self.parts.append(Part("training", data, found))
+
+    def decode_s(self, times: DecodeTimes, tensor_parallel: FloatArray) -> FloatArray:
+        """Return the seconds of stretches of decode with the fitted coefficients."""
+        if self.model is not None:
+            return self._named_s(self.coefficients.model_dump(), tensor_parallel, times)
+        decode = AffineDecode.model_validate(self.table["decode"])
+        prefill = PrefillConfig.model_validate(self.table.get("prefill", {}))
+        return _stretches_s(decode, prefill, times, tensor_parallel=1)
+
+    def _gpu_and_model(self) -> tuple[Gpu, LanguageModel]:
+        assert self.gpu is not None
+        assert self.model is not None
+        return self.gpu, self.model
+
+    def _named_s(self, changed: Mapping[str, float], tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
+        gpu, model = named_engine(self.given, *self._gpu_and_model())
+        values = self._values.model_copy(update=dict(changed))
+        seconds = np.zeros(len(times.seconds))
+        for size in np.unique(tensor_parallel):
+            of, tp = tensor_parallel == size, int(size)
+            decode = derive_decode(gpu, model, tensor_parallel=tp, coefficients=values)
+            prefill = derive_prefill(gpu, model, tensor_parallel=tp, coefficients=values)
+            seconds[of] = _stretches_s(decode, prefill, times, tensor_parallel=tp)[of]
+        return seconds
+
+    def _training_s(self, changed: Mapping[str, float], times: TrainingTimes, accelerators: FloatArray) -> FloatArray:
+
+        def config_of(number: int) -> TrainingConfig:
+            if self.model is None:
+                return (self.given.training or TrainingConfig(token_s=0.0)).model_copy(update=dict(changed))
+            values = self._values.model_copy(update=dict(changed))
+            gpu, model = self._gpu_and_model()
+            return derive_training(gpu, model, training_accelerators=number, coefficients=values)
+
+        seconds = np.zeros(len(times.seconds))
+        for number in np.unique(accelerators):
+            cost = training_cost(config_of(int(number)), training_accelerators=int(number))
+            seconds = np.where(accelerators == number, times.bounds_s(cost).max(axis=0), seconds)
+        return seconds
+
+    def _check_unit(self, what: str, measured: FloatArray, expected: FloatArray) -> None:
+        gpu, model = self._gpu_and_model()
+        ratio = float(np.median(measured / expected))
+        if not 1 / MOST_TIMES < ratio < MOST_TIMES:
+            raise ConfigError(
+                f"{what} seconds have a median of {np.median(measured):.3g}, {ratio:.2g} times what {model.name} "
+                f"on {gpu.name} needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
+            )
+
+    def check_number(self, name: str, given_s: float, expected_s: float) -> None:
+        """Raise ConfigError for seconds far above the estimate; never for an unknown GPU or model.
+
+        Seconds far below are either refused by the fit, which cannot reach them, or belong to a fast link.
+        """
+        if self.gpu is not None and self.model is not None and given_s > MOST_TIMES * expected_s:
+            raise ConfigError(
+                f"{name}={given_s:g} is {given_s / expected_s:.2g} times what {self.model.name} on {self.gpu.name} "
+                f"needs by the hardware model, {expected_s:.3g} s: check unit, GPU and model"
+            )
+
+    def _check_peak(self, times: TrainingTimes, accelerators: FloatArray) -> None:
+        """Raise ConfigError if training was faster than the accelerator's peak: another unit, or another model."""
+        gpu, model = self._gpu_and_model()
+        least_s = self._training_s(FASTEST_TRAINING, times, accelerators)
+        share = float(np.median(least_s / times.seconds))
+        if share > 1.0:
+            raise ConfigError(
+                f"training seconds of {np.median(times.seconds):.3g} (median) would be {share:.1f} times the peak of "
+                f"{gpu.name} for {model.name}: check the unit, the tokens and the model"
+            )
+
+    def _take(self, what: str, data: str, found: Fit, tables: Sequence[str]) -> None:
+        for table in tables:
+            self.table.pop(table, None)
+        fitted = {
+            name: rounded(value)
+            for name, value in found.values.items()
+            if name not in found.undetermined and name in Coefficients.model_fields
+        }
+        self.table["coefficients"] = {**self.table.get("coefficients", {}), **fitted}
+        self.parts.append(Part(what, data, found))
+
+
+def _stretches_s(decode: Decode, prefill: PrefillConfig, times: DecodeTimes, *, tensor_parallel: int) -> FloatArray:
+    """Return the seconds of stretches of decode, in each of which all steps are taken to hold the mean batch."""
+    batch = np.divide(times.sequences, times.steps, out=np.zeros(len(times.steps)), where=times.steps > 0)
+    context_s = context_token_s(decode, tensor_parallel) * times.context
+    return times.steps * batch_s(decode, tensor_parallel, batch) + context_s + _filled_s(prefill, times)
+
+
+def _filled_s(prefill: PrefillConfig, times: DecodeTimes) -> FloatArray:
+    return prefill_s(prefill, sequences=times.prefills, tokens=times.prefill_tokens, squares=times.prefill_squares)
+
+
+def fixed_coefficients(run: RunConfig) -> dict[str, float]:
+    """Return the coefficients of a run's trainer that no time determines; none without GPU and model."""
+    named = named_hardware(run.hardware)
+    if named is None:
+        return {}
+    values = run_coefficients(
+        run, *named, training_accelerators=run.training_accelerators, longest=run.longest_rollout_tokens
+    )
+    fixed = {"recomputation": values.recomputation, "pack_tokens": values.pack_tokens}
+    return {**fixed, **NOTHING_BESIDE} if run.colocated else fixed
+
+
+def rounded(value: float) -> float:
+    """Return a number with its significant digits."""
+    return float(f"{value:.6g}")
+
+
+# Three known numbers: train step, rollout batch, weight synchronisation.
+
+Slower = Callable[[RunConfig, float], dict[str, Any]]
+
+OPTIONS = {
+    "train_step_s": "--train-step-s", "rollout_batch_s": "--rollout-batch-s", "weight_sync_s": "--weight-sync-s",
+}  # fmt: skip
+TRIES = 12
+"""Simulations to find a factor, at most (count)."""
+CLOSE = 1e-3
+"""Share of the measured time at which they end (no unit)."""
+LEAST_SLOPE = 0.2
+"""Least slope, of the log of the time over that of the factor, by which the next factor is chosen (no unit)."""
+WITHIN = 0.01
+"""Share by which the model may miss a number and count as giving it (no unit)."""
+JUST_OUT = 0.05
+"""Share by which a number may be out of the model's reach with a warning: rounding and spread in logs (no unit)."""
+
+
+def calibrate_numbers(
+    run: RunConfig,
+    *,
+    train_step_s: float | None = None,
+    rollout_batch_s: float | None = None,
+    weight_sync_s: float | None = None,
+    model_train_s: Callable[[RunConfig], float],
+    model_rollout_s: Callable[[RunConfig], float],
+    names: Mapping[str, str] = OPTIONS,
+) -> HardwareFit:
+    """Fit one speed factor of the trainer and one of generation to numbers that a user knows.
+
+    Args:
+        run: The configuration in which the numbers were seen.
+        train_step_s: Seconds of an optimizer step: B sequences.
+        rollout_batch_s: Seconds to generate the rollouts of an RL step, from empty engines to the last token.
+        weight_sync_s: Seconds from the end of an optimizer step to engines with its weights.
+        model_train_s: Simulated seconds of an optimizer step.
+        model_rollout_s: Simulated seconds of such a batch.
+        names: Name of the numbers in messages.
+
+    Raises:
+        ConfigError: If no number is given, one is not above 0, one is shorter than the hardware model allows, or one is
+            so long that it must be in another unit.
+    """
+    numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
+    if all(value is None for value in numbers.values()):
+        raise ConfigError(f"calibrate needs SOURCE, or some of {', '.join(OPTIONS.values())} with --run RUN.toml")
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < 1e7:
+            raise ConfigError(f"{names[name]} must be above 0 and in seconds, got {value:g}")
+    result = HardwareFit(run.hardware, fixed_coefficients(run))
+    for name, goal_s, model_s, slower, what in (
+        ("train_step_s", train_step_s, model_train_s, _slower_training, "training"),
+        ("rollout_batch_s", rollout_batch_s, model_rollout_s, _slower_generation, "generation"),
+    ):
+        if goal_s is not None:
+            now_s = model_s(run)
+            result.check_number(names[name], goal_s, now_s)
+            factor = _solve(run, goal_s, model_s, slower, now_s=now_s, name=names[name], warnings=result.warnings)
+            _scale(result, slower(run, factor), factor, what)
+    if weight_sync_s is not None:
+        result.check_number(names["weight_sync_s"], weight_sync_s, resolved_hardware(run).weights.pause_s)
+        result.table["weights"] = {"publish_s": weight_sync_s, "pause_s": weight_sync_s}
+        result.notes.append(
+            "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "
+            "generating meanwhile (transfer_s)"
+        )
+    return result
+
+
+def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
+    if run.hardware.training is not None:
+        return {"training": _dumped(run.hardware.training.with_slower_software(factor))}
+    return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
+
+
+def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
+    hardware = run.hardware
+    parts: dict[str, Any] = {}
+    if hardware.decode is not None:
+        parts["decode"] = _dumped(hardware.decode.with_slower_software(factor))
+    if hardware.prefill is not None:
+        parts["prefill"] = _dumped(hardware.prefill.with_slower_software(factor))
+    if hardware.by_name:
+        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
+    return parts
+
+
+def _dumped(table: TimedTable) -> dict[str, Any]:
+    return table.model_dump(exclude_none=True)
+
+
+def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:
+    values = coefficients(run.hardware.level, run.hardware.coefficients)
+    return {
+        name: min(1.0, getattr(values, name) / factor) if is_inverse(name) else getattr(values, name) * factor
+        for name in names
+    }
+
+
+def _merged(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**table, **parts}
+    if "coefficients" in parts:
+        merged["coefficients"] = {**table.get("coefficients", {}), **parts["coefficients"]}
+    return merged
+
+
+def _solve(
+    run: RunConfig,
+    goal_s: float,
+    model_s: Callable[[RunConfig], float],
+    slower: Slower,
+    *,
+    now_s: float,
+    name: str,
+    warnings: list[str],
+) -> float:
+    """Return the factor on the model's times that gives ``goal_s``; ``now_s`` at 1. It warns where it just misses."""
+    table = run.hardware.model_dump(mode="json", exclude_none=True)
+
+    def slowed_s(factor: float) -> float:
+        hardware = HardwareConfig.model_validate(_merged(table, slower(run, factor)))
+        return model_s(run.model_copy(update={"hardware": hardware}))
+
+    factor, slope = 1.0, 1.0
+    for _ in range(TRIES):
+        if abs(now_s / goal_s - 1) < CLOSE:
+            break
+        last, last_s = factor, now_s
+        factor *= (goal_s / now_s) ** (1 / slope)
+        now_s = slowed_s(factor)
+        # Where other times stand beside these, a factor changes the sum by a smaller one.
+        slope = min(1.0, max(LEAST_SLOPE, math.log(now_s / last_s) / math.log(factor / last)))
+    missed = abs(now_s / goal_s - 1)
+    if missed > JUST_OUT:
+        raise ConfigError(
+            f"{name}={goal_s:g} is out of reach: the nearest that the hardware model gives is {now_s:.3g} s; check "
+            "the unit, and the batch, lengths, latencies and accelerators of --run"
+        )
+    if missed > WITHIN:
+        warnings.append(
+            f"{name}={goal_s:g} is just out of reach: the nearest that the hardware model gives is {now_s:.3g} s, taken"
+        )
+    return factor
+
+
+def _scale(result: HardwareFit, parts: Mapping[str, Any], factor: float, what: str) -> None:
+    short = {
+        name: {key: rounded(one) if isinstance(one, float) else one for key, one in part.items()}
+        for name, part in parts.items()
+    }
+    result.table = _merged(result.table, short)
+    result.factors[what] = factor
+    result.notes.append(
+        f"{what}: one number gives one factor, {factor:.3g} on all its times; how they divide among their parts is not "
+        "determined and stays as it was"
+    )

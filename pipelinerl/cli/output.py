@@ -1,0 +1,145 @@
+"""Results on stdout; errors, progress and notes on stderr; figures into the folder of the results.
+
+Progress is shown where stderr is a terminal. rich is imported where it draws: ``--help`` does without.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+REFRESHES_PER_S = 2
+"""Rate at which progress is drawn (1/s). Ten, which is rich's default, takes a tenth of a simulation's time."""
+LOOK_FIRST = (
+    "plan_throughput_against_lag",
+    "rollouts_against_environments",
+    "throughput_against_max_lag",
+    "learning",
+    "time_split",
+    "lag_by_step",
+)
+"""Figures to look at first, by file name; the first three that were drawn are shown by path."""
+
+
+def complain(text: str) -> None:
+    """Print each line on stderr, after the program's name."""
+    for line in text.splitlines():
+        typer.echo(f"pipelinerl: {line}", err=True)
+
+
+def print_json(data: Any) -> None:
+    """Print results for programs on stdout."""
+    typer.echo(json.dumps(data, indent=2))
+
+
+# Progress
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Show a line until this block ends, where nothing can be counted."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text, refresh_per_second=REFRESHES_PER_S):
+        yield
+
+
+@contextmanager
+def _bars() -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        refresh_per_second=REFRESHES_PER_S,
+    ) as progress:
+        yield progress
+
+
+@contextmanager
+def progress_bar(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show one bar; yields a function to call after each piece."""
+    with _bars() as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def stage_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar per stage; yields a function of the stage, the pieces done and all pieces."""
+    with _bars() as progress:
+        tasks: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done)
+
+        yield update
+
+
+@contextmanager
+def training_bar(total: int) -> Iterator[Callable[[Any, dict[str, float]], None]]:
+    """Show optimizer steps with their metrics; yields a function to call after each step."""
+    with _bars() as progress:
+        task = progress.add_task("starting", total=total)
+
+        def step_done(row: Any, metrics: dict[str, float]) -> None:
+            ess = metrics.get("ess/token_raw", float("nan"))
+            learning = f"reward {row.reward_mean:.3f}  lag {row.lag_mean:.2f}  ESS {ess:.3f}"
+            progress.update(
+                task, completed=row.step, description=f"{learning}  trainer waits {metrics['idle/trainer']:.0%}"
+            )
+
+        yield step_done
+
+
+# Figures
+
+
+def draw_kept(folder: Path, *, quiet: bool) -> None:
+    """Draw the figures of a folder; unless ``quiet`` print the paths of three of them and the names of the others."""
+    with without_matplotlib_a_line(folder):
+        with status("drawing figures"):
+            from analysis.plot import draw
+
+            paths = draw([folder])
+        if paths and not quiet:
+            typer.echo(figures_named(paths))
+
+
+@contextmanager
+def without_matplotlib_a_line(folder: Path) -> Iterator[None]:
+    """Draw inside this block; without matplotlib a line on stderr names it, and the numbers stay."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        complain(f"no figures: matplotlib is not installed; the numbers are in {folder}; pip install matplotlib")
+
+
+def figures_named(paths: list[Path]) -> str:
+    """Return the paths of the figures to look at first, and the names of the others."""
+    stems = list(dict.fromkeys(path.stem for path in paths))
+    first = [stem for stem in LOOK_FIRST if stem in stems][:3] or stems[:3]
+    others = [stem for stem in stems if stem not in first]
+    folder = paths[0].parent
+    lines = ["Figures:", *(f"  {folder / stem}.png" for stem in first)]
+    if others:
+        lines.append(f"  and {', '.join(others)}")
+    return "\n".join(lines)

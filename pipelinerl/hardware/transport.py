@@ -1,0 +1,250 @@
+"""Weight transports: every way from the trainer to the engines, published methods and our own, in one table.
+
+A *transport* brings new weights to the engines. To add one, write a ``WeightTransport`` and, to train with it, the
+``ends`` that it names (``backends/transfer/transport.py``). No other module compares the name of a transport: each asks
+for the fact that it depends on. A transport of your own needs no change here either: ``train.transport`` or
+``hardware.weight_sync = "package.module:ATTRIBUTE"`` in a run file names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pipelinerl.hardware.coefficients import Coefficients, Level
+from pipelinerl.util.strict_model import Seconds, StrictModel
+from pipelinerl.util.user_code import named_value
+
+KEPT_FILES = 2
+"""Published files that are kept: the newest, and one that engines may still be reading (count)."""
+ROOT_LAW = "sync_s_per_root_gb"
+"""Coefficient of the published methods: seconds of a synchronization over the root of its GB."""
+
+
+class WeightTransferConfig(StrictModel):
+    """Seconds between an optimizer step and engines that sample with its weights."""
+
+    publish_s: Seconds = 0.0
+    """Seconds the trainer stands still to publish."""
+    transfer_s: Seconds = 0.0
+    """Seconds from the publication until the weights are at the engines, which generate meanwhile."""
+    pause_s: Seconds = 0.0
+    """Seconds an engine stands still to load them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The run, as far as the seconds of an update depend on it."""
+
+    num_bytes: float
+    """Weights in bf16 (bytes)."""
+    gathered_s: float
+    """Gathering the ranks' parts of them (seconds)."""
+    tensor_parallel: int
+    """Accelerators of an engine (count)."""
+    colocated: bool
+    """Whether engines and trainer share their accelerators."""
+    link: float = math.inf
+    """Between two kinds of accelerators (bytes/s)."""
+    coefficients: Coefficients
+
+    @property
+    def snapshot_s(self) -> float:
+        """Gathering the weights and copying them to the host's memory (seconds)."""
+        return self.gathered_s + self.num_bytes / self.coefficients.host_bandwidth
+
+    @property
+    def loading_s(self) -> float:
+        """Copying an accelerator's share from the host's memory, with the pause for it (seconds)."""
+        return self.num_bytes / self.tensor_parallel / self.coefficients.host_bandwidth + self.coefficients.pause_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """The part of a run that is on one machine, as far as the memory of a transport depends on it."""
+
+    num_bytes: float
+    """Weights in bf16 (bytes)."""
+    bucket_bytes: float
+    """The largest bucket of a stream (bytes)."""
+    sends: bool
+    """Whether rank 0 of the trainer is on it."""
+    workers: int
+    """Workers of engines on it (count)."""
+    folder_in_memory: bool
+    """Whether ``train.weights_folder`` is in its memory."""
+
+
+def _root_of_bytes(route: Route) -> WeightTransferConfig:
+    """Return the seconds of published synchronizations: as the root of the bytes, whatever the link.
+
+    The trainer stands still until the end, engines for ``pause_share`` of it. Colocated, nothing else goes on. A link
+    between two kinds of accelerators carries the weights once at least.
+    """
+    values = route.coefficients
+    total_s = max(values.sync_s_per_root_gb * math.sqrt(route.num_bytes / 1e9), route.num_bytes / route.link)
+    paused_s = total_s * (1.0 if route.colocated else values.pause_share)
+    return WeightTransferConfig(publish_s=total_s, transfer_s=total_s - paused_s, pause_s=paused_s + values.pause_s)
+
+
+def _no_bytes(_: HostShare) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTransport:
+    """One way of the weights: the facts that planning, simulation and training depend on."""
+
+    name: str
+    """Its name in tables; the run file's, if it is in ``PUBLISHED`` or ``OURS``. ``Weights.location`` begins with
+    it."""
+    description: str
+    """The way, and who stands still meanwhile, in a line."""
+    seconds: Callable[[Route], WeightTransferConfig] = _root_of_bytes
+    """Returns who waits how long."""
+    coefficients: tuple[str, ...] = (ROOT_LAW,)
+    """Coefficients that ``seconds`` reads: it is as uncertain as the least known of them."""
+    levels: Mapping[Level, float] = field(default_factory=dict)
+    """``sync_s_per_root_gb`` of a published method. Empty: that of the level."""
+    source: str = ""
+    """Measurements behind ``levels``."""
+    host_bytes: Callable[[HostShare], float] = _no_bytes
+    """Returns the memory of a machine that weights on their way take (bytes)."""
+    standing_still: bool = False
+    """Whether engines load weights while they arrive: trainer and engines stand still then."""
+    colocated: bool = False
+    """Whether it serves engines that share their accelerators with the trainer."""
+    grouped: bool = False
+    """Whether trainer and engines form a group of processes that the weights are sent through."""
+    in_folder: bool = False
+    """Whether engines read the weights in ``train.weights_folder``."""
+    ends: str = ""
+    """``package.module:ATTRIBUTE`` of its ``TransportEnds``. Empty: it can be simulated only."""
+
+    def stated(self, level: Level) -> dict[str, float]:
+        """Return the coefficients that the method has values of its own for, by name."""
+        return {ROOT_LAW: self.levels[level]} if self.levels else {}
+
+
+UNKNOWN = WeightTransport(name="unknown", description="a published method, with the wide band of all of them")
+
+
+def _published(name: str, description: str, seconds: tuple[float, float, float], source: str) -> WeightTransport:
+    levels = dict(zip(Level, seconds, strict=True))
+    return WeightTransport(name=name, description=description, levels=levels, source=source)
+
+
+PUBLISHED = (
+    _published(
+        "reshard",
+        "shard to shard over NCCL",
+        (0.06, 0.09, 0.63),
+        "NeMo-RL: 4B to 671B in 0.3 to 2.8 s, fp8 30B in 3.5 s",
+    ),
+    _published(
+        "checkpoint_engine",
+        "MoonshotAI's checkpoint-engine",
+        (0.24, 0.39, 1.1),
+        "106B to 671B in 3.5 to 12 s; inside verl 30B in 4.4 s, 235B in 24 s",
+    ),
+    _published("delta", "changed values only", (0.6, 0.84, 1.0), "verl: 8B to 72B in 2.2 to 12.5 s"),
+    _published(
+        "refit",
+        "colocated: gathered, and handed over by CUDA IPC",
+        (0.34, 1.3, 2.2),
+        "27B in 2.5 s (miles), 70B in 14 to 26 s (NeMo-RL)",
+    ),
+    _published(
+        "bucketed",
+        "buckets of tensors, one after another",
+        (1.1, 2.0, 7.6),
+        "30B in 16 s, 355B in 48 s, 1T in 190 to 240 s (slime), 975B in 49 s (miles)",
+    ),
+    _published(
+        "tensor_by_tensor",
+        "one tensor after another",
+        (1.0, 2.4, 35.0),
+        "0.6B in 1.2 s (MarinSkyRL), 30B in 16 s, 235B in 59 s (verl), 16B in 200 s",
+    ),
+    _published(
+        "full_broadcast",
+        "everything from one rank to every engine",
+        (1.5, 4.1, 9.6),
+        "verl: 7B in 5.8 s, 8B in 10 to 39 s, 30B in 32 to 43 s, 72B in 29 s",
+    ),
+)
+"""Methods of other systems, which can be simulated: ``hardware.weight_sync``. Sources: docs/hardware.md."""
+
+
+def _file_seconds(route: Route) -> WeightTransferConfig:
+    file_s = route.num_bytes / route.coefficients.file_bandwidth
+    published_s = route.snapshot_s + file_s
+    return WeightTransferConfig(publish_s=published_s, transfer_s=published_s, pause_s=file_s + route.loading_s)
+
+
+def _broadcast_seconds(route: Route) -> WeightTransferConfig:
+    sent_s = route.snapshot_s + route.num_bytes / route.coefficients.stream_bandwidth
+    return WeightTransferConfig(publish_s=route.snapshot_s, transfer_s=sent_s, pause_s=route.loading_s)
+
+
+def _streamed_seconds(route: Route) -> WeightTransferConfig:
+    still_s = max(route.gathered_s, route.num_bytes / route.coefficients.nccl_bandwidth)  # loading is never slower
+    return WeightTransferConfig(publish_s=still_s, pause_s=still_s + route.coefficients.pause_s)
+
+
+def _file_bytes(host: HostShare) -> float:
+    num_files = 1 + KEPT_FILES if host.folder_in_memory else 0  # a new one beside those kept
+    return host.sends * (1 + num_files) * host.num_bytes
+
+
+def _broadcast_bytes(host: HostShare) -> float:
+    return (host.sends + bool(host.workers)) * host.num_bytes
+
+
+def _streamed_bytes(host: HostShare) -> float:
+    return 2 * host.bucket_bytes * (host.sends + host.workers)
+
+
+FILE = WeightTransport(
+    name="file",
+    description="a file: the trainer stands still to write it, engines to read and verify it",
+    seconds=_file_seconds,
+    coefficients=("host_bandwidth", "file_bandwidth"),
+    host_bytes=_file_bytes,
+    colocated=True,
+    in_folder=True,
+    ends="backends.transfer.file:FILE",
+)
+BROADCAST = WeightTransport(
+    name="broadcast",
+    description="a snapshot in rank 0's host memory, sent to every machine while engines generate and ranks train",
+    seconds=_broadcast_seconds,
+    coefficients=("host_bandwidth", "stream_bandwidth"),
+    host_bytes=_broadcast_bytes,
+    grouped=True,
+    ends="backends.transfer.broadcast:BROADCAST",
+)
+STREAMED = WeightTransport(
+    name="streamed",
+    description="buckets from accelerator to accelerator, gathered, sent and loaded while all stand still",
+    seconds=_streamed_seconds,
+    coefficients=("nccl_bandwidth",),
+    host_bytes=_streamed_bytes,
+    standing_still=True,
+    grouped=True,
+    ends="backends.transfer.streamed:STREAMED",
+)
+OURS = (FILE, BROADCAST, STREAMED)
+"""Transports of ``pipelinerl train``, simulated as well: ``train.transport``."""
+
+
+def find_transport(name: str, *, key: str, among: tuple[WeightTransport, ...]) -> WeightTransport:
+    """Return one of ``among``, or of ``package.module:ATTRIBUTE``; ConfigError, which names ``key``, if none."""
+    return named_value(name, {one.name: one for one in among}, WeightTransport, key=key)
+
+
+def chosen_transport(name: str | None, *, on_gpus: bool, colocated: bool) -> WeightTransport:
+    """Return the named transport, else ``broadcast`` on GPUs and ``file`` on CPU; ``file`` where it cannot colocate."""
+    chosen = find_transport(name, key="transport", among=OURS) if name else BROADCAST if on_gpus else FILE
+    return chosen if chosen.colocated or not colocated else FILE

@@ -1,0 +1,167 @@
+"""A report in words and tables, worded once: terminal, HTML page, Markdown and notebook render the same ``Page``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pipelinerl.records.cost import CostReport
+
+COMMAND = "$ "
+"""Starts a line that is a command."""
+_NUMBER = re.compile(r"([+-]?[\d,]*\.?\d+(?:[eE][+-]?\d+)?)(k?)")
+_NONE = ("", "-")
+
+
+class Layout(StrEnum):
+    """First column of a table on a terminal; pages have a column per cell."""
+
+    PLAIN = "plain"
+    GROUPED = "grouped"
+    """A heading above the rows that share it."""
+    STACKED = "stacked"
+    """Above the second column, in the same cell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of texts."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    note: str = ""
+    sortable: bool = True
+    """Whether rows are alike; else the table is read from top to bottom and may have long texts."""
+    layout: Layout = Layout.PLAIN
+    texts: tuple[str, ...] = ()
+    """Columns of words, which wrap. Empty: the first one."""
+    terminal_columns: int | None = None
+    """Columns that a terminal has room for, the first ones (count)."""
+    marked: int | None = None
+
+
+class Place(StrEnum):
+    """Place of a section on a terminal; pages show all sections in order, above the tables."""
+
+    ANSWER = "answer"
+    """Above the table, as paragraphs beside the title; commands below them."""
+    LINES = "lines"
+    """Below the table, without the title."""
+    LIST = "list"
+    """Below the table, indented below the title."""
+    PAGE_ONLY = "page only"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Lines below a title; without lines it is not shown."""
+
+    title: str
+    lines: Sequence[str]
+    place: Place = Place.PAGE_ONLY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A report for a reader who has nothing else."""
+
+    title: str
+    question: str
+    answer: str
+    """A sentence; of several cases a line each."""
+    facts: Sequence[tuple[str, str]] = ()
+    """Band, cost and the like; on a terminal only where the answer is above the table."""
+    sections: Sequence[Section] = ()
+    tables: list[Table] = field(default_factory=list)
+    """A terminal shows the first."""
+    assumptions: Sequence[str] = ()
+    """A line each; on pages only."""
+    run_file: str | None = None
+
+    def section(self, title: str) -> Sequence[str]:
+        """Return the lines of a section; none if the page lacks it."""
+        return next((one.lines for one in self.sections if one.title == title), ())
+
+
+def sort_values(cells: list[str]) -> list[float | None] | list[str]:
+    """Return the keys that sort a column: the numbers that cells begin with (None: no value), or else the texts.
+
+    ``1,250``, ``35%``, ``9,500-12k`` are the numbers 1250, 35, 9500; ``12k`` is 12000.
+    """
+    found = [_NUMBER.match(cell) for cell in cells]
+    if not any(found) or any(one is None and cell not in _NONE for one, cell in zip(found, cells, strict=True)):
+        return cells
+    return [None if one is None else float(one[1].replace(",", "")) * (1000 if one[2] else 1) for one in found]
+
+
+def page_markdown(page: Page) -> str:
+    """Return a page for a pull request: tables in Markdown, the run file folded away."""
+    lines = [f"# {page.title}", "", f"**{page.question}**", "", page.answer, ""]
+    lines += [f"- {name}: {text}" for name, text in page.facts]
+    for one in page.sections:
+        lines += _list(one.title, one.lines)
+    for table in page.tables:
+        lines += ["", f"## {capitalised(table.title)}", ""]
+        for row in (list(table.columns), ["---"] * len(table.columns), *table.rows):
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |")
+        lines += ["", table.note] if table.note else []
+    lines += _list("Assumptions", page.assumptions)
+    if page.run_file is not None:
+        fold = ["<details><summary>The run file</summary>", "", "```toml", page.run_file.rstrip(), "```", ""]
+        lines += ["", *fold, "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def _list(title: str, texts: Sequence[str]) -> list[str]:
+    return ["", f"## {capitalised(title)}", "", *(f"- {text}" for text in texts)] if texts else []
+
+
+def capitalised(words: str) -> str:
+    """Return words with a capital first letter."""
+    return f"{words[:1].upper()}{words[1:]}"
+
+
+def sentence(words: str) -> str:
+    """Return words as a sentence."""
+    return f"{capitalised(words)}."
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in the unit that reads best, with four significant digits."""
+    value, unit = float(f"{seconds:.4g}"), "s"
+    if value >= 7200:
+        value, unit = value / 3600, "h"
+    elif value >= 120:
+        value, unit = value / 60, "min"
+    elif value < 1:
+        value, unit = value * 1e3, "ms"
+    return f"{value:,.4g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
+def short(number: float) -> str:
+    """Return a number with at least its whole part and three significant digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def cost_line(cost: CostReport, band: Sequence[CostReport] = ()) -> str:
+    """Return the cost of a million trained tokens and of the run, with the range over ``band``."""
+    every = (cost, *band)
+    each = [_amount([one.gpu_hours_per_million_tokens for one in every], "GPU-hours")]
+    run = [_amount([one.gpu_hours for one in every], "GPU-hours")]
+    if cost.usd_per_million_tokens is not None:
+        each.insert(0, _amount([one.usd_per_million_tokens for one in every], "USD"))
+        run.insert(0, _amount([one.usd for one in every], "USD"))
+    if cost.kwh is not None:
+        run.append(f"at most {_amount([one.kwh for one in every], 'kWh')}")
+    return f"{' or '.join(each)} per million trained tokens; {', '.join(run)} for the run"
+
+
+def _amount(values: Sequence[float | None], unit: str) -> str:
+    known = [one for one in values if one is not None]
+    if not known:
+        return f"no {unit}"
+    low, high = min(known), max(known)
+    return f"{short(known[0])} {unit}{f' ({short(low)} to {short(high)})' if low < high else ''}"

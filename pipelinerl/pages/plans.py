@@ -1,0 +1,433 @@
+"""Pages of plans: one, or the cases of a question side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipelinerl.config.run_file import load_run
+from pipelinerl.pages.page import (
+    COMMAND,
+    Layout,
+    Page,
+    Place,
+    Section,
+    Table,
+    cost_line,
+    duration,
+    sentence,
+    short,
+)
+from pipelinerl.pages.runs import DEPENDS, setting_assumptions, setting_of
+from pipelinerl.records.plan_report import (
+    Assumed,
+    CertaintyReport,
+    Instead,
+    MeasurementValue,
+    PlannedCandidate,
+    PlanReport,
+)
+from pipelinerl.records.run_folder import RECOMMENDED_FILE
+
+NEARLY_ALL = 0.8
+"""Share of the largest gain that a cheaper measurement must have to be preferred."""
+ALMOST_ONE = 0.995
+"""Probability from which on only a bound is given, and 1 less it below."""
+
+
+def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
+    """Return the page of a plan; its folder gives the run file."""
+    config = None if folder is None else load_run(folder / RECOMMENDED_FILE)
+    limits = [
+        f"{name} of at most {most:g}"
+        for name, most in (("a lag", report.run.lag_limit), ("a mean lag", report.run.mean_lag_limit))
+        if most is not None
+    ]
+    limit = f" with {' and '.join(limits)}" if limits else ""
+    setting = f"this model on {report.run.accelerators} accelerators" if config is None else setting_of(config)
+    unknown = sorted(report.certainty.unknown.items(), key=lambda one: -one[1])
+    cost = cost_line(report.recommended.cost, report.recommended.band_costs)
+    return Page(
+        title=f"A plan for {setting}",
+        question=f"How to train {setting} fastest{limit}?",
+        answer=choice(report.recommended),
+        facts=[("Cost", cost)],
+        sections=[
+            Section("why", [why(report)], Place.ANSWER),
+            Section("how sure", [how_sure(report)], Place.ANSWER),
+            Section(DEPENDS, depends_on(report), Place.ANSWER),
+            Section("next", next_step(report), Place.ANSWER),
+            Section("what limits it", [*_reasons(report), *_deciding_coefficients(report)], Place.LINES),
+            measurements(report.certainty),
+            *what_if(report),
+        ],
+        tables=[_plan_table(report)],
+        assumptions=[
+            *(f"not measured: {name}, off by {sd:.0%} (one standard deviation)" for name, sd in unknown if sd > 0),
+            *setting_assumptions(config),
+        ],
+        run_file=None if folder is None else (folder / RECOMMENDED_FILE).read_text(encoding="utf-8"),
+    )
+
+
+def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *, failures: Sequence[str] = ()) -> Page:
+    """Return the page of the plans of several cases by name; folders, in that order, give the run file."""
+    best = max(plans, key=lambda name: plans[name].recommended.tokens_per_s)
+    report, names = plans[best], ", ".join(plans)
+    path = folders[list(plans).index(best)] / RECOMMENDED_FILE if folders else None
+    config = None if path is None else load_run(path)
+    with_effects = next(
+        (one for one in plans.values() if one.assumed), report
+    )  # the effects of assumptions are in one plan
+    following = [
+        line if line.startswith(COMMAND) else f"{name}: {line}"
+        for name, one in plans.items()
+        for line in next_step(one)
+    ]
+    limits = [f"{name}: {one.recommended.verdict}" for name, one in plans.items()]
+    limits += [f"{name}: warning: {warning}" for name, one in plans.items() for warning in one.warnings]
+    return Page(
+        title=f"Plans for {(config and config.hardware.model) or 'a model'}: {names}",
+        question=f"Which is the best of these: {names}?",
+        answer="\n".join(who_wins(plans)),
+        sections=[
+            *(Section(name, [choice(one.recommended), why(one)], Place.ANSWER) for name, one in plans.items()),
+            Section("next", following, Place.ANSWER),
+            Section("what limits each", [*limits, *failures], Place.LINES),
+            *what_if(with_effects),
+        ],
+        tables=[_cases_table(plans)],
+        assumptions=setting_assumptions(config),
+        run_file=None if path is None else path.read_text(encoding="utf-8"),
+    )
+
+
+# Answers
+
+
+def choice(best: PlannedCandidate) -> str:
+    """Return the choices of a candidate and its numbers in two sentences."""
+    cluster, scheduler = best.cluster, best.scheduler
+    number, generate, schedule = cluster.accelerators, cluster.generation_accelerators, scheduler.schedule
+    if schedule.colocated or generate is None:
+        parts = [f"all {number} GPUs generate, then all train"]
+        if best.idle:
+            rest = f"{best.idle} stand{'s' if best.idle == 1 else ''} idle"
+            parts = [f"{number} of {number + best.idle} GPUs generate, then these train, and {rest}"]
+    else:
+        trains = f"{number - generate} train{'s' if number - generate == 1 else ''}"
+        parts = [f"{generate} GPU{' generates' if generate == 1 else 's generate'} and {trains}"]
+    size = "one GPU" if cluster.tensor_parallel == 1 else f"{cluster.tensor_parallel} GPUs"
+    parts.append(f"{scheduler.generation_batch_size} sequences in progress on each engine of {size}")
+    if schedule.has_rl_steps:
+        parts.append(f"{scheduler.optimizer_steps_per_rl_step} optimizer steps on what was generated at once")
+    if scheduler.publish_every > 1:
+        parts.append(f"new weights every {scheduler.publish_every} optimizer steps")
+    if best.environments is not None:
+        parts.append(f"{best.environments} environments")
+    low, high = best.band_tokens_per_s
+    band = f" ({low:,.0f} to {high:,.0f})" if low < high else ""
+    usd = best.cost.usd_per_million_tokens
+    cost = "" if usd is None else f" for {short(usd)} USD per million trained tokens"
+    words = sentence(f"{schedule.name} RL: {'; '.join(parts)} ({best.label})")
+    return (
+        f"{words} That gives {best.tokens_per_s:,.0f} tokens/s{band}{cost}, an optimizer step every "
+        f"{duration(best.step_s)}, a mean lag of {best.lag_mean:.2f} optimizer steps, at most {best.lag_max}."
+    )
+
+
+def why(report: PlanReport) -> str:
+    """Return why the recommendation is made: because it is the fastest, or although another one looks faster."""
+    sure = report.certainty
+    behind_all = f"behind the fastest of {sure.compared} candidates"
+    behind = f"{sure.regret:.1%} {behind_all}"
+    over = f"on average over {sure.draws} draws of what is not measured"
+    own = report.own
+    if sure.expected_faster <= sure.tie:
+        fastest = f"Nothing else within the limits is more than {sure.tie:.0%} faster if all is as expected"
+        breaks = ""
+        if own is not None and not own.keeps_to_limits and own.recommended_over_own < 1:
+            breaks = f" The run file is {1 / own.recommended_over_own - 1:.0%} faster and breaks a limit."
+        return f"{fastest}; {over} it is {behind}.{breaks}"
+    faster = f"{sure.expected} is {sure.expected_faster:.0%} faster if all is as expected"
+    if 1 - sure.expected_regret < (1 - sure.regret) * (1 - sure.tie):
+        theirs = f"{sure.expected_regret:.1%} {behind_all}"
+        return f"{faster}, but a greater risk: {over} it is {theirs}, this one {sure.regret:.1%}."
+    lag = next(one.lag_mean for one in report.simulated if one.label == sure.expected)
+    return (
+        f"{faster}, but at a mean lag of {lag:.2f} instead of {report.recommended.lag_mean:.2f}, and {over} no faster "
+        f"within {sure.tie:.0%}: this one is {behind}."
+    )
+
+
+def how_sure(report: PlanReport) -> str:
+    """Return the probabilities of speed, limits and memory in a sentence."""
+    sure = report.certainty
+    parts = [f"fastest within {sure.tie:.0%} {probability(sure.right)}"]
+    if sure.keeps_limits is not None:
+        parts.append(f"keeps to the limits {probability(sure.keeps_limits)}")
+    if sure.fits is not None:
+        parts.append(f"memory suffices {probability(sure.fits)}")
+    if sure.asynchronous is not None:
+        certain = "" if sure.asynchronous.certain else ": not certain"
+        parts.append(f"asynchronous RL is faster than synchronous RL {probability(sure.asynchronous.faster)}{certain}")
+    return sentence("; ".join(parts))
+
+
+def depends_on(report: PlanReport) -> list[str]:
+    """Return what would change the answer, a sentence each."""
+    odds = report.certainty.asynchronous
+    lines: list[str] = []
+    if odds is not None and not odds.certain:
+        share = f"{odds.share:.0%} of the difference"
+        lines.insert(0, f"Asynchronous or synchronous: {odds.decided_by} decides most, {share}.")
+    if report.assumed and report.assumed[0].instead:
+        lines.append(f"The assumption with the most effect is {_assumption(report.assumed[0])}.")
+    return lines
+
+
+def next_step(report: PlanReport) -> list[str]:
+    """Return a measurement and its commands, or the advice to run the plan."""
+    best = measurement_to_make(report.certainty)
+    if best is None:
+        return ["No measurement would change the plan: run it."]
+    gained = f"which gains {best.gain:.1%} throughput on average"
+    if not best.commands:
+        how = "train --check measures that where the run file has [train]"
+        if "train" in report.asked:
+            how = "no command measures that"
+        return [f"Know {_named(best)}, {gained}, and ask again; {how}."]
+    return [
+        f"Measure {_named(best)}{_time_of(best)}, {gained}, and plan again with --measured:",
+        *(f"{COMMAND}{command}" for command in best.commands),
+    ]
+
+
+def who_wins(plans: Mapping[str, PlanReport]) -> list[str]:
+    """Return the fastest case, the cheapest, and the kind of scheduler that wins in each, in two lines."""
+    priced = _priced(plans)
+    unit = f"{'USD' if priced else 'GPU-hours'} per million trained tokens"
+    fastest, its = max(plans.items(), key=lambda one: one[1].recommended.tokens_per_s)
+    cheapest, other = min(plans.items(), key=lambda one: (_per_token(one[1], priced), -one[1].recommended.tokens_per_s))
+    of_fastest, of_cheapest = _per_token(its, priced), _per_token(other, priced)
+    speed = f"{its.recommended.tokens_per_s:,.0f} tokens/s"
+    if cheapest == fastest:
+        line = f"Fastest and cheapest: {fastest}, {speed} for {short(of_fastest)} {unit}."
+    else:
+        faster = its.recommended.tokens_per_s / other.recommended.tokens_per_s - 1
+        line = (
+            f"Fastest: {fastest}, {speed} for {short(of_fastest)} {unit}. Cheapest: {cheapest}, {short(of_cheapest)}. "
+            f"{fastest}: {faster:.0%} faster than {cheapest}, for {of_fastest / of_cheapest - 1:.0%} more per token."
+        )
+    winners: dict[str, list[str]] = {}
+    for name, report in plans.items():
+        winners.setdefault(report.recommended.family, []).append(name)
+    return [line, sentence("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))]
+
+
+# Measurements
+
+
+def probability(value: float) -> str:
+    """Return a probability to two digits, never 0 or 1."""
+    return f"with probability {_number(value)}"
+
+
+def _number(value: float) -> str:
+    return "at least 0.995" if value >= ALMOST_ONE else "at most 0.005" if value <= 1 - ALMOST_ONE else f"{value:.2f}"
+
+
+def measurement_to_make(report: CertaintyReport) -> MeasurementValue | None:
+    """Return the measurement with the fewest commands that gains nearly all; None if nothing is gained.
+
+    Where no command has nearly all, it is the one that gains the most of those with commands, or else of all.
+    """
+    settling = [one for one in report.measurements if one.settles]
+    most = max((one.gain for one in settling), default=0.0)
+    by_command = [one for one in settling if one.commands]
+    enough = [one for one in by_command if one.gain >= NEARLY_ALL * most]
+    if enough:
+        return min(enough, key=lambda one: len(one.commands))
+    return max(by_command or settling, key=lambda one: one.gain, default=None)
+
+
+def measurements(report: CertaintyReport) -> Section:
+    """Return a line per measurement: its gain, and the probability that its choice is the fastest.
+
+    The choice loses least on average and need not be the fastest most often: a gain may leave that probability alone.
+    """
+    title = (
+        "throughput that a measurement gains on average, and the probability of the fastest, "
+        f"{_number(report.right)} now"
+    )
+    some = any(one.settles for one in report.measurements)
+    lines = [f"{_gain(one, report.right)} {_named(one)}{_time_of(one)}" for one in report.measurements if some]
+    return Section(title, lines, Place.LIST)
+
+
+def _named(one: MeasurementValue) -> str:
+    *some, last = one.measured
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def _time_of(one: MeasurementValue) -> str:
+    known = one.settles and one.minutes is not None
+    return f" (about {one.minutes:.0f} minutes on {one.gpus} GPUs)" if known else ""
+
+
+def _gain(one: MeasurementValue, now: float) -> str:
+    if not one.settles:
+        return "nothing:"
+    surer = f", {_number(one.right)}" if round(one.right, 2) > round(now, 2) else ""
+    return f"{one.gain:+.1%}{surer}:"
+
+
+# Assumptions, and another plan
+
+
+def what_if(report: PlanReport) -> list[Section]:
+    """Return the assumptions, the most influential first, and the differences from the plan compared with."""
+    title = (
+        "assumed, the most influential first (tokens/s that another value gives "
+        f"{report.recommended.family} at its best, by the screening)"
+    )
+    assumed = Section(title, [_assumption(one) for one in report.assumed], Place.LIST)
+    other, best = report.against, report.recommended
+    if other is None:
+        return [assumed]
+    cut_short = "" if other.complete else " (cut short: the best of what it had simulated)"
+    lines = []
+    for one in other.changed:
+        alone = " tokens/s alone" if one.alone.throughput else ""
+        lines.append(f"{one.key}: {_shown(one.before)} -> {_shown(one.alone.value)}: {_effect(one.alone)}{alone}")
+    if not other.changed:
+        lines.append("the same question")
+    faster = best.tokens_per_s / other.tokens_per_s - 1
+    lines.append(f"tokens/s: {other.tokens_per_s:,.0f} -> {best.tokens_per_s:,.0f} ({faster:+.0%})")
+    lines.append(f"mean lag: {other.lag_mean:.2f} -> {best.lag_mean:.2f}")
+    for unit, before, after in (
+        ("USD", other.cost.usd_per_million_tokens, best.cost.usd_per_million_tokens),
+        ("GPU-hours", other.cost.gpu_hours_per_million_tokens, best.cost.gpu_hours_per_million_tokens),
+    ):
+        if before is not None and after is not None:
+            lines.append(f"{unit} per million tokens: {short(before)} -> {short(after)}")
+    same = " (the same)" if other.label == best.label else ""
+    lines += [f"recommended: {other.label} -> {best.label}{same}", f"bottleneck: {other.verdict} -> {best.verdict}"]
+    return [assumed, Section(f"against {other.name}{cut_short}", lines, Place.LIST)]
+
+
+def _assumption(one: Assumed) -> str:
+    others = (f"{_shown(other.value)} gives {_effect(other)}" for other in one.instead)
+    return f"{one.key} = {_shown(one.value)}{': ' if one.instead else ''}{', '.join(others)}"
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _effect(one: Instead) -> str:
+    if one.throughput is None:
+        return "nothing that keeps to the limits, or no valid run file alone"
+    wins = "" if one.fastest is None else f" ({one.fastest} turns the fastest)"
+    return f"{one.throughput - 1:+.0%}{wins}"
+
+
+# Tables, and the reasons below them
+
+
+def _plan_table(report: PlanReport) -> Table:
+    search, best, other = report.search, report.recommended, report.runner_up
+    priced = best.cost.usd is not None
+    places = [("recommended", best), ("runner-up", other)]
+    shown = {one.label for one in (best, other) if one is not None}
+    places += [(f"best {family}", one) for family, one in report.families.items() if one and one.label not in shown]
+    places.append(("run file", report.own))
+    hours = f"GPU-hours of {report.run.optimizer_steps:,} optimizer steps"
+    cost = "USD per million trained tokens" if priced else hours
+    return Table(
+        title=f"{search.candidates:,} candidates screened, {report.certainty.compared} compared in "
+        f"{report.certainty.draws} draws, {search.simulated} simulated",
+        columns=("", "candidate", "tok/s", "band", "s/step", "$/Mtok" if priced else "GPU-h", "lag", "max", "wait"),
+        rows=[_row(place, one) for place, one in places if one is not None],
+        note=f"{cost}; mean and largest lag in optimizer steps; wait: share of the trainer's time; band: 80 % of "
+        "the draws.",
+        layout=Layout.STACKED,
+    )
+
+
+def _row(place: str, one: PlannedCandidate) -> list[str]:
+    usd = one.cost.usd_per_million_tokens
+    return [
+        place,
+        one.label.removesuffix(" (run file)"),
+        f"{one.tokens_per_s:,.0f}",
+        _band(one),
+        f"{one.step_s:.4g}",
+        f"{one.cost.gpu_hours:,.1f}" if usd is None else short(usd),
+        f"{one.lag_mean:.2f}",
+        f"{one.lag_max}",
+        f"{one.waiting:.0%}",
+    ]
+
+
+def _cases_table(plans: Mapping[str, PlanReport]) -> Table:
+    priced = _priced(plans)
+    rows = []
+    for name, report in plans.items():
+        best = report.recommended
+        numbers = [f"{best.tokens_per_s:,.0f}", _band(best), f"{best.step_s:.4g}", short(_per_token(report, priced))]
+        sure = ">0.99" if report.certainty.right >= ALMOST_ONE else f"{report.certainty.right:.2f}"
+        rows.append([name, best.label, *numbers, f"{best.lag_mean:.2f}", sure])
+    per, cost = ("$/Mtok", "USD") if priced else ("GPU-h/Mtok", "GPU-hours")
+    return Table(
+        title=f"the recommendation in each of {len(plans)} cases",
+        columns=("", "candidate", "tok/s", "band", "s/step", per, "lag", "sure"),
+        rows=rows,
+        note=f"{per}: {cost} per million trained tokens; mean lag in optimizer steps; band: 80 % of the draws; "
+        "sure: probability that it is the fastest of its case within a tie.",
+        layout=Layout.STACKED,
+    )
+
+
+def _band(one: PlannedCandidate) -> str:
+    ends = one.band_tokens_per_s
+    return "-".join(f"{end:,.0f}" if end < 10_000 else f"{end / 1000:,.0f}k" for end in ends)
+
+
+def _priced(plans: Mapping[str, PlanReport]) -> bool:
+    return all(report.recommended.cost.usd is not None for report in plans.values())
+
+
+def _per_token(report: PlanReport, priced: bool) -> float:
+    """Return USD, or GPU-hours, per million trained tokens of the recommendation."""
+    cost = report.recommended.cost
+    return (cost.usd_per_million_tokens if priced else cost.gpu_hours_per_million_tokens) or 0.0
+
+
+def _reasons(report: PlanReport) -> list[str]:
+    best, other, own = report.recommended, report.runner_up, report.own
+    lines = [f"warning: {warning}" for warning in report.warnings]
+    lines.append(f"bottleneck: {best.verdict}")
+    if other is not None:
+        lines.append(f"runner-up ({other.label}): {other.why}")
+    if own is not None:
+        breaks = "" if own.keeps_to_limits else " (it breaks a limit)"
+        if not own.among_schedulers:
+            breaks = f" (only to compare with: plan.schedulers has no {own.family})"
+        lines.append(f"run file{breaks}: recommended is {own.recommended_over_own:.2f} times as fast; {own.verdict}")
+    search = report.search
+    if search.within_limits < search.simulated:
+        ratios = ", ".join(f"{family} {ratio:.2f}" for family, ratio in search.lag_ratios.items())
+        lines.append(
+            f"{search.within_limits} of the {search.simulated} simulated keep to the limits; simulated over screened "
+            f"mean lag: {ratios}"
+        )
+    return lines + [f"not tried: {row.key}={row.value}: {row.why}" for row in search.not_tried]
+
+
+def _deciding_coefficients(report: PlanReport) -> list[str]:
+    changing = [row.unknown for row in report.sensitivity if row.changes_decision]
+    if not changing:
+        return []
+    names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")
+    return [f"unknowns that alone change the decision, largest effect first: {names}"]

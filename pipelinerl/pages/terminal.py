@@ -1,0 +1,98 @@
+"""A page on a terminal, drawn by rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table
+from pipelinerl.records.check_report import Finding
+
+FINDINGS = {Finding.OK: "green", Finding.SLOW: "yellow", Finding.WRONG: "bold red", Finding.UNCHECKED: "dim"}
+
+
+def print_page(page: Page, name: str, *, only_table: bool = False) -> None:
+    """Print answer, first table and sections of a page, or the table alone; ``name`` is before the table's title."""
+    console = Console()
+    answers = [one for one in page.sections if one.place is Place.ANSWER]
+    if answers:
+        _print_answers(console, [Section("answer", page.answer.splitlines()), *answers])
+    table = page.tables[0]
+    console.print(_drawn(table, name))
+    if table.note:
+        console.print(escape(f"{table.note}\n" if answers else table.note), style="dim")
+    if only_table:
+        return
+    if answers:
+        for fact, text in page.facts:
+            console.print(f"{fact.lower()}: {text}", soft_wrap=True, markup=False, highlight=False)
+    for line in _lines(page):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if page.answer and not answers:
+        console.print(page.answer, markup=False, highlight=False)
+
+
+def _lines(page: Page) -> Iterator[str]:
+    for one in page.sections:
+        if one.place is Place.LIST and one.lines:
+            yield f"{one.title}:"
+            yield from (f"  {line}" for line in one.lines)
+        elif one.place is Place.LINES:
+            yield from one.lines
+
+
+def _print_answers(console: Console, answers: list[Section]) -> None:
+    grid = RichTable.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
+    for one in answers:
+        words = [line for line in one.lines if not line.startswith(COMMAND)]
+        if words:
+            grid.add_row(escape(one.title), escape("\n".join(words)))
+    console.print(grid)
+    for line in (line for one in answers for line in one.lines if line.startswith(COMMAND)):
+        console.print(escape(line), soft_wrap=True)
+    console.print()
+
+
+def _drawn(table: Table, name: str) -> RichTable:
+    title, columns = escape(f"{name}: {table.title}"), table.columns[: table.terminal_columns]
+    if not table.sortable:  # ruled
+        drawn = RichTable(title=title, title_justify="left", show_header=any(columns))
+    else:
+        grouped = table.layout is Layout.GROUPED
+        drawn = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        drawn.pad_edge, drawn.show_edge = False, not grouped
+    if table.layout is Layout.PLAIN:
+        texts = table.texts or columns[:1]
+    else:
+        texts, columns = columns[1:2], columns[1:]
+    for place, column in enumerate(columns):
+        if column in texts:  # a long name gives way, the numbers do not
+            stacked = table.layout is Layout.STACKED
+            drawn.add_column("" if stacked else column, overflow="fold", min_width=24 if stacked else None)
+        else:
+            drawn.add_column(column, justify="right", no_wrap=True)
+        if column == "finding":
+            drawn.columns[place].justify = "left"
+    above = None
+    for number, row in enumerate(table.rows):
+        cells = [_styled(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+        if table.layout is Layout.STACKED:
+            cells = [f"{cells[0]}\n  {cells[1]}", *cells[2:]]
+        elif table.layout is Layout.GROUPED:
+            if cells[0] != above:
+                drawn.add_section()
+                drawn.add_row(f"[bold]{cells[0]}[/bold]")
+            above, *cells = cells
+        drawn.add_row(*cells[: len(columns)], style="bold" if number == table.marked else None)
+    return drawn
+
+
+def _styled(cell: str, column: str) -> str:
+    style = FINDINGS[Finding(cell)] if column == "finding" else ""
+    return f"[{style}]{cell}[/{style}]" if style else escape(cell)

@@ -1,0 +1,244 @@
+"""Interfaces of the simulated cluster: requests and their costs, engines, and a policy that learns.
+
+A request with turns (``sim.episodes``) finishes with each turn and is submitted again with its observation as prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipelinerl.config.environment import PrefixCaching
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.costs import DecodeStep
+from pipelinerl.hardware.tables import Decode, PrefillConfig
+from pipelinerl.scheduler.events import NO_TOKENS, EngineSeconds, StartTraining, VersionSpans, WeightUpdate
+from pipelinerl.util.strict_model import LONGEST_S
+from sim.clock import TICKS_PER_S, to_ticks
+
+# ------------------------------------------------------------- costs in ticks, tabulated once a run
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """One decode step of b sequences with C tokens of context in all: ``batch_ticks[b] + context_ticks * C``."""
+
+    batch_ticks: tuple[int, ...]
+    """Ticks that depend on the number of sequences, for 0 .. H sequences."""
+    context_ticks: int
+    """Ticks per token of context."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Filling the KV cache of one sequence: ``fixed + linear * n + square * n^2`` ticks for n tokens.
+
+    The formula of ``pipelinerl.hardware.costs`` in ticks: coefficients are rounded, not results, so sums are exact in
+    any order.
+    """
+
+    fixed_ticks: int
+    linear_ticks: int
+    square_ticks: int
+
+    def ticks(self, tokens: int, cached: int = 0) -> int:
+        """Return the ticks for one sequence of ``tokens`` tokens, the first ``cached`` of which are in the cache.
+
+        The uncached tokens attend to the cached ones, so the square term is tokens² − cached². 0 if all are cached.
+        """
+        if tokens == cached:
+            return 0
+        return self.fixed_ticks + (self.linear_ticks + self.square_ticks * (tokens + cached)) * (tokens - cached)
+
+    def more_ticks(self, tokens: int, cached: int) -> int:
+        """Return the ticks of a further chunk: no fixed part."""
+        return (self.linear_ticks + self.square_ticks * (tokens + cached)) * (tokens - cached)
+
+
+def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> DecodeCost:
+    """Return the decode cost of one engine; ConfigError if a table cannot be read, or makes steps too long."""
+    step = DecodeStep(decode, tensor_parallel=tensor_parallel, most=num_slots)
+    for sequences, seconds in enumerate(step.batch_s[1:], start=1):
+        if not seconds <= LONGEST_S * (1 + sequences):  # as long as the largest coefficients of ``affine`` make it
+            raise ConfigError(
+                f"hardware.decode must give steps of at most {LONGEST_S:g} s and as much per sequence, "
+                f"got {seconds:g} s for {sequences} sequences"
+            )
+    if not step.context_s <= LONGEST_S:
+        raise ConfigError(
+            f"hardware.decode must give steps of at most {LONGEST_S:g} s per token of context, got {step.context_s:g} s"
+        )
+    # A step lasts a tick at least: time must go on.
+    batch_ticks = (max(1, to_ticks(seconds)) for seconds in step.batch_s[1 : num_slots + 1])
+    return DecodeCost(batch_ticks=(0, *batch_ticks), context_ticks=to_ticks(step.context_s))
+
+
+def prefill_cost(config: PrefillConfig) -> PrefillCost:
+    """Return the cost of filling the KV cache."""
+    return PrefillCost(to_ticks(config.sequence_s), to_ticks(config.token_s), to_ticks(config.token_squared_s))
+
+
+# ------------------------------------------------------------------------------------ interfaces
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Speed and size of an engine."""
+
+    decode: DecodeCost
+    prefill: PrefillCost
+    kv_cache_tokens: int | None
+    """Capacity (tokens); None: unlimited."""
+    pause_ticks: int
+    """Ticks that the engine pauses to load weights."""
+    tokens: TokenSource | None = None
+    """Decides lengths while they are generated; None: requests come with their lengths."""
+    prefix_cache: PrefixCaching = PrefixCaching.OFF
+    """Whether the KV cache of a rollout is kept between two turns."""
+    counts_time: bool = True
+    """Whether requests count the ticks of their prefill and decode."""
+    step_tokens: int | None = None
+    """Limit of a step (tokens), one per request that decodes; prefill is cut to the rest. None: it is not cut."""
+
+
+class Request:
+    """A rollout and its true length (mutable; owned by the simulated cluster)."""
+
+    __slots__ = (
+        "decode_ticks",
+        "goes_on",
+        "length",
+        "num_left",
+        "prefill_ticks",
+        "prompt_tokens",
+        "reward",
+        "rollout_id",
+        "spans",
+        "start_step",
+        "tokens_to_prefill",
+    )
+
+    start_step: int  # decode steps that its engine had done when it joined the batch
+
+    def __init__(self, rollout_id: int, prompt_tokens: int, length: int, reward: float = 0.0) -> None:
+        self.rollout_id = rollout_id
+        self.prompt_tokens = prompt_tokens
+        self.length = length  # tokens it will have when finished
+        self.reward = reward
+        self.goes_on = False  # whether another turn follows when it has finished
+        self.spans = NO_TOKENS  # tokens it had when it joined the batch
+        self.num_left = length  # tokens it still had to generate then
+        self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
+        # Ticks of prefill and decode of its engine while it was in the batch; while it is there, less those before.
+        self.prefill_ticks = self.decode_ticks = 0
+
+    def take_seconds(self) -> EngineSeconds:
+        """Return and reset its seconds of prefill and decode; it must be in no batch."""
+        seconds = EngineSeconds(self.prefill_ticks / TICKS_PER_S, self.decode_ticks / TICKS_PER_S)
+        self.prefill_ticks = self.decode_ticks = 0
+        return seconds
+
+    @property
+    def finish_step(self) -> int:
+        """The engine's decode step in which it gets its last token; only while in a batch."""
+        return self.start_step + self.num_left
+
+    def keep(self, spans: VersionSpans) -> None:
+        """Keep these tokens until it joins a batch again."""
+        self.spans = spans
+        self.num_left = self.length - spans.num_tokens
+        self.tokens_to_prefill = self.prompt_tokens + spans.num_tokens
+
+    def observe(self, num_tokens: int, length: int) -> None:
+        """Add an observation of ``num_tokens``, and finish its turn at ``length`` generated tokens in all."""
+        ends = self.spans.ends
+        num_own = ends[-1] if ends else 0  # as ``keep``, without two calls per turn
+        self.prompt_tokens = prompt_tokens = self.prompt_tokens + num_tokens
+        self.length = length
+        self.num_left = length - num_own
+        self.tokens_to_prefill = prompt_tokens + num_own
+
+    def finish_at(self, length: int) -> None:
+        """Finish at ``length`` tokens, as a policy has decided."""
+        self.length = length
+        self.num_left = length - self.spans.num_tokens
+
+
+class TokenSource(Protocol):
+    """Decides lengths of rollouts, and whether another turn follows, while they are generated."""
+
+    def begin(self, request: Request, version: int) -> None:
+        """Set the length of a rollout that joins a batch now; idempotent."""
+
+    def go_on(self, requests: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
+        """Set the lengths of rollouts that have ``num_tokens`` each and go on with other weights."""
+
+
+class PolicyAnswers(TokenSource, Protocol):
+    """A token source that knows which prompt a rollout answers."""
+
+    def ask(self, rollout_id: int, prompt_id: int) -> None:
+        """Note a rollout that is on its way to an engine."""
+
+    def end_turn(self, rollout_id: int) -> int | None:
+        """Have the environment answer a turn; return the tokens of its answer. None: the rollout has finished."""
+
+
+class LearningPolicy(Protocol):
+    """A policy that learns during the run (``sim.learning.loop.Learner``; not imported here: it needs torch)."""
+
+    @property
+    def answers(self) -> PolicyAnswers:
+        """Its answers, which give engines their lengths."""
+
+    def finished(self, rollout_id: int, spans: VersionSpans) -> float:
+        """Return the reward of a rollout whose last token is there."""
+
+    def forget(self, rollout_id: int) -> None:
+        """Forget a rollout that will not be trained on."""
+
+    def publish(self, version: int, *, oldest: int) -> None:
+        """Keep the trainer's weights for the engines; no engine has a version before ``oldest``."""
+
+    def train(self, command: StartTraining) -> None:
+        """Train on a micro-batch; raise RunFailedError if that diverges."""
+
+
+class EngineHost(Protocol):
+    """Receives the reports of engines, each at the tick at which it happens."""
+
+    def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
+        """A rollout has its last token; ``spans`` cover all its tokens."""
+
+    def rollout_aborted(self, engine: int, request: Request) -> None:
+        """A rollout has ended early; it keeps the tokens it has."""
+
+    def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
+        """A rollout has lost its place in the KV cache; its tokens so far are prefilled again when it is admitted."""
+
+    def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
+        """The engine samples with ``version`` from now on; it has made no step for ``pause_ticks``."""
+
+
+class SimulatedEngine(Protocol):
+    """An engine in simulated time. A call at tick t takes effect at its first step boundary after t."""
+
+    @property
+    def version(self) -> int:
+        """Version it samples with."""
+
+    def submit(self, request: Request, at: int) -> None:
+        """Have a request arrive at tick ``at``."""
+
+    def abort(self, rollout_id: int) -> None:
+        """End a rollout early; no effect if it has ended."""
+
+    def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
+        """Have new weights arrive at tick ``at``."""
+
+    def suspend(self) -> None:
+        """Stop decoding, with everything in progress kept, until new weights are loaded."""
+
+    def end(self) -> list[tuple[Request, VersionSpans]]:
+        """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""

@@ -1,0 +1,510 @@
+"""Search for the best way to run: screen every candidate, simulate the best, and explain the recommendation.
+
+Theory of operation. ``space`` lists the choices, ``screen`` screens them, ``choose`` says which are simulated, in
+rounds, with at least two of every kind of schedule. The second half of the ``simulate_steps``, in whole RL steps,
+stands for the rest of a run. Outcomes within the limits, and candidates likely to be, are compared over draws of the
+unknowns; the one that loses least is simulated if it was not. ``choose`` ranks the outcomes; ``explain`` says why.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipelinerl.calibration.measured import Measured, merged
+from pipelinerl.config.question import FOUND, Assumption, Question, asked_of, flat, with_placeholders, with_value
+from pipelinerl.config.resolve import named_engine, named_hardware
+from pipelinerl.config.run import PlanConfig, RunConfig
+from pipelinerl.config.run_file import dump_run, parse_run
+from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.records.cost import Prices
+from pipelinerl.records.plan_report import (
+    Against,
+    Assumed,
+    Band,
+    CandidateNumbers,
+    Changed,
+    Instead,
+    OwnRun,
+    PlannedCandidate,
+    PlannedRun,
+    PlanReport,
+    RunnerUp,
+    SearchReport,
+)
+from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
+from sim.planning.choose import (
+    TIE,
+    Rank,
+    best_of,
+    check_lags,
+    in_order,
+    likely_to_keep,
+    next_to_simulate,
+    pareto_front,
+    round_sizes,
+    why_not,
+)
+from sim.planning.explain import (
+    bottleneck,
+    not_tried,
+    screened_columns,
+    simulated_out,
+    synchronous_is_faster,
+    verdict,
+    why_infeasible,
+    why_none_kept,
+)
+from sim.planning.screen import Candidate, Screened, Screener, candidate_of, own_candidate, screen_all
+from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
+from sim.planning.space import BATCH_SIZES, SearchSpace, all_choices, check_lists
+
+# ------------------------------------------------------------------------------------------- other values of a run file
+
+NUM_SPLITS = 8
+"""Splits tried where the run file lists none (count)."""
+NOT_COMPARED = (*FOUND, "seed", "plan.simulate", "plan.simulate_steps")
+"""Keys that may differ between plans of the same question."""
+
+
+def best_screened(tables: Mapping[str, Any]) -> dict[str, Screened]:
+    """Return the fastest of some candidates within the limits by scheduler, fastest first; ConfigError if invalid."""
+    config = parse_run(with_placeholders(tables, resized=True)[0])
+    space = SearchSpace.of(config.model_copy(update={"plan": _some(config)}))
+    candidates = (candidate_of(one, space) for one in all_choices(space))
+    kept, _ = screen_all(candidates, space.limits, Screener(config, space.answers))
+    within = [
+        one
+        for one in kept
+        if space.limits.at(one.candidate.rented).broken(one.estimate.lag_mean, one.gpu_hours) is None
+    ]
+    best: dict[str, Screened] = {}
+    for one in sorted(within, key=lambda one: -one.tokens_per_s):
+        best.setdefault(one.candidate.family, one)
+    return best
+
+
+def _some(config: RunConfig) -> PlanConfig:
+    """Return the lists to search, with fewer values where the run file gives none."""
+    plan, number = config.plan or PlanConfig(), config.cluster.accelerators
+    some = {
+        "generation_accelerators": sorted({number * part // NUM_SPLITS // 8 * 8 for part in range(1, NUM_SPLITS)} - {0})
+        if number >= 16
+        else None,
+        "generation_batch_size": [*BATCH_SIZES[::2]],
+        "optimizer_steps_per_rl_step": [steps for steps in (2, 8, 32) if steps <= config.optimizer_steps] or None,
+        "publish_every": [steps for steps in (1, 4) if steps <= config.optimizer_steps],
+    }
+    return plan.model_copy(update={name: values for name, values in some.items() if getattr(plan, name) is None})
+
+
+def _instead(tables: Mapping[str, Any], key: str, value: Any, base: Mapping[str, Screened], family: str) -> Instead:
+    """Return the effect of another value of a key on a kind of scheduler, and the kind that is the fastest then."""
+    try:
+        best = best_screened(with_value(tables, key, value))
+    except ConfigError:
+        best = {}  # a value that does not go with the others, or nothing that fits
+    if family not in best or family not in base:
+        return Instead(value=value, throughput=None, fastest=None)
+    (before, *_), (now, *_) = base, best
+    ratio = best[family].tokens_per_s / base[family].tokens_per_s
+    return Instead(value=value, throughput=ratio, fastest=now if now != before else None)
+
+
+def _with_choices(
+    rows: Sequence[Assumed], assumed: Sequence[Assumption], tables: Mapping[str, Any], family: str
+) -> list[Assumed]:
+    """Return assumptions, the most influential first, with screened effects of keys that no draw moves."""
+    others = {one.key: one.others for one in assumed}
+    base = best_screened(tables) if any(not row.instead for row in rows) else {}
+    made = [
+        row
+        if row.instead
+        else row.model_copy(
+            update={"instead": [_instead(tables, row.key, other, base, family) for other in others[row.key]]}
+        )
+        for row in rows
+    ]
+    return sorted(made, key=lambda row: -row.largest)
+
+
+def compared_with(name: str, other: PlanReport, tables: Mapping[str, Any]) -> Against:
+    """Return another plan, and the effect there of each key that differs in ``tables``, alone, the largest first."""
+    before, now = flat(other.asked), flat(tables)
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in NOT_COMPARED]
+    base, best = best_screened(other.asked) if keys else {}, other.recommended
+    changed = [
+        Changed(key=key, before=before.get(key), alone=_instead(other.asked, key, now.get(key), base, best.family))
+        for key in keys
+    ]
+    return Against(
+        name=name,
+        label=best.label,
+        family=best.family,
+        tokens_per_s=best.tokens_per_s,
+        lag_mean=best.lag_mean,
+        cost=best.cost,
+        verdict=best.verdict,
+        complete=other.search.complete,
+        changed=sorted(changed, key=lambda one: -abs((one.alone.throughput or 1.0) - 1)),
+    )
+
+
+MOST_COMPARED = 24
+"""Candidates compared over draws, if no more have been simulated (count)."""
+CHANGE = 2 * TIE
+"""Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
+
+
+def plan(
+    config: RunConfig,
+    how: HowToPlan | None = None,
+    *,
+    whole: bool = True,
+    assumed: Sequence[Assumption] = (),
+    effects: bool = True,
+) -> PlanReport:
+    """Search for the best way to run; on Ctrl-C the simulations that have ended are kept.
+
+    Args:
+        config: The run file; its ``plan`` table holds the lists to search and the limits.
+        how: Output folder, processes and so on; None: the defaults.
+        whole: Whether the run file is a way to run, to compare with; else it has placeholders.
+        assumed: Keys that nobody gave.
+        effects: Whether keys that no draw moves get the effects of other values, by a screening for each.
+
+    Raises:
+        ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
+        RunFailedError: If no simulation ended.
+    """
+    if config.policy is not None:
+        raise ConfigError(
+            "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "
+            f"workload.length as a run with it has them, got policy.task='{config.policy.task}'"
+        )
+    how = how or HowToPlan()
+    out = how.out
+    if out is not None:
+        check_vacant(out)
+    runner = Runner(how)
+    with runner.interruptible():
+        search = _Search(*merged(config, how.measured), run_file=shlex.join(how.run_file), whole=whole, assumed=assumed)
+        report, recommended = search.report(search.simulated(runner), runner)
+        if effects and not runner.interrupted:
+            rows = _with_choices(report.assumed, assumed, report.asked, report.recommended.family)
+            report = report.model_copy(update={"assumed": rows})
+        if how.against is not None:
+            report = report.model_copy(update={"against": compared_with(*how.against, report.asked)})
+    if out is not None:
+        make_folder(out)
+        write_json(out / PLAN_FILE, report.to_dict())
+        header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {report.recommended.verdict}\n\n"
+        (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
+    return report
+
+
+class _Search:
+    """One search: the screening, and the report that follows from the simulations."""
+
+    def __init__(
+        self, config: RunConfig, measured: Measured, *, run_file: str, whole: bool, assumed: Sequence[Assumption]
+    ) -> None:
+        self.config, self.run_file, self.whole, self.assumed = config, run_file, whole, assumed
+        self.space = SearchSpace.of(config, measured)
+        self.plan, self.limits, self.prices = self.space.plan, self.space.limits, Prices.of(config)
+        self.choices = all_choices(self.space)
+        check_lists(self.space, self.choices)
+        self.screener = Screener(config, self.space.answers)
+        candidates = (candidate_of(choice, self.space) for choice in self.choices)
+        self.kept, self.rejected = screen_all(candidates, self.limits, self.screener)
+        if not self.kept:
+            raise ConfigError(why_infeasible(self.rejected, self.space))
+        self.own = own_candidate(self.space)
+        self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
+        excluded_because = self.space.memory.excluded_because(
+            tensor_parallel=config.cluster.tensor_parallel, training_accelerators=config.training_accelerators
+        )
+        self.own_runs = excluded_because is None and whole
+        self.total = min(max(self.plan.simulate, 1 + self.own_runs), len(self.kept) + self.own_runs)
+
+    def simulated(self, runner: Runner) -> list[Outcome]:
+        """Simulate in rounds: the run file as it is where it can run, and the most promising candidates.
+
+        One of ``plan.simulate`` is left for the candidate that loses least over the draws.
+        """
+        own = [self.own] if self.own_runs else []
+        number = max(1, self.total - len(own) - 1)
+        outcomes: list[Outcome] = []
+        tried: list[str] = []
+        for size in (*round_sizes(number), 1):
+            if len(tried) >= number and self.within(outcomes):
+                break
+            chosen = next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
+            jobs = [self.job(one) for one in (*own, *(one.candidate for one in chosen))]
+            ended = runner.run(
+                "simulations", jobs[: self.total - len(outcomes)], before=len(outcomes), total=self.total
+            )
+            if not ended:
+                break
+            outcomes += ended
+            tried += [one.candidate.label for one in chosen]
+            own = []
+        return outcomes
+
+    def job(self, candidate: Candidate) -> Job:
+        """Return a simulation of ``simulate_steps``, but of an RL step at least."""
+        least = cycle(candidate) if candidate.schedule.has_rl_steps else 2 * cycle(candidate)
+        return Job(candidate, min(self.config.optimizer_steps, max(least, self.steps)))
+
+    def within(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes of the kinds asked for that keep to the limits."""
+        return [one for one in outcomes if self._is_asked_for(one) and self._keeps(one)]
+
+    def _is_asked_for(self, outcome: Outcome) -> bool:
+        return outcome.candidate.family in self.plan.schedulers
+
+    def _keeps(self, outcome: Outcome) -> bool:
+        lag = self.limits.lag
+        in_lag = lag is None or outcome.lag_max <= lag
+        limits = self.limits.at(outcome.candidate.rented)
+        return in_lag and limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
+
+    def report(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[PlanReport, Candidate]:
+        """Return the content of plan.json, and the recommended candidate.
+
+        Raises ConfigError if no simulated candidate keeps to the limits, RunFailedError if no simulation ended.
+        """
+        tried = [one for one in outcomes if self._is_asked_for(one)]
+        if not tried:
+            raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
+        within = self.within(tried)
+        simulated = [one.candidate.label for one in outcomes]
+        num_left = sum(one.candidate.label not in simulated for one in self.kept)
+        if not within and num_left:
+            raise ConfigError(why_none_kept(tried, self.space, num_kept=len(self.kept), num_left=num_left))
+        if not within:
+            raise ConfigError(why_infeasible(self.rejected + simulated_out(tried, self.limits), self.space))
+        guessed = {one.key for one in self.assumed}
+        draws = make_draws(self.config, self.space.measured, guessed=guessed, seed=self.config.seed)
+        outcomes, drawn = self._compared(outcomes, draws, runner)
+        factors = self._factors(outcomes)
+        shares = drawn.shares(factors)
+
+        def share(one: Outcome) -> float:
+            return shares[one.candidate.label]
+
+        ranked = in_order(self.within(outcomes), share)
+        best = ranked[0]
+        other = next((one for one in ranked if one.candidate.way != best.candidate.way), None)
+        by_family = {
+            family: [one for one in ranked if one.candidate.family == family]
+            for family in dict.fromkeys(self.plan.schedulers)
+        }
+        families = {family: best_of(some, share) if some else None for family, some in by_family.items()}
+        own = next((one for one in outcomes if one.candidate.label == self.own.label), None)
+        known = (
+            drawn
+            if own is None or own.candidate.label in shares
+            else drawn.with_candidates(self.space, [own.candidate])
+        )
+        bands = {
+            one.candidate.label: known.band(one.candidate.label, factors)
+            for one in (best, other, own, *families.values())
+            if one is not None
+        }
+        front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
+        report = PlanReport(
+            run=PlannedRun(
+                accelerators=self.config.cluster.accelerators,
+                optimizer_steps=self.config.optimizer_steps,
+                price_per_gpu_hour=self.limits.price,
+                lag_limit=self.limits.lag,
+                mean_lag_limit=self.limits.mean_lag,
+            ),
+            asked=asked_of(self.config, whole=self.whole),
+            assumed=effects_of(self.assumed, drawn, best.candidate.label, factors),
+            search=self._search_report(outcomes, runner),
+            warnings=[*self.space.measured.doubts, *self._warnings(families)],
+            certainty=certainty(
+                self.space,
+                drawn,
+                best,
+                expected=best_of(ranked),
+                factors=factors,
+                screener=self.screener,
+                run_file=self.run_file,
+                whole=self.whole,
+            ),
+            recommended=PlannedCandidate(**self._described(best, bands)),
+            runner_up=None if other is None else self._runner_up(other, best, share, bands),
+            families={
+                family: None if one is None else PlannedCandidate(**self._described(one, bands))
+                for family, one in families.items()
+            },
+            own=None if own is None else self._own(own, best, bands),
+            simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
+            front=[ranked[index].candidate.label for index in front],
+            screened=screened_columns(self.kept),
+            sensitivity=sensitivity(drawn, best.candidate.label, factors, least=CHANGE),
+            splits=split_curve(self.space, best.candidate, self.screener, draws),
+        )
+        return report, best.candidate
+
+    def _search_report(self, outcomes: Sequence[Outcome], runner: Runner) -> SearchReport:
+        return SearchReport(
+            candidates=len(self.choices),
+            kept=len(self.kept),
+            simulated=len(outcomes),
+            simulated_steps=self.steps,
+            complete=not runner.interrupted and not runner.failures,
+            failures=sorted(runner.failures),
+            within_limits=sum(map(self._keeps, outcomes)),
+            lag_ratios={family: one.ratio for family, one in check_lags(outcomes, self.kept).items()},
+            not_tried=not_tried(self.space, self.choices, self.kept, self.rejected),
+        )
+
+    def _compared(
+        self, outcomes: Sequence[Outcome], draws: Draws, runner: Runner
+    ) -> tuple[list[Outcome], DrawnCandidates]:
+        """Compare the simulated candidates and those likely to keep to the limits over draws.
+
+        The candidate that loses least on average is simulated if it was not, then the others, up to ``plan.simulate``.
+        """
+        runner.on_progress("certainty", 0, 1)
+        outcomes, done = list(outcomes), {one.candidate.label for one in outcomes}
+        likely = likely_to_keep(self.kept, self.limits, outcomes)
+        others = next_to_simulate(likely, self.limits, MOST_COMPARED, outcomes=outcomes) if likely else []
+        compared = {one.candidate.label: one.candidate for one in self.within(outcomes)}
+        unsimulated = {one.candidate.label: one.candidate for one in others if one.candidate.label not in done}
+        compared |= dict(list(unsimulated.items())[: max(0, MOST_COMPARED - len(compared))])
+        drawn = DrawnCandidates.of(self.config, self.space.answers, list(compared.values()), draws)
+        runner.on_progress("certainty", 1, 1)
+        while len(outcomes) < self.total:
+            shares = drawn.shares(self._factors(outcomes))
+            left = [one for one in drawn.candidates if one.label not in done]
+            if not left:
+                break
+            first = max(drawn.candidates, key=lambda one: shares[one.label])
+            chosen = first if first in left else max(left, key=lambda one: shares[one.label])
+            ended = runner.run("simulations", [self.job(chosen)], before=len(outcomes), total=self.total)
+            if not ended:
+                break
+            if not self.within(ended):
+                drawn = drawn.without([chosen.label])
+            done.add(chosen.label)
+            outcomes += ended
+        return outcomes, drawn
+
+    def _runner_up(self, other: Outcome, best: Outcome, share: Rank, bands: Mapping[str, Band]) -> RunnerUp:
+        return RunnerUp(**self._described(other, bands), why=why_not(other, best, share, lambda: self._verdict(other)))
+
+    def _verdict(self, outcome: Outcome) -> str:
+        return verdict(outcome, self.screener, self.limits)
+
+    def _warnings(self, families: Mapping[str, Outcome | None]) -> list[str]:
+        best = {family: one for family, one in families.items() if one is not None}
+        warning = synchronous_is_faster(
+            best, self.space, self.screener, tie=TIE, bottleneck=lambda one: bottleneck(one, self.screener)
+        )
+        return [] if warning is None else [warning]
+
+    def _own(self, own: Outcome, best: Outcome, bands: Mapping[str, Band]) -> OwnRun:
+        return OwnRun(
+            **self._described(own, bands),
+            keeps_to_limits=self._keeps(own),
+            among_schedulers=self._is_asked_for(own),
+            recommended_over_own=best.tokens_per_s / own.tokens_per_s,
+        )
+
+    def _described(self, outcome: Outcome, bands: Mapping[str, Band]) -> dict[str, Any]:
+        """Return the fields of ``PlannedCandidate``."""
+        config = outcome.candidate.config
+        return dict(self._numbers(outcome)) | {
+            "cluster": config.cluster,
+            "scheduler": config.scheduler,
+            "environments": config.environment and config.environment.count,
+            "idle": outcome.candidate.idle or None,
+            "band": bands[outcome.candidate.label],
+            "verdict": self._verdict(outcome),
+        }
+
+    def _numbers(self, outcome: Outcome) -> CandidateNumbers:
+        tokens = outcome.tokens_per_s * outcome.seconds
+        return CandidateNumbers(
+            label=outcome.candidate.label,
+            family=outcome.candidate.family,
+            tokens_per_s=outcome.tokens_per_s,
+            step_s=outcome.step_s,
+            hours=outcome.seconds / 3600,
+            cost=self.prices.rates(outcome.candidate.rented).cost(outcome.seconds, tokens=tokens),
+            lag_mean=outcome.lag_mean,
+            lag_max=outcome.lag_max,
+            ess=outcome.ess,
+            training=outcome.training,
+            publishing=outcome.publishing,
+            waiting=outcome.waiting,
+        )
+
+    def _factors(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        """Return simulated over screened throughput by label."""
+        return {
+            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
+        }
+
+
+# ---------------------------------------------------------------------------------------- several cases of one question
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCase:
+    """A case and its plan."""
+
+    name: str
+    """Its values that differ from the other cases; empty if there is but one."""
+    report: PlanReport | None
+    """None: nothing keeps to the limits, or nothing fits."""
+    failure: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder, of several cases."""
+        return re.sub(r"[^\w.]+", "_", self.name)
+
+
+def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
+    """Plan every case of a question; the first also tells the effects of its assumptions, and is compared.
+
+    On Ctrl-C the case under way keeps its simulations, and later ones are left out. Raises ConfigError if the input is
+    wrong or no case keeps to the limits, RunFailedError if no simulation ended.
+    """
+    for case in question.cases:  # what the catalogue does not know is wrong input, and no case that does not fit
+        if named := named_hardware(case.config.hardware):
+            named_engine(case.config.hardware, *named)
+    several, done = len(question.cases) > 1, list[PlannedCase]()
+    for case in question.cases:
+        before = f"{case.name}: " if several else ""
+        planned, first = PlannedCase(case.name, None), all(one.report is None for one in done)
+        its = replace(
+            how,
+            out=how.out and (how.out / planned.folder if several else how.out),
+            on_progress=lambda stage, *numbers, before=before: how.on_progress(before + stage, *numbers),
+            run_file=(*how.run_file, *(word for one in case.sets for word in ("--set", one))),
+            against=how.against if first else None,
+        )
+        try:
+            report = plan(case.config, its, whole=case.whole, assumed=question.assumed, effects=first)
+        except (ConfigError, RunFailedError) as error:
+            done.append(replace(planned, failure=str(error)))
+            stop = isinstance(error, RunFailedError) or case is question.cases[-1]
+            if stop and first:
+                raise type(error)("\n".join(filter(None, (one.failure for one in done)))) from None
+        else:
+            done.append(replace(planned, report=report))
+            stop = not report.search.complete
+        if stop:
+            break
+    return done

@@ -1,0 +1,256 @@
+"""Candidates of a plan: the run files that it may choose, their steady states, and those that are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.config.resolve import named_hardware, resolved_hardware
+from pipelinerl.config.run import RunConfig
+from pipelinerl.hardware.costs import DecodeStep
+from pipelinerl.hardware.tables import ResolvedHardware
+from pipelinerl.scheduler.events import OnStale
+from pipelinerl.scheduler.kinds import ScheduleKind
+from pipelinerl.theory.lengths import LengthStatistics
+from pipelinerl.theory.steady_state import Estimate, screen
+from pipelinerl.util.strict_model import MOST_ROLLOUTS
+from sim.planning.space import (
+    AXES,
+    ENGINE,
+    SCHEDULE,
+    SPLIT,
+    Choice,
+    Limits,
+    Reason,
+    SearchSpace,
+    choice_of,
+    label_of,
+    schedule_of,
+    whole_engines,
+)
+
+LAG_ERROR = 0.1
+"""Standard deviation of the screened mean lag (relative), or ``LAG_ERROR_STEPS`` where that is more."""
+LAG_ERROR_STEPS = 0.25
+"""The same of small lags (optimizer steps)."""
+TIME_ERROR = 0.1
+"""Largest error of the screened time (relative); ``tests/pipelinerl/theory`` holds it to it."""
+TURNS_TIME_ERROR = 0.4
+"""The same with turns (relative): preemption, and prefill while others wait, are left out."""
+
+
+def lag_error(lag: float) -> float:
+    """Return the standard deviation of a screened mean lag (optimizer steps)."""
+    return max(LAG_ERROR * lag, LAG_ERROR_STEPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run."""
+
+    choice: Choice
+    """Its value on every axis."""
+    config: RunConfig
+    """The run file with these values, without ``[plan]`` and ``[compare]``; valid."""
+    label: str
+    idle: int = 0
+    """Accelerators that are paid for and stand idle, as they make no whole engine (count)."""
+
+    @property
+    def family(self) -> str:
+        """Its kind of schedule, as ``plan.schedulers`` names it."""
+        name: str = self.choice[SCHEDULE.name]
+        return name
+
+    @property
+    def schedule(self) -> ScheduleKind:
+        """Its kind of schedule."""
+        return self.config.scheduler.schedule
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """Kind, split, size of engine and G: candidates that differ otherwise are sizes of the same way to run."""
+        schedule = self.schedule
+        return tuple(self.choice[one.name] for one in AXES if one.another_way and one.applies_to(schedule))
+
+    @property
+    def rented(self) -> RunConfig:
+        """Its run file with every accelerator that is paid for."""
+        if not self.idle:
+            return self.config
+        cluster = self.config.cluster
+        whole = cluster.model_copy(update={"accelerators": cluster.accelerators + self.idle})
+        return self.config.model_copy(update={"cluster": whole})
+
+    def gpu_hours(self, seconds: float) -> float:
+        """Return the GPU-hours of so many seconds, of idle accelerators too."""
+        return seconds / 3600 * self.rented.cluster.accelerators
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A choice that is no candidate, or a candidate that breaks a limit."""
+
+    choice: Choice
+    reason: Reason
+    needed: float | None = None
+    """The value of the limit that would let it in; None if the reason is not a limit."""
+
+    @property
+    def family(self) -> str:
+        """Its kind of schedule, as ``plan.schedulers`` names it."""
+        name: str = self.choice[SCHEDULE.name]
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """A candidate and its steady state."""
+
+    candidate: Candidate
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """The whole run (seconds)."""
+        return self.estimate.start_s + self.estimate.step_s * self.candidate.config.optimizer_steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second over the whole run."""
+        return self.estimate.tokens_per_s * self.estimate.step_s * self.candidate.config.optimizer_steps / self.seconds
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of the whole run."""
+        return self.candidate.gpu_hours(self.seconds)
+
+    @property
+    def least_gpu_hours(self) -> float:
+        """Fewest GPU-hours that the run can take within the error of the screening."""
+        has_turns = self.candidate.config.environment is not None
+        return self.gpu_hours / (1 + (TURNS_TIME_ERROR if has_turns else TIME_ERROR))
+
+    @property
+    def least_lag_mean(self) -> float:
+        """Least mean lag that the run can have within the error of the screening (optimizer steps)."""
+        lag = self.estimate.lag_mean
+        return max(0.0, lag - 2 * lag_error(lag))
+
+    def rejected(self, reason: Reason, limits: Limits) -> Rejected:
+        """Return the rejection of the candidate for a limit that it breaks."""
+        limits = limits.at(self.candidate.rented)
+        return Rejected(self.candidate.choice, reason, limits.needed(reason, self.estimate.lag_mean, self.gpu_hours))
+
+
+class Screener:
+    """Screens candidates of one run file under one set of hardware coefficients.
+
+    ``hardware`` has changes to its table, e.g. the level; ``drawn`` maps hardware, and whether colocated, to that of a
+    draw.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        answers: LengthStatistics,
+        hardware: Mapping[str, object] | None = None,
+        *,
+        drawn: Callable[[ResolvedHardware, bool], ResolvedHardware] = lambda hardware, _: hardware,
+    ) -> None:
+        self._drawn = drawn
+        self._answers = answers
+        self._hardware = config.hardware.model_copy(update=dict(hardware or {}))
+        named = named_hardware(self._hardware)
+        self._slots_keep_states = named is not None and named[1].state_bytes > 0  # each takes of the KV cache, then
+        self._resolved: dict[tuple[int, int, bool, int | None], ResolvedHardware] = {}
+        self._decode_steps: dict[tuple[int, int], DecodeStep] = {}
+
+    def resolved(self, config: RunConfig) -> ResolvedHardware:
+        """Return the hardware of a candidate in numbers; ConfigError if the model does not fit into its engines."""
+        slots = config.scheduler.generation_batch_size if self._slots_keep_states else None
+        key = (config.cluster.tensor_parallel, config.training_accelerators, config.colocated, slots)
+        if key not in self._resolved:
+            given = self._hardware.model_copy(update={"weights": config.hardware.weights})
+            hardware = resolved_hardware(config.model_copy(update={"hardware": given}))
+            self._resolved[key] = self._drawn(hardware, config.colocated)
+        return self._resolved[key]
+
+    def screen(self, candidate: Candidate) -> Screened:
+        """Return the steady state of a candidate."""
+        config, hardware = candidate.config, self.resolved(candidate.config)
+        tensor_parallel = config.cluster.tensor_parallel
+        most = 1 << (config.scheduler.generation_batch_size - 1).bit_length()
+        key = (tensor_parallel, most)
+        if key not in self._decode_steps:
+            self._decode_steps[key] = DecodeStep(hardware.decode, tensor_parallel=tensor_parallel, most=most)
+        return Screened(candidate, screen(config, hardware, self._decode_steps[key], self._answers))
+
+
+def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
+    """Return the candidate that makes a choice, or why there is none."""
+    own, schedule = space.config.scheduler, schedule_of(choice)
+    if schedule.colocated and space.config.hardware.generation_gpu is not None:
+        return Rejected(choice, Reason.TWO_KINDS)
+    idle = space.accelerators - whole_engines(space.accelerators, choice[ENGINE.name]) if schedule.colocated else 0
+    training = space.accelerators - (idle if schedule.colocated else choice[SPLIT.name])
+    reason = space.memory.excluded_because(tensor_parallel=choice[ENGINE.name], training_accelerators=training)
+    if reason is not None:
+        return Rejected(choice, reason)
+    changes: dict[str, dict[str, Any]] = {"cluster": {}, "scheduler": {"partial_rollouts": False}, "environment": {}}
+    for axis in AXES:
+        table, key = axis.key.split(".")
+        changes[table][key] = choice[axis.name]
+    changes["cluster"]["accelerators"] = space.accelerators - idle
+    if schedule.only_waits and choice["max_lag"] is not None:
+        changes["scheduler"]["on_stale"] = OnStale.TRAIN
+    if own.micro_batch_size is not None and choice["train_batch_size"] % own.micro_batch_size:
+        changes["scheduler"]["micro_batch_size"] = None
+    scheduler = own.model_copy(update=changes["scheduler"])
+    cluster = space.config.cluster.model_copy(update=changes["cluster"])
+    environment = space.config.environment and space.config.environment.model_copy(update=changes["environment"])
+    tables = {"scheduler": scheduler, "cluster": cluster, "environment": environment, "compare": None, "plan": None}
+    config = _as_measured(space.config.model_copy(update=tables), space)
+    if max(config.num_slots, config.rl_step_rollouts) > MOST_ROLLOUTS:
+        return Rejected(choice, Reason.ROLLOUTS)
+    if scheduler.max_lag is not None and config.least_max_lag > scheduler.max_lag:
+        return Rejected(choice, Reason.LAG, config.least_max_lag)
+    return Candidate(choice, config, label_of(choice, space), idle)
+
+
+def _as_measured(config: RunConfig, space: SearchSpace) -> RunConfig:
+    """Return a run file with the weight transfer as it was measured in its arm, if it was."""
+    weights = space.measured.weights.get(config.colocated)
+    if weights is None:
+        return config
+    return config.model_copy(update={"hardware": config.hardware.model_copy(update={"weights": weights})})
+
+
+def own_candidate(space: SearchSpace) -> Candidate:
+    """Return the run file as it is, as a candidate."""
+    choice = choice_of(space.config)
+    config = _as_measured(space.config.model_copy(update={"compare": None, "plan": None}), space)
+    return Candidate(choice, config, f"{label_of(choice, space)} (run file)")
+
+
+def screen_all(
+    candidates: Iterable[Candidate | Rejected], limits: Limits, screener: Screener
+) -> tuple[list[Screened], list[Rejected]]:
+    """Return the candidates that may keep to the limits, with their steady states, and the rejected ones with reasons.
+
+    A limit rejects only beyond the largest error of the screening.
+    """
+    kept: list[Screened] = []
+    rejected: list[Rejected] = []
+    for one in candidates:
+        if isinstance(one, Rejected):
+            rejected.append(one)
+            continue
+        screened = screener.screen(one)
+        reason = limits.at(one.rented).broken(screened.least_lag_mean, screened.least_gpu_hours)
+        if reason is None:
+            kept.append(screened)
+        else:
+            rejected.append(screened.rejected(reason, limits))
+    return kept, rejected

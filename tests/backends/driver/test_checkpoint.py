@@ -1,0 +1,223 @@
+"""Checkpoints that were damaged, and files of a run that were cut: nothing is resumed from what is not whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import deque
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from in_memory import config_of, parts_of, run, run_checked, turns_of
+
+from backends.driver import rollouts
+from backends.driver.checkpoint import FOLDER, FORMAT, MANIFEST_FILE, read_newest
+from backends.driver.state import fresh_state
+from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.records.recording import Recording
+from pipelinerl.records.reports import RunMeasurements
+from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
+from pipelinerl.records.steps import STEPS_FILE
+from pipelinerl.rl import segments
+from pipelinerl.scheduler import events
+
+CONFIG = config_of(steps=6, train={"checkpoint": {"every": 2, "keep": 3}})
+NEWEST, BEFORE = "step_000006", "step_000004"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder of a run with checkpoints of steps 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("done") / "run"
+    run(CONFIG, out, parts_of(CONFIG))
+    return out
+
+
+@pytest.fixture
+def out(done, tmp_path):
+    return Path(shutil.copytree(done, tmp_path / "run"))
+
+
+def flip(path, place):
+    """Flip one bit."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+FILES = ("run.pickle", "trainer/fake.json", MANIFEST_FILE)
+
+
+@pytest.mark.parametrize("place", [0, 10, -1])
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_anywhere_and_the_checkpoint_before_is_used_and_named(out, caplog, name, place):
+    flip(out / FOLDER / NEWEST / name, place)
+    checkpoint = read_newest(out, CONFIG)
+    assert checkpoint.state.version == 4
+    assert checkpoint.trainer_folder.parent.name == BEFORE
+    (warning,) = caplog.messages
+    assert f"{NEWEST} is broken" in warning
+    assert f"going on from {BEFORE}" in warning
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_gone_breaks_a_checkpoint(out, name):
+    (out / FOLDER / NEWEST / name).unlink()
+    assert read_newest(out, CONFIG).state.version == 4
+
+
+def test_a_file_that_nobody_wrote_breaks_a_checkpoint(out):
+    (out / FOLDER / NEWEST / "trainer" / "states_7.pt").write_bytes(b"of another run")
+    assert read_newest(out, CONFIG).state.version == 4
+
+
+def formats():
+    return [(number, json.dumps({"files": {}, "format": number})) for number in (FORMAT + 1, FORMAT - 1)]
+
+
+@pytest.mark.parametrize(("number", "manifest"), [*formats(), (0, json.dumps({"run.pickle": 64 * "0"}))])
+def test_a_checkpoint_of_another_format_is_refused_before_anything_is_unpickled(out, number, manifest):
+    """The last one is from before there were numbers: a list of files."""
+    (out / FOLDER / NEWEST / MANIFEST_FILE).write_text(manifest)
+    (out / FOLDER / NEWEST / "run.pickle").write_bytes(b"cbackends.gone\nState\n.")
+    with pytest.raises(ConfigError) as error:
+        read_newest(out, CONFIG)
+    said = f"format {number}, not {FORMAT}; go on with the version that wrote it"
+    assert str(error.value) == f"--resume: {NEWEST} was written by another version of pipelinerl: {said}"
+
+
+def structure(*roots):
+    """Attributes of every class of ours that is pickled, by name."""
+    found, seen, open_ones = {}, set(), list(roots)
+    while open_ones:
+        one = open_ones.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            open_ones += [*one, *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset, deque)):
+            open_ones += one
+        if type(one).__module__.partition(".")[0] in ("backends", "pipelinerl", "sim"):
+            slots = [name for cls in type(one).__mro__ for name in getattr(cls, "__slots__", ())]
+            values = {
+                name: getattr(one, name) for name in (*slots, *getattr(one, "__dict__", ())) if hasattr(one, name)
+            }
+            found.setdefault(f"{type(one).__module__}.{type(one).__qualname__}", set()).update(values)
+            open_ones += values.values()
+    return {name: sorted(attributes) for name, attributes in sorted(found.items())}
+
+
+PICKLED = "36519882a443c0bc"
+"""Of what ``FORMAT`` numbers; whoever has to change it counts ``FORMAT`` up, too."""
+
+
+def test_whoever_changes_what_is_pickled_changes_the_number_of_the_format(tmp_path):
+    """So that an older checkpoint is refused in one line."""
+    roots = []
+    for config in (CONFIG, turns_of(), config_of(kind="conventional")):
+        recording = Recording(config, out=tmp_path / str(len(roots)), trace=True)
+        roots += [fresh_state(config), recording.mark()]
+        recording.finish(RunMeasurements())
+    dataclasses_of = (events, rollouts, segments)
+    plain = [cls for module in dataclasses_of for cls in vars(module).values() if isinstance(cls, type)]
+    plain = [cls for cls in plain if is_dataclass(cls)]
+    found = structure(*roots) | {cls.__qualname__: [field.name for field in fields(cls)] for cls in plain}
+    text = json.dumps(found, indent=1, sort_keys=True)
+    assert (FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16]) == (2, PICKLED), text
+
+
+def test_a_run_ends_well_from_the_checkpoint_before_a_broken_one(out):
+    flip(out / FOLDER / NEWEST / "trainer" / "fake.json", 5)
+    parts = parts_of(CONFIG)
+    run_checked(CONFIG, out, parts, resume=True)
+    assert len(parts.trainer.trained) == 2
+
+
+def test_without_a_whole_checkpoint_each_is_named_with_its_fault(out):
+    for folder in (out / FOLDER).iterdir():
+        flip(folder / "run.pickle", 7)
+    with pytest.raises(ConfigError) as error:
+        read_newest(out, CONFIG)
+    lines = str(error.value).splitlines()
+    assert [line.partition(" is broken: ")[0].rpartition("_")[2] for line in lines] == ["000006", "000004", "000002"]
+    assert all(line.endswith("run.pickle is not as it was written (SHA-256)") for line in lines)
+
+
+def test_there_is_no_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match="--resume needs a checkpoint"):
+        read_newest(tmp_path, CONFIG)
+
+
+def test_every_file_and_folder_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    fsync, rename = os.fsync, Path.rename
+    settled, kept = set(), []
+
+    def noted(descriptor):
+        settled.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(path, target):
+        if path.name == "partial":
+            all_of_it = [path, *path.rglob("*"), *(tmp_path / "run" / name for name in (TRACE_FILE, STEPS_FILE))]
+            assert {one.stat().st_ino for one in all_of_it} <= settled
+            kept.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", checked)
+    run(CONFIG, tmp_path / "run", parts_of(CONFIG))
+    assert len(kept) == 4  # of step 6 two: the last step, and the end
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def without_line(path, number):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: number - 1] + lines[number:]))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (TRACE_FILE, lambda path: cut(path, 300), r"bytes that step_000006 goes on from, got 300"),
+        (TRACE_FILE, Path.unlink, r"bytes that step_000006 goes on from, got 0"),
+        (STEPS_FILE, lambda path: without_line(path, 7), "got 5: step 6 is missing"),
+        (STEPS_FILE, lambda path: without_line(path, 3), "got 1: step 2 is missing"),
+        (STEPS_FILE, lambda path: cut(path, -3), "got 5: step 6 is missing"),
+        (STEPS_FILE, Path.unlink, "got 0: step 1 is missing"),
+        (METRICS_FILE, lambda path: without_line(path, 6), "got 5: step 6 is missing"),
+        (METRICS_FILE, lambda path: without_line(path, 2), "got 1: step 2 is missing"),
+        (METRICS_FILE, lambda path: cut(path, -3), "got 5: step 6 is missing"),
+        (METRICS_FILE, Path.unlink, "got 0: step 1 is missing"),
+    ],
+)
+def test_a_run_whose_files_do_not_reach_up_to_its_checkpoint_is_refused(out, name, damage, says):
+    damage(out / name)
+    before = (out / name).read_bytes() if (out / name).exists() else None
+    with pytest.raises(ConfigError, match=says) as error:
+        read_newest(out, CONFIG)
+    assert str(error.value).startswith(f"--resume: {out / name} must have the ")
+    assert "\n" not in str(error.value)
+    assert before == ((out / name).read_bytes() if (out / name).exists() else None)
+
+
+def test_what_came_after_the_checkpoint_does_not_matter(out):
+    for name in (TRACE_FILE, STEPS_FILE, METRICS_FILE):
+        with (out / name).open("ab") as file:
+            file.write(b"cut off in the mid")
+    run_checked(CONFIG, out, resume=True)
+
+
+def test_a_full_disk_is_said_with_the_path(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("backends.driver.checkpoint.seal", full)
+    with pytest.raises(RunFailedError, match=rf"cannot write {tmp_path}/run/{FOLDER}/partial: No space left on device"):
+        run(CONFIG, tmp_path / "run", parts_of(CONFIG))

@@ -1,0 +1,340 @@
+"""Faults in a run with parts in memory: what they cost, and what they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+import time
+from collections import Counter
+from functools import partial
+
+import pytest
+from in_memory import (
+    KINDS,
+    Interrupts,
+    Killer,
+    Letters,
+    Shared,
+    config_of,
+    interrupt,
+    interrupted,
+    parts_of,
+    run,
+    run_checked,
+)
+from ledger_check import records
+
+import backends.driver.engines
+import backends.driver.lifecycle
+from backends.fake import FakeEngine, FakeTrainer
+from backends.workers.rewards import RewardThreads
+from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
+from pipelinerl.rl.problems import Problem
+from pipelinerl.scheduler.events import RolloutFailed, RolloutFinished, StartRollout, WeightsLoaded
+
+SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=[*KINDS, "asleep"])
+def test_a_run_survives_the_loss_of_an_engine(out, setting):
+    config = config_of(**setting)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
+    summary = run_checked(config, out, parts)
+    assert summary.engine_restarts == 1
+    assert [engine.num_started for engine in parts.engines] == [1, 2]
+
+
+def test_an_engine_that_is_lost_too_often_ends_the_run(out):
+    config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=50, longest=40)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
+    with pytest.raises(BackendError, match="engine lost"):
+        run(config, out, parts)
+    done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
+    assert done >= 2
+    again = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=50, longest=40)
+    run_checked(again, out, resume=True)  # the trainer was well: nothing is lost
+
+
+def test_losses_count_for_an_hour_and_per_engine(out, monkeypatch):
+    """Two engines may be lost twice within an hour, whichever they are; the third time ends the run."""
+    config = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=10, longest=40)
+    losses = iter([2, 4, 6])
+
+    def die():
+        parts.engines[1].die()
+        parts.trainer.at = next(losses, None)
+
+    def parts_with_losses():
+        parts = parts_of(config)
+        parts.trainer = Killer(train_batch_size=8, at=next(losses), do=die)
+        return parts
+
+    parts = parts_with_losses()
+    monkeypatch.setattr(backends.driver.engines, "HOUR_S", 0.0)
+    assert run_checked(config, out, parts).engine_restarts == 3
+    monkeypatch.undo()
+    losses = iter([2, 4])
+    parts = parts_with_losses()
+    assert run_checked(config, out.with_name("two"), parts).engine_restarts == 2
+    losses = iter([2, 4, 6])
+    parts = parts_with_losses()
+    with pytest.raises(BackendError, match="engine lost"):
+        run(config, out.with_name("three"), parts)
+
+
+class Publisher(Killer):
+    """Knows what it has published last."""
+
+    published = 0
+
+    async def publish(self, version):
+        self.published = version
+        return await super().publish(version)
+
+
+class Slow(FakeEngine):
+    """Comes back when the trainer has published three times more."""
+
+    def __init__(self, trainer, **settings):
+        super().__init__(**settings)
+        self.trainer, self.back_at = trainer, 0
+
+    def die(self):
+        self.back_at = self.trainer.published + 3
+        super().die()
+
+    async def start(self):
+        async with asyncio.timeout(300):
+            while self.trainer.published < self.back_at:
+                await asyncio.sleep(0.001)
+        await super().start()
+
+
+@pytest.mark.parametrize("weight_update", KINDS)
+def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out, weight_update):
+    config = config_of(steps=16, weight_update=weight_update, longest=40, slots=16)
+    parts = parts_of(config)
+    parts.trainer = Publisher(train_batch_size=8, at=2, do=None)
+    parts.engines[1] = Slow(parts.trainer, num_slots=16)
+    parts.trainer.do = parts.engines[1].die
+    summary = run_checked(config, out, parts)
+    assert summary.engine_restarts == 1
+    loaded, at_least = {0: [0], 1: [0]}, {}
+    for row in records(out):
+        match row.event or row.command:
+            case WeightsLoaded(engine=engine, version=version):
+                loaded[engine].append(version)
+            case StartRollout(rollout_id=rollout_id, engine=engine):
+                at_least.setdefault(rollout_id, loaded[engine][-1])
+            case RolloutFinished(rollout_id=rollout_id, spans=spans):
+                assert spans.versions[0] >= at_least[rollout_id]
+    assert loaded[0] == loaded[1] == sorted(set(loaded[0]))  # the seat is said to have what its engine will have
+
+
+class NoMore(FakeEngine):
+    """Can be started so many times."""
+
+    def __init__(self, times, **settings):
+        super().__init__(**settings)
+        self.times = times
+
+    async def start(self):
+        if self.num_started == self.times:
+            raise EngineLostError("engine start failed: no room")
+        await super().start()
+
+
+class NotAtFirst(FakeEngine):
+    """Fails its first start."""
+
+    fails = True
+
+    async def start(self):
+        if self.fails:
+            self.fails = False
+            raise EngineLostError("engine start failed: a file system that was slow")
+        await super().start()
+
+
+def test_an_engine_that_fails_its_first_start_is_started_once_more(out, caplog):
+    config = config_of()
+    parts = parts_of(config)
+    parts.engines[1] = NotAtFirst(num_slots=config.scheduler.generation_batch_size)
+    run_checked(config, out, parts)
+    assert "engine 1 is started once more: engine start failed: a file system that was slow" in caplog.text
+    assert "given up" not in caplog.text
+    assert [one.num_started for one in parts.engines] == [1, 1]
+
+
+def test_what_keeps_all_engines_from_starting_is_not_tried_twice(out):
+    config = config_of()
+    parts = parts_of(config)
+    parts.engines[:] = [NotAtFirst(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
+    with pytest.raises(EngineLostError, match="a file system that was slow"):
+        run(config, out, parts)
+
+
+@pytest.mark.parametrize("times", [0, 1])
+@pytest.mark.parametrize("setting", SETTINGS, ids=[*KINDS, "asleep"])
+def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, times):
+    """The scheduler goes on as with two engines; the other one serves the rollouts of both seats."""
+    config = config_of(**setting, steps=20)
+    parts = parts_of(config)
+    parts.engines[1] = NoMore(times, num_slots=config.scheduler.generation_batch_size)
+    if times:
+        parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
+    summary = run_checked(config, out, parts)
+    assert summary.engine_restarts == 0
+    assert "engine 1 given up, engine 0 serves its id: engine start failed: no room" in caplog.text
+    assert parts.engines[0].num_started == 1
+    on_seat = Counter(row.event.engine for row in records(out) if isinstance(row.event, RolloutFinished))
+    assert on_seat.keys() == {0, 1}
+    loads = [row.event for row in records(out) if isinstance(row.event, WeightsLoaded)]
+    versions = [[one.version for one in loads if one.engine == seat] for seat in (0, 1)]
+    assert len(versions[0]) > 1
+    assert all(one == other for one, other in zip(*versions, strict=False))  # the run may end between the newest two
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_without_any_engine_the_run_fails(out, times):
+    config = config_of(steps=50)
+    parts = parts_of(config)
+    parts.engines = [NoMore(times) for _ in range(2)]
+
+    def die():
+        for engine in parts.engines:
+            engine.die()
+
+    parts.trainer = Killer(train_batch_size=8, at=2, do=die)
+    with pytest.raises(EngineLostError, match="engine start failed: no room"):
+        run(config, out, parts)
+
+
+class Long(Letters):
+    def problem(self, index, *, held_out):
+        return Problem("x" * (200 if index % 2 else 3), index)
+
+
+@pytest.mark.parametrize(
+    ("task", "limits"),
+    [
+        (Letters(raises_every=3), {}),
+        (Letters(reward=lambda problem: math.nan if problem.expected % 2 else 1.0), {}),
+        (Letters(reward=lambda problem: 1.0 if problem.expected else time.sleep(600)), {"reward_timeout_s": 0.05}),
+        (Long(), {"max_prompt_tokens": 100}),
+    ],
+    ids=["reward raises", "reward is no number", "reward takes for ever", "prompt is too long"],
+)
+def test_a_rollout_that_cannot_be_prompted_or_rewarded_fails_and_the_run_goes_on(out, task, limits):
+    config = config_of(steps=3, train={"task": {"name": "arithmetic", **limits}})
+    parts = parts_of(config, task=task, trainer=FakeTrainer(train_batch_size=8, train_s=0.1))
+    assert run_checked(config, out, parts).rollouts.failed > 0
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(out, kind):
+    config = config_of(kind=kind, train={"evaluation": {"problems": 8}})
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, on_export=parts.engines[1].die)
+    summary = run(config, out, parts)
+    assert summary.evaluation.success_after is not None
+    assert parts.engines[1].num_started == 2
+
+
+def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(out):
+    config = config_of(longest=40, train={"evaluation": {"problems": 50}})
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, on_export=interrupt)
+    with pytest.raises(RunFailedError, match="--resume evaluates again"):
+        run(config, out, parts)
+    assert (out / "model" / "fake.json").exists()
+    assert run(config, out, parts_of(config), resume=True).evaluation.success_after is not None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no reward today"), SystemExit("no reward at all")])
+def test_a_held_out_problem_whose_reward_raises_counts_as_not_solved(out, error):
+    def moody(problem):
+        if problem.prompt.startswith("held out") and problem.expected % 2:
+            raise error
+        return 1.0
+
+    config = config_of(steps=2, train={"evaluation": {"problems": 8}})
+    summary = run(config, out, parts_of(config, task=Letters(reward=moody)))
+    assert summary.evaluation.to_dict() == {"success_before": 0.5, "success_after": 0.5}
+
+
+def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waiting(out, monkeypatch):
+    """The 12 rollouts of the first 3 groups hang, in 2 places: no other gets one before a rollout of each has failed,
+    with which its group is given up.
+    """
+    monkeypatch.setattr("backends.workers.rewards.RewardThreads", partial(RewardThreads, 2))
+    over = threading.Event()
+
+    def hangs(problem):
+        return float(problem.expected < 3 and over.wait(30))
+
+    config = config_of(steps=3, train={"task": {"name": "arithmetic", "reward_timeout_s": 0.05}})
+    summary = run(config, out, parts_of(config, task=Letters(reward=hangs)))
+    assert summary.rollouts.failed >= 3
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
+    over.set()
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 8])
+def test_a_colocated_trainer_has_its_memory_back_whenever_it_works(out, micro_batch_size):
+    config = config_of(kind="conventional", steps=8, micro_batch_size=micro_batch_size)
+
+    task = Interrupts(when=lambda problem: problem.expected == 5)  # engines generate
+    interrupted(config, out, parts_of(config, task=task, trainer=Shared(train_batch_size=8)))
+
+    killer = Shared(train_batch_size=8, at=5, do=interrupt)
+    interrupted(config, out, parts_of(config, trainer=killer), resume=True)
+    run_checked(config, out, parts_of(config, trainer=Shared(train_batch_size=8)), resume=True)
+
+
+class Broken(Letters):
+    def problem(self, index, *, held_out):
+        raise KeyError("no such file")
+
+
+def test_a_task_that_gives_no_problem_ends_the_run_in_one_line(out):
+    config = config_of(steps=3)
+    line = r"^train\.task: problem\(0, held_out=False\) gives no prompt: KeyError: 'no such file'$"
+    with pytest.raises(RunFailedError, match=line):
+        run(config, out, parts_of(config, task=Broken()))
+
+
+def test_a_prompt_without_a_token_fails(out, caplog):
+    config = config_of(steps=3)
+    task = Letters()
+    task.problem = lambda index, *, held_out: Problem("" if index % 2 else "some", index)
+    assert run_checked(config, out, parts_of(config, task=task)).rollouts.failed > 0
+    assert "its prompt has 0 tokens" in caplog.text
+
+
+def test_a_run_ends_when_what_all_parts_need_is_gone_and_not_at_the_first_doubt(out, monkeypatch):
+    monkeypatch.setattr(backends.driver.lifecycle, "LOST_POLL_S", 0.01)
+    answers = iter([None, "a hiccup", None, "the head is gone: no route"])
+    config = config_of(steps=1000)
+    parts = parts_of(config, trainer=FakeTrainer(train_batch_size=8, train_s=0.01))
+    parts.lost = lambda: next(answers, "the head is gone: refused")
+    with pytest.raises(BackendError, match=r"^the head is gone: refused; --resume goes on from the last checkpoint"):
+        run(config, out, parts)
+
+
+def test_rewards_in_processes_that_die_cost_their_groups_only(out):
+    """Every seventh problem's reward kills its process: neither the driver nor another rollout notices."""
+    task = {"name": "games:Judge", "settings": {"dies_every": 7}, "reward_workers": 2}
+    config = config_of(train={"task": task, "evaluation": {"problems": 1}}, steps=2, group=2)
+    summary = run_checked(config, out)
+    started = [row.command for row in records(out) if isinstance(row.command, StartRollout)]
+    prompts = {one.rollout_id: one.prompt_id for one in started}
+    failed = {prompts[row.event.rollout_id] for row in records(out) if isinstance(row.event, RolloutFailed)}
+    assert failed
+    assert all(one % 7 == 0 for one in failed)
+    assert summary.rollouts.failed >= len(failed)
+    assert summary.evaluation.success_after == 0.0  # held-out problems are asked there, too: that one dies

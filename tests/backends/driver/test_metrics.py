@@ -1,0 +1,146 @@
+"""Metrics of a real run: lines of JSON, TensorBoard, Weights & Biases; what a resumed run keeps of them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from types import SimpleNamespace
+
+import pytest
+from in_memory import config_of
+
+from backends.driver.metrics import TENSORBOARD_FOLDER, MetricsLog, StepMetrics
+from pipelinerl.errors import RunFailedError
+from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.steps import StepRow
+
+# Measurements of an optimizer step, from those of its micro-batches and ranks.
+
+
+def taken(metrics: StepMetrics) -> dict[str, float]:
+    """End a step; return what the trainer reports of it."""
+    row = StepRow(**dict.fromkeys(StepRow.model_fields, 0))
+    logged = metrics.take(row, RunLedger(num_engines=1, colocated=False, longest=100))
+    return {name.removeprefix("train/"): value for name, value in logged.items() if name.startswith("train/")}
+
+
+def test_micro_batches_and_ranks_make_one_step() -> None:
+    """Losses, seconds and tokens add up; memory is the largest; entropy is per token, FLOP/s per rank."""
+    metrics = StepMetrics(truncation=5.0)
+    micro_batch = {"loss": 0.25, "entropy_sum": 6.0, "answer_tokens_sum": 3.0, "flop_sum": 8e12, "peak_flops": 1e13}
+    micro_batch |= {
+        "rank0/forward_s": 0.5,
+        "rank1/forward_s": 1.0,
+        "rank1/backward_s": 0.5,
+        "rank1/peak_memory_gb": 7.0,
+    }
+    metrics.add_trainer_metrics(micro_batch)
+    metrics.add_trainer_metrics(micro_batch | {"entropy_sum": 0.0, "rank1/peak_memory_gb": 6.0, "skipped": 1.0})
+    assert taken(metrics) == pytest.approx(
+        {
+            "loss": 0.5,
+            "entropy": 1.0,
+            "flop_per_s": 4e12,
+            "mfu": 0.4,
+            "rank0/forward_s": 1.0,
+            "rank1/forward_s": 2.0,
+            "rank1/backward_s": 1.0,
+            "rank1/peak_memory_gb": 7.0,
+            "skipped": 1.0,
+        }
+    )
+    assert metrics.summary().skipped_steps == 1
+    assert taken(metrics) == {}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's
+WANDB = config_of(train={"logging": {"wandb_project": "lag"}})
+
+
+def write(out, config, metrics, *, go_on_after=0):
+    """Open a log, write these metrics by their steps, and close it."""
+    log = MetricsLog(out, config, go_on_after=go_on_after)
+    for step, values in metrics.items():
+        log.write(step, values)
+    log.close()
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_is_on_disk_before_the_log_is_closed(tmp_path):
+    log = MetricsLog(tmp_path, config_of())
+    log.write(1, {"reward/mean": 0.25})
+    assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
+    log.close()
+
+
+def test_a_full_disk_is_said_with_the_path(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path, config_of())
+    with pytest.raises(RunFailedError, match=rf"^cannot write {tmp_path}/metrics.jsonl: No space left on device$"):
+        log.write(1, {"reward/mean": 0.25})
+    with pytest.raises(RunFailedError, match="cannot write"):
+        log.close()
+
+
+def test_tensorboard_gets_every_number_at_its_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, config_of(), {1: {"reward/mean": 0.25, "lag/mean": 0.0}, 2: {"reward/mean": 0.5, "lag/mean": 1.5}})
+    board = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER))
+    board.Reload()
+    assert [(one.step, one.value) for one in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert [(one.step, one.value) for one in board.Scalars("lag/mean")] == [(1, 0.0), (2, 1.5)]
+
+
+def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
+    write(tmp_path, config_of(), {step: {"reward/mean": 0.1 * step} for step in (1, 2, 3)})
+    write(tmp_path, config_of(), {3: {"reward/mean": 0.9}}, go_on_after=2)
+    assert [(one["step"], one["reward/mean"]) for one in lines(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+
+
+def test_weights_and_biases_gets_the_same_under_one_name_over_restarts(tmp_path, monkeypatch):
+    calls = []
+    run = SimpleNamespace(
+        log=lambda metrics, step: calls.append(("log", metrics, step)), finish=lambda: calls.append(("finish",))
+    )
+
+    def init(**options):
+        calls.append(("init", options["project"], options["id"], options["resume"], options["config"]["seed"]))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr(secrets, "token_hex", lambda _: f"run-{len(calls)}")
+    write(tmp_path, WANDB, {1: {"reward/mean": 0.25}})
+    write(tmp_path, WANDB, {}, go_on_after=1)
+    assert calls == [
+        ("init", "lag", "run-0", "allow", 0),
+        ("log", {"reward/mean": 0.25}, 1),
+        ("finish",),
+        ("init", "lag", "run-0", "allow", 0),
+        ("finish",),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_real_weights_and_biases_keeps_an_offline_run_and_its_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    for done in (0, 2):
+        steps = range(done + 1, done + 3)
+        write(tmp_path, WANDB, {k: {"reward/mean": 0.25 * k, "lag/mean": 1.5} for k in steps}, go_on_after=done)
+    run_id = (tmp_path / "wandb_id.txt").read_text()
+    written = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert [path.name for path in written] == [f"run-{run_id}.wandb"] * 2
+
+
+def test_what_is_not_finite_is_left_out_since_json_has_no_word_for_it(tmp_path):
+    write(
+        tmp_path, config_of(), {1: {"train/loss": float("nan"), "train/gradient_norm": float("inf"), "lag/mean": 1.0}}
+    )
+    assert lines(tmp_path) == [{"step": 1, "lag/mean": 1.0}]

@@ -1,0 +1,313 @@
+"""Reference log-probabilities in a run with fakes: what waits for them, what does not, and what becomes of losses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import numpy as np
+import pytest
+from in_memory import Interrupts, Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
+from ledger_check import records
+from virtual_clock import run as run_at_once
+
+from backends.driver.checkpoint import read_newest
+from backends.driver.preprocessing import Preprocessing
+from backends.driver.rollouts import RolloutData
+from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer, logprob
+from pipelinerl.errors import ReferenceLostError
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace, replay
+from pipelinerl.rl.problems import Problem
+from pipelinerl.rl.segments import Segment
+from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartTraining
+
+KL = 0.1
+
+
+def kl_config(*, train=None, **changed):
+    return config_of(train={"loss": {"kl_coefficient": KL}, **(train or {})}, **changed)
+
+
+def times_of(out, kind):
+    return {row.event.rollout_id: row.time_s for row in records(out) if isinstance(row.event, kind)}
+
+
+def check_divergence(out, *, steps):
+    """All tokens of a step have log pi = -1 - DRIFT * version, and log ref = -1."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == steps
+    for version, line in enumerate(lines):
+        of_token = math.expm1(DRIFT * version) - DRIFT * version
+        assert line["train/kl_loss"] == pytest.approx(KL * line["length/mean"] * of_token, rel=1e-3, abs=1e-9)
+
+
+# ------------------------------------------------------------------------------------- the stage alone
+
+
+def rollout(num_tokens):
+    segment = Segment.generated(np.full(num_tokens, 2), np.full(num_tokens, -1.0, np.float32))
+    return RolloutData(Problem("", 0), (1,), segments=(segment,))
+
+
+def asked(reference, *, at_s, gives_up=()):
+    """Ask for a rollout of n + 1 tokens at the n-th time, give some up after 20 ms; return what came, and when (s)."""
+
+    async def one(stage, number, delay_s):
+        await asyncio.sleep(delay_s)
+        logprob_T = await stage.reference_logprobs(rollout(number + 1))
+        return logprob_T, asyncio.get_running_loop().time()
+
+    async def all_of_them():
+        failed = asyncio.get_running_loop().create_future()
+
+        def spawn(work):
+            task = asyncio.create_task(work)
+            task.add_done_callback(lambda done: done.exception() and failed.set_exception(done.exception()))
+            return task
+
+        stage = Preprocessing(reference, limit=100, spawn=spawn)
+        await stage.start()
+        start_s = asyncio.get_running_loop().time()
+        asking = [asyncio.create_task(one(stage, number, delay_s)) for number, delay_s in enumerate(at_s)]
+        for number in gives_up:
+            asyncio.get_running_loop().call_later(0.02, asking.pop(number).cancel)
+        answers = asyncio.gather(*asking)
+        await asyncio.wait({answers, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+        await stage.shutdown()
+        return [(logprob_T, done_s - start_s) for logprob_T, done_s in answers.result()]
+
+    return run_at_once(all_of_them())
+
+
+def test_what_comes_while_a_batch_is_computed_is_the_next_batch():
+    reference = FakeReference(batch_s=0.2)
+    answers = asked(reference, at_s=[0.0, 0.05, 0.1, 0.15, 0.7])
+    assert [len(logprob_T) for logprob_T, _ in answers] == [1, 2, 3, 4, 5]
+    assert reference.batches == [1, 3, 1]
+    assert [done_s for _, done_s in answers] == pytest.approx([0.2, 0.4, 0.4, 0.4, 0.9])
+
+
+def test_a_rollout_that_is_given_up_does_not_keep_the_others_from_their_values():
+    answers = asked(FakeReference(batch_s=0.05), at_s=[0.0, 0.0, 0.1], gives_up=[0])
+    assert [logprob_T.tolist() for logprob_T, _ in answers] == [[-1.0] * 2, [-1.0] * 3]
+
+
+def test_without_a_reference_nothing_waits():
+    assert [logprob_T for logprob_T, _ in asked(None, at_s=[0.0])] == [None]
+
+
+class Mortal(FakeReference):
+    """Dies in some of its batches, by number, those that are asked again included; may not start a second time."""
+
+    def __init__(self, *, dies_in, starts=9, **changed):
+        super().__init__(**changed)
+        self.dies_in, self.starts, self.num_asked = dies_in, starts, 0
+
+    async def start(self):
+        if self.num_started == self.starts:
+            raise ReferenceLostError("reference model failed: phase=start")
+        await super().start()
+
+    async def logprobs(self, samples):
+        self.num_asked += 1
+        if self.num_asked in self.dies_in:
+            asyncio.get_running_loop().call_soon(self.die)
+        return await super().logprobs(samples)
+
+
+def test_a_lost_reference_is_started_again_and_asked_the_same_again():
+    reference = Mortal(dies_in={2}, batch_s=0.05)
+    assert [len(logprob_T) for logprob_T, _ in asked(reference, at_s=[0.0, 0.02, 0.02])] == [1, 2, 3]
+    assert (reference.batches, reference.num_started) == ([1, 2], 2)
+
+
+@pytest.mark.parametrize("reference", [Mortal(dies_in={1, 2}), Mortal(dies_in={1, 3}), Mortal(dies_in={1}, starts=1)])
+def test_a_reference_that_is_lost_again_is_given_up_with_one_line(reference):
+    with pytest.raises(ReferenceLostError, match=r"^reference model (lost|failed): .*; go on from a checkpoint$"):
+        asked(reference, at_s=[0.0, 0.05])
+
+
+# -------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
+def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(out, kind):
+    config = kl_config(kind=kind, steps=8, longest=40, slots=16)
+    parts = parts_of(config)
+    run_checked(config, out, parts)
+    check_divergence(out, steps=8)
+    scored = sum(isinstance(row.event, RolloutScored) for row in records(out))
+    assert scored <= sum(parts.reference.batches) <= scored + 16  # each once; some were asked for when the run ended
+
+
+class Counting(FakeEngine):
+    """Counts its answers, and says whether it has anything to do."""
+
+    num_answers = 0
+
+    async def generate(self, request):
+        answer = await super().generate(request)
+        self.num_answers += 1
+        return answer
+
+    @property
+    def idle(self):
+        return not self._running and not self._waiting
+
+
+class Behind(FakeReference):
+    """Takes for its first batch until all answers wait for it and all engines have stood idle for a while, or until
+    they have given so many."""
+
+    def __init__(self, engines, *, most):
+        super().__init__()
+        self.engines, self.most, self.answers_before, self.num_waiting = engines, most, None, 0
+
+    async def logprobs(self, samples):
+        idle = 0
+        while not self.batches and idle < 100 and self.num_answers < self.most:
+            await asyncio.sleep(0)
+            idle = idle + 1 if self.num_waiting == self.num_answers and all(one.idle for one in self.engines) else 0
+        self.answers_before = self.answers_before or self.num_answers
+        return await super().logprobs(samples)
+
+    @property
+    def num_answers(self):
+        return sum(engine.num_answers for engine in self.engines)
+
+
+def behind(config, monkeypatch, *, most):
+    parts = parts_of(config)
+    parts.engines = [Counting(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
+    parts.reference = Behind(parts.engines, most=most)
+    logprobs = Preprocessing.reference_logprobs
+
+    async def counted(stage, data):
+        parts.reference.num_waiting += 1  # it has been rewarded, by a thread, in whatever time that took
+        return await logprobs(stage, data)
+
+    monkeypatch.setattr(Preprocessing, "reference_logprobs", counted)
+    return parts
+
+
+def test_a_slow_reference_delays_readiness_and_not_generation(out, monkeypatch):
+    config = kl_config(steps=4, slots=6, ready_queue_size=1000)
+    most = 5 * 6 * 2  # all slots of both engines, several times over
+    parts = behind(config, monkeypatch, most=most)
+    run(config, out, parts)
+    assert parts.reference.answers_before >= most
+    kinds = [type(row.event or row.command) for row in records(out)]
+    before = kinds[: kinds.index(RolloutScored)]
+    assert before.count(RolloutFinished) >= most
+    assert StartTraining not in before
+
+
+def test_generation_waits_for_a_reference_that_falls_behind(out, monkeypatch):
+    config = kl_config(steps=3, slots=6, ready_queue_size=8)
+    parts = behind(config, monkeypatch, most=400)
+    run_checked(config, out, parts)
+    assert parts.reference.answers_before < 8 + 2 * 12  # the engines had nothing to do
+    # The limit, what was in flight when it was reached, and what has taken its place while it was being rewarded.
+    assert 8 <= max(parts.reference.batches) <= 8 + 2 * 12
+
+
+def test_a_reference_that_does_not_start_ends_the_run_with_its_line(out):
+    config = kl_config()
+    parts = parts_of(config)
+    parts.reference = Mortal(dies_in=set(), starts=0)
+    with pytest.raises(ReferenceLostError, match="reference model failed: phase=start"):
+        run(config, out, parts)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_a_run_survives_one_loss_of_the_reference(out, kind):
+    config = kl_config(kind=kind, steps=8)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, kl_coefficient=KL, at=3, do=parts.reference.die)
+    run_checked(config, out, parts)
+    check_divergence(out, steps=8)
+    assert parts.reference.num_started == 2
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("steps_per_rl_step", [1, 2])
+def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(out, kind, steps_per_rl_step):
+    config = kl_config(kind=kind, steps=12, longest=40, optimizer_steps_per_rl_step=steps_per_rl_step)
+    parts = parts_of(config)
+    parts.reference = Mortal(dies_in={4, 5})
+    parts.trainer = Shared(train_batch_size=8, kl_coefficient=KL)  # has the memory only while it trains
+    with pytest.raises(ReferenceLostError, match=r"; go on from a checkpoint$"):
+        run(config, out, parts)
+    assert replay(Trace(out / TRACE_FILE)).difference is None
+    run_checked(config, out, resume=True)
+    check_divergence(out, steps=12)
+
+
+def test_a_reference_lost_while_the_trainer_works_loses_no_step(out):
+    config = kl_config(steps=20, longest=40)
+    parts = parts_of(config)
+    parts.reference = FakeReference(batch_s=0.002)
+
+    def die_for_good():
+        parts.reference.die()
+        parts.reference.start = parts.reference.shutdown
+
+    parts.trainer = Killer(train_batch_size=8, train_s=0.1, kl_coefficient=KL, at=2, do=die_for_good)
+    with pytest.raises(ReferenceLostError):
+        run(config, out, parts)
+    state = read_newest(out, config).state
+    assert state.version == parts.trainer.version >= 3  # the step under way was finished: the checkpoint holds it
+    run_checked(config, out, resume=True)
+
+
+def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(out):
+    config = kl_config(steps=4, longest=40, train={"evaluation": {"problems": 4}})
+    parts = parts_of(config)
+    parts.reference = Mortal(dies_in=set(), batch_s=0.05)
+
+    class LastStep(FakeTrainer):
+        async def save(self, folder):
+            parts.reference.starts = 1
+            parts.reference.die()  # in a batch
+            await asyncio.sleep(0.1)
+            await super().save(folder)
+
+    parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL)
+    summary = run(config, out, parts)
+    assert summary.complete
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_asks_again(out, kind):
+    config = kl_config(kind=kind, steps=12, slots=16)
+    parts = parts_of(config, step_s=0.001)
+    parts.reference = FakeReference(batch_s=0.01)
+    parts.trainer = Killer(train_batch_size=8, train_s=0.05, kl_coefficient=KL, at=3, do=interrupt)
+    interrupted(config, out, parts)
+    state = read_newest(out, config).state
+    ready = {one: data for one, data in state.rollouts.items() if not math.isnan(data.reward)}
+    assert ready or kind == "conventional"
+    for data in ready.values():
+        assert data.reference_logprob_T.tolist() == [logprob(0)] * len(data.tokens)
+    for one in state.scoring:
+        assert state.rollouts[one].reference_logprob_T is None
+    run_checked(config, out, resume=True)
+    check_divergence(out, steps=12)
+
+
+def test_ctrl_c_while_rollouts_wait_for_the_reference(out):
+    config = kl_config(steps=6)
+    parts = parts_of(config, task=Interrupts(when=lambda problem: problem.expected == 3))
+    parts.reference = FakeReference(batch_s=60.0)
+    interrupted(config, out, parts)
+    state = read_newest(out, config).state
+    assert state.scoring
+    run_checked(config, out, resume=True)
+    check_divergence(out, steps=6)

@@ -1,0 +1,259 @@
+"""Checkpoints of runs with parts in memory: a resumed run loses nothing and does nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from in_memory import KINDS, Interrupts, Killer, Letters, config_of, interrupt, interrupted, parts_of, run, run_checked
+from ledger_check import records
+
+from backends.driver.checkpoint import FOLDER, read_newest
+from backends.driver.lifecycle import Driver
+from backends.driver.loop import EventLoop
+from backends.fake import FakeEngine, FakeTrainer
+from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace, replay
+from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
+
+KINDS_OF_RUN = [
+    {"kind": kind, "weight_update": weight_update, "optimizer_steps_per_rl_step": 2}
+    for kind in ("pipeline", "conventional", "one_step_off")
+    for weight_update in KINDS
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "at"),
+    [
+        *(pytest.param(setting, 3, marks=pytest.mark.slow) for setting in KINDS_OF_RUN),
+        ({"publish_every": 4, "max_lag": 3}, 6),  # between two publications
+        ({"micro_batch_size": 4}, 3),  # between two micro-batches
+    ],
+    ids=str,
+)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(out, setting, at):
+    config = config_of(steps=20, longest=40, slots=16, **setting)
+    interrupted(config, out, at=at)
+    assert replay(Trace(out / TRACE_FILE)).difference is None
+    parts = parts_of(config)
+    summary = run_checked(config, out, parts, resume=True)
+    assert parts.trainer.version == config.optimizer_steps
+    assert 0 < len(parts.trainer.trained) <= 20 - at  # what was done before the checkpoint is not done again
+    assert all(len(batch) == 8 for batch in parts.trainer.trained)
+    assert summary.lag.max <= setting.get("max_lag", 20)
+
+
+class Dying(FakeTrainer):
+    """Dies so many times when it is to begin a step; not before a checkpoint is complete, if it is given one."""
+
+    def __init__(self, *, times, at=5, after=None):
+        super().__init__(train_batch_size=8)
+        self.times, self.at, self.after = times, at, after
+
+    async def train(self, samples, *, completes_step):
+        if self.version == self.at and self.times:
+            while self.after is not None and not self.after.exists():
+                await asyncio.sleep(0.01)
+            self.times -= 1
+            raise TrainerLostError("rank 0 is dead")
+        return await super().train(samples, completes_step=completes_step)
+
+
+def dying(config, out, *, times):
+    return parts_of(config, trainer=Dying(times=times, after=out / FOLDER / "step_000004"))
+
+
+def test_a_run_goes_on_by_itself_from_its_last_checkpoint_when_its_trainer_is_lost(out, caplog):
+    config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}, "trainer": {"restarts": 2}})
+    parts = dying(config, out, times=2)
+    summary = run_checked(config, out, parts)
+    assert summary.trainer_restarts == 2
+    assert [engine.num_started for engine in parts.engines] == [3, 3]
+    assert len(parts.trainer.trained) == 5 + 1 + 5  # steps 1 to 5, 5 again, 5 to 9
+    assert [one for one in caplog.messages if "rank 0" in one] == ["rank 0 is dead; the run goes on from step 4"] * 2
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [one["restarts/trainer"] for one in metrics] == [0] * 3 + [2] * 6  # step 4 was kept before it was told
+
+
+def test_a_trainer_that_is_lost_too_often_ends_the_run_and_resume_goes_on(out):
+    config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}, "trainer": {"restarts": 1}})
+    with pytest.raises(TrainerLostError, match=r"^rank 0 is dead \(train.trainer.restarts=1 are used up\)$"):
+        run(config, out, dying(config, out, times=2))
+    assert read_newest(out, config).state.version == 4
+    assert run_checked(config, out, dying(config, out, times=1), resume=True).trainer_restarts == 1
+
+
+def test_a_trainer_that_is_lost_before_the_first_checkpoint_ends_the_run(out):
+    config = config_of(steps=9)
+    with pytest.raises(TrainerLostError, match=r"^rank 0 is dead$"):
+        run(config, out, parts_of(config, trainer=Dying(times=1)))
+
+
+def test_what_a_trainer_raises_on_purpose_ends_the_run(out):
+    """It would raise it again."""
+
+    def give_up():
+        raise BackendError("the gradient was not finite")
+
+    config = config_of(steps=9, train={"checkpoint": {"every": 1}})
+    parts = parts_of(config, trainer=Killer(train_batch_size=8, at=5, do=give_up))
+    with pytest.raises(BackendError, match=r"^the gradient was not finite$"):
+        run(config, out, parts)
+    assert [engine.num_started for engine in parts.engines] == [1, 1]
+
+
+def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(out):
+    """Every span of the whole trace names a version that its engine had reported, or was about to report."""
+    config = config_of(longest=40, slots=16)
+    interrupted(config, out)
+    run(config, out, parts_of(config), resume=True)
+    published = 0
+    for row in records(out):
+        if isinstance(row.command, PublishWeights):
+            published = row.command.version
+        if isinstance(row.event, WeightsLoaded):
+            assert row.event.version == published
+        if isinstance(row.event, RolloutFinished):
+            assert max(row.event.spans.versions) <= published
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_the_newest_weights(out):
+    """Going on reports the late engine; the answer is a publication, which no engine may be said to have."""
+    config = config_of(steps=12, longest=20, slots=16)
+    parts = parts_of(config)
+    parts.engines[0] = FakeEngine(num_slots=16, update_s=60.0)
+    trainer = parts.trainer
+    parts.task = Interrupts(when=lambda _: trainer.version >= 2)
+    interrupted(config, out, parts)
+    state = read_newest(out, config).state
+    assert state.pending is None
+    assert state.scheduler.loaded[0] < state.scheduler.loaded[1] < state.version
+    run_checked(config, out, resume=True)
+
+
+def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(out, monkeypatch):
+    """Also of those that were started at the very instant it was written."""
+    config = config_of()
+    carry_out_all, run_driver = EventLoop._carry_out_all, Driver.run
+    drivers = []
+
+    async def run_known(driver):
+        drivers.append(driver)
+        await run_driver(driver)
+
+    def carried_out_and_interrupted(loop, commands):
+        carry_out_all(loop, commands)
+        drivers[0].interrupt()
+
+    monkeypatch.setattr(Driver, "run", run_known)
+    monkeypatch.setattr(EventLoop, "_carry_out_all", carried_out_and_interrupted)
+    interrupted(config, out, parts_of(config))
+    monkeypatch.undo()
+    state = read_newest(out, config).state
+    assert len(state.in_flight) == 12
+    assert state.in_flight.keys() <= state.rollouts.keys()
+    run_checked(config, out, resume=True)
+
+
+def test_a_complete_run_that_goes_on_evaluates_and_exports_again(out):
+    config = config_of(train={"evaluation": {"problems": 4}})
+    first = run(config, out, parts_of(config))
+    (out / "model" / "fake.json").unlink()
+    parts = parts_of(config)
+    again = run_checked(config, out, parts, resume=True)
+    assert parts.trainer.trained == []
+    assert (out / "model" / "fake.json").exists()
+    assert again == first
+
+
+def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on(out):
+    config = config_of(discard_limit=50)
+    for resume in (False, True):
+        with pytest.raises(RunFailedError, match=r"stalled: .*discard_limit = 50"):
+            run(config, out, parts_of(config, task=Letters(raises_every=1)), resume=resume)
+
+
+def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(out):
+    config = config_of(steps=8, train={"evaluation": {"problems": 4}})
+    interrupted(config, out)
+    assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
+    summary = run(config, out, parts_of(config), resume=True)
+    assert summary.evaluation.to_dict().keys() == {"success_before", "success_after"}
+
+
+def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, monkeypatch):
+    config = config_of(steps=9, train={"checkpoint": {"every": 1, "keep": 1}})
+    rename = Path.rename
+
+    def killed(path, target):
+        if path.name == "partial" and target.with_suffix(".before").exists():
+            raise KeyboardInterrupt  # after Ctrl-C: its second one
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=3, do=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out, parts)
+    monkeypatch.undo()
+    assert read_newest(out, config).state.version >= 3
+    run_checked(config, out, resume=True)
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(out):
+    """What a job scheduler, ``timeout`` and a shutdown send; without a handler it would end this process."""
+    config = config_of(steps=9)
+    killer = Killer(train_batch_size=8, at=3, do=lambda: signal.raise_signal(signal.SIGTERM))
+    interrupted(config, out, parts_of(config, trainer=killer))
+    assert read_newest(out, config).state.version >= 3
+    run_checked(config, out, resume=True)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(out):
+    config = config_of()
+    interrupted(config, out)
+    with pytest.raises(ConfigError, match=r"step_00000\d was written with scheduler.train_batch_size=8, got 16"):
+        read_newest(out, config_of(batch=16))
+    read_newest(out, config_of(train={"checkpoint": {"every": 7}}))  # may differ
+
+
+@pytest.mark.parametrize(
+    ("resume", "says"),
+    [
+        (False, r"^interrupted before the first optimizer step$"),
+        (True, r"^interrupted before anything new, after 3 optimizer steps; --resume goes on"),
+    ],
+)
+def test_ctrl_c_while_engines_start_ends_at_once_and_says_how_far_the_run_is(out, resume, says):
+    config = config_of(steps=3)
+    if resume:
+        run(config, out, parts_of(config))
+    parts = parts_of(config)
+
+    async def pressed():
+        interrupt()
+        await asyncio.sleep(600)
+
+    parts.engines[0].start = pressed
+    with pytest.raises(RunFailedError, match=says):
+        run(config, out, parts, resume=resume)
+    assert (out / FOLDER).exists() is resume
+
+
+@pytest.mark.parametrize(("kind", "may"), [("pipeline", True), ("conventional", False)])
+def test_a_run_may_go_on_with_more_ranks_but_not_with_more_engines(out, kind, may):
+    config = config_of(kind=kind)
+    interrupted(config, out, at=2)
+    cluster = config.cluster.model_copy(update={"accelerators": config.cluster.accelerators + 2})
+    changed = config.model_copy(update={"cluster": cluster})
+    if may:
+        run_checked(changed, out, resume=True)
+    else:
+        with pytest.raises(ConfigError, match=r"was written with cluster.accelerators=2, got 4"):
+            read_newest(out, changed)

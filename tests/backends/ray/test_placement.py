@@ -1,0 +1,115 @@
+"""Who asks Ray for what, and how long it waits, without a Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Generator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from needs import need
+
+need("ray", "torch", "deepspeed")
+
+from in_memory import config_of  # noqa: E402
+from tiny_trainer import settings as rank_settings  # noqa: E402
+from vllm_engine import settings as engine_settings  # noqa: E402
+
+import backends.ray.actors  # noqa: E402
+from backends.interface import Place  # noqa: E402
+from backends.kinds import DEEPSPEED  # noqa: E402
+from backends.ray import placement  # noqa: E402
+from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
+from pipelinerl.config.train import TrainerConfig  # noqa: E402
+from pipelinerl.errors import ConfigError, EngineLostError, TrainerLostError  # noqa: E402
+
+PLACES: Any = object()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])
+def test_a_bundle_holds_all_that_is_placed_in_it(device: str, kind: str, kl_coefficient: float) -> None:
+    config = config_of(kind=kind, train={"device": device, "loss": {"kl_coefficient": kl_coefficient}})
+    reference, ranks = placement._make_reference(config, PLACES, None), placement.rank_options(config, PLACES)
+    trainer = DEEPSPEED.make(config, Place(options=tuple(ranks), weights_folder=Path("nowhere")))
+    assert isinstance(trainer, RayTrainer)
+    asked = [
+        *placement.engine_options(config, PLACES),
+        *trainer._options,
+        *(reference._options if reference is not None else ()),
+    ]
+    bundles = placement._bundles(config)
+    taken: list[Counter[str]] = [Counter() for _ in bundles]
+    for options in asked:
+        place = taken[options["scheduling_strategy"].placement_group_bundle_index]
+        place["CPU"] += options["num_cpus"]
+        place["GPU"] += options["num_gpus"]
+    for bundle, place in zip(bundles, taken, strict=True):
+        assert all(sum(place.values()) > 0 and place[name] <= bundle.get(name, 0.0) for name in place)
+
+
+def test_files_in_the_memory_of_one_machine_are_refused_where_there_are_more() -> None:
+    files = config_of(kind="conventional", train={"transport": "file"})
+    with pytest.raises(ConfigError) as refused:
+        placement._check_folder(files, ["one", "two", "one"])
+    assert str(refused.value) == (
+        "train.weights_folder must be a folder that the 2 machines of the run share, for train.transport='file', "
+        "got '/dev/shm'"
+    )
+    placement._check_folder(files, ["one", "one"])
+    shared = config_of(kind="conventional", train={"transport": "file", "weights_folder": "/shared/weights"})
+    placement._check_folder(shared, ["one", "two"])
+    placement._check_folder(config_of(train={"transport": "broadcast"}), ["one", "two"])
+
+
+class Actor:
+    """In the place of one of Ray's: it answers every call, or none."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self._answers = answers
+
+    def __getattr__(self, method: str) -> Any:
+        return self
+
+    def remote(self, *_: Any) -> Any:
+        return self
+
+    def future(self) -> Future[None]:
+        future: Future[None] = Future()
+        if self._answers:
+            future.set_result(None)
+        return future
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.wrap_future(self.future()).__await__()
+
+
+def ray_with(*actors: Actor) -> Any:
+    """In the place of Ray: these are made, one after the other."""
+    making = iter(actors)
+    cls = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: next(making)))
+    return SimpleNamespace(remote=lambda *args, **_: cls if args else lambda _: cls)
+
+
+def test_a_rank_that_cannot_be_placed_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.ray.actors, "ray", ray_with(Actor(answers=True), Actor(answers=False)))
+    given = rank_settings(Path("nowhere"), num_ranks=2, trainer=TrainerConfig(step_timeout_s=3600))
+    trainer = RayTrainer(object, given, [{"num_cpus": 1}] * 2, placing_timeout_s=0.05)
+    with pytest.raises(TrainerLostError, match=r"^trainer hangs: phase=placing ranks=\[1\] after \S+ s; their accel"):
+        asyncio.run(trainer.start())
+
+
+def test_an_engine_is_placed_within_the_time_of_its_start_and_later_within_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends.ray.actors, "ray", ray_with(Actor(answers=False), Actor(answers=False)))
+    monkeypatch.setattr(backends.ray.actors, "PLACING_S", 0.02)
+    engine = RayEngine(engine_settings(Path("nowhere"), start_timeout_s=0.05), {})
+    for limit in ("0.05", "0.02"):
+        with pytest.raises(EngineLostError, match=rf"phase=placing: no answer for {limit} s"):
+            asyncio.run(engine.start())

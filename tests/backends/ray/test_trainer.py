@@ -1,0 +1,164 @@
+"""Two ranks as Ray actors: what they do together, and what is said when one of them does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from answered import when_others_have_answered
+from needs import need
+
+need("deepspeed")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+ray = pytest.importorskip("ray")
+
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+from tiny_trainer import BATCH, OPTIMIZER, path_of, plain_logprob, samples, save_tiny_model, settings  # noqa: E402
+
+import backends.ray.actors  # noqa: E402
+from backends.ray.actors import RayTrainer  # noqa: E402
+from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
+from backends.transfer.file import read_verified  # noqa: E402
+from backends.transfer.verify import checkpoint_shapes  # noqa: E402
+from pipelinerl.config.train import TrainerConfig  # noqa: E402
+from pipelinerl.errors import BackendError, TrainerLostError  # noqa: E402
+
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray, torch and DeepSpeed warn of much
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_two_ranks_work_together_until_one_dies(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.ray.actors, "RANKS_SHUTDOWN_TIMEOUT_S", 1.0)
+    save_tiny_model(tmp_path)
+    given = settings(tmp_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3, pack_tokens=60, step_timeout_s=600))
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}])
+    options = [{"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, one)} for one in (0, 1)]
+    trainer = RayTrainer(DeepSpeedRank, given, options)
+
+    async def live() -> None:
+        await trainer.start()
+        await the_ranks_meet_at_a_store_that_hears_no_stranger(trainer)
+        await logprobs_come_in_the_order_of_samples(trainer, tmp_path)
+        await links_and_kernels_are_measured(trainer)
+        await what_a_checkpoint_holds_comes_back(trainer, tmp_path)
+        await silence_and_failure_are_named(trainer, tmp_path)
+        monkeypatch.setattr(backends.ray.actors, "BLAME_TIMEOUT_S", 600.0)  # Ray may be slow to know of a death
+        await death_is_named(trainer)
+
+    async def live_and_end() -> None:
+        try:
+            await live()
+        finally:
+            await trainer.shutdown()
+            await trainer.shutdown()
+
+    asyncio.run(live_and_end())
+
+
+async def the_ranks_meet_at_a_store_that_hears_no_stranger(trainer: RayTrainer) -> None:
+    at = await trainer._ranks[0].__ray_call__.remote(
+        lambda _: (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    )
+    socket.create_connection(at, timeout=600).close()  # from where a rank comes from
+    with pytest.raises(TimeoutError):
+        socket.create_connection(at, timeout=0.5, source_address=("127.0.0.9", 0))
+
+
+async def logprobs_come_in_the_order_of_samples(trainer: RayTrainer, model_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
+    batch = samples()
+    result = await trainer.train(batch[:3], completes_step=False)
+    assert {"loss", "entropy_sum", "rank0/forward_s", "rank1/peak_memory_gb"} <= result.metrics.keys()
+    assert "skipped" not in result.metrics
+    loss = result.metrics["loss"]
+    rest = await trainer.train(batch[3:], completes_step=True)
+    expected = 0.0
+    for sample, logprob_T in zip(batch, result.logprob_T + rest.logprob_T, strict=True):
+        assert logprob_T == pytest.approx(plain_logprob(model, sample).detach().numpy(), abs=1e-5)
+        weight_T = np.minimum(1.2, np.exp(logprob_T - sample.behaviour_logprob_T))
+        expected -= float((weight_T * logprob_T).sum()) * sample.advantage / BATCH
+    assert loss + rest.metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert rest.metrics["learning_rate"] == OPTIMIZER.learning_rate / 2
+    with pytest.raises(ValueError, match="got pack_tokens=60, rollout 7 has 99 tokens"):
+        await trainer.train([replace(batch[7], prompt_P=np.ones(99 - len(batch[7].answer_T)))], completes_step=False)
+
+
+async def links_and_kernels_are_measured(trainer: RayTrainer) -> None:
+    facts = await trainer.self_test(1_000_000)
+    assert len(facts) == 2
+    for one in facts:
+        assert (one.device, one.same_checksum, one.to_host_gb_s) == ("CPU", True, None)
+        assert one.attention_error < 1e-5
+        assert one.reduce_gb_s is not None
+        assert one.reduce_gb_s > 0
+        assert one.broadcast_gb_s is not None
+        assert one.broadcast_gb_s > 0
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("rank")}
+
+
+async def what_a_checkpoint_holds_comes_back(trainer: RayTrainer, model_path: Path) -> None:
+    shapes = checkpoint_shapes(model_path)
+    before = await trainer.publish(1)
+    await trainer.send(before)
+    read_verified(path_of(before), before.checksums, shapes)
+    await trainer.snapshot()
+    first, _ = await asyncio.gather(
+        trainer.train(samples(1), completes_step=True), trainer.save(model_path / "checkpoint")
+    )
+    after = await trainer.publish(2)
+    assert after.checksums != before.checksums
+    await trainer.load(model_path / "checkpoint")
+    assert (await trainer.publish(1)).checksums == before.checksums
+    second = await trainer.train(samples(1), completes_step=True)
+    assert (await trainer.publish(2)).checksums == after.checksums
+    assert without_times(second.metrics) == without_times(first.metrics)
+    await trainer.export(model_path / "export")
+    exported = checkpoint_shapes(model_path / "export")
+    assert exported == shapes
+
+
+async def silence_and_failure_are_named(trainer: RayTrainer, model_path: Path) -> None:
+    with pytest.raises(
+        BackendError,
+        match=r"trainer failed: phase=load rank=0 after \S+ s; without its folder .*: BackendError: ch",
+    ) as failed:
+        await trainer.load(model_path / "nothing")
+    assert failed.type is BackendError  # raised on purpose: a trainer that is started again would raise it again
+    usual = trainer._settings
+    trainer._settings = replace(usual, trainer=TrainerConfig(step_timeout_s=1, pack_tokens=60))
+    process = await trainer._ranks[1].__ray_call__.remote(lambda _: os.getpid())
+    os.kill(process, signal.SIGSTOP)
+    hangs = pytest.raises(TrainerLostError, match=r"trainer hangs: phase=offload ranks=\[1\] after \d+\.\d s")
+    with hangs, when_others_have_answered(1):
+        await trainer.offload()
+    os.kill(process, signal.SIGCONT)
+    trainer._settings = usual
+    await trainer.reload()
+
+
+async def death_is_named(trainer: RayTrainer) -> None:
+    """It stands still before it dies, so that the step cannot be done by then."""
+    process = await trainer._ranks[1].__ray_call__.remote(lambda _: os.getpid())
+    os.kill(process, signal.SIGSTOP)
+    training = asyncio.ensure_future(trainer.train(samples(), completes_step=True))
+    await asyncio.sleep(0)
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(TrainerLostError, match=r"trainer died: phase=train rank=1 after \d+\.\d s; go on from"):
+        await training

@@ -1,0 +1,60 @@
+"""Attention on packed rows against attention written out, sequence by sequence."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from refusals import message  # noqa: E402
+
+from backends.trainer.attention import check_kernel, packed_attention  # noqa: E402
+
+LENGTHS = (1, 7, 4)
+
+
+def tensors(value_width: int = 8, device: str = "cpu"):
+    """Return queries of four heads, keys and values of two."""
+    torch.manual_seed(0)
+    sizes = ((4, 8), (2, 8), (2, value_width))
+    return [torch.randn(1, heads, sum(LENGTHS), width, dtype=torch.float64).to(device) for heads, width in sizes]
+
+
+def attention(query, key, value, **settings):
+    boundary = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32).to(query.device)
+    settings |= {"cu_seq_lens_q": boundary, "max_length_q": max(LENGTHS)}
+    return packed_attention(torch.nn.Identity(), query, key, value, None, **settings)[0]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("value_width", [8, 6])
+def test_a_token_attends_to_those_of_its_sequence_that_it_may_see(window, value_width) -> None:
+    query, key, value = tensors(value_width)
+    got = attention(query, key, value, scaling=0.3, sliding_window=window)
+    sequence_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    back_NN = torch.arange(sum(LENGTHS))[:, None] - torch.arange(sum(LENGTHS))
+    seen_NN = (sequence_N[:, None] == sequence_N) & (back_NN >= 0) & (back_NN < (window or 1000))
+    for head in range(4):
+        scores_NN = (0.3 * query[0, head] @ key[0, head // 2].T).masked_fill(~seen_NN, -torch.inf)
+        assert torch.allclose(got[0, :, head], scores_NN.softmax(-1) @ value[0, head // 2], rtol=1e-12)
+
+
+@pytest.mark.parametrize("value_width", [8, 6])
+def test_the_kernel_of_gpus_gives_the_same_shape(value_width) -> None:
+    """What it gives needs a GPU; that its arguments are accepted is seen on the device without numbers."""
+    assert attention(*tensors(value_width, "meta")).shape == attention(*tensors(value_width)).shape
+
+
+def test_what_the_kernel_does_not_do_is_refused() -> None:
+    assert "the attention of Identity needs softcap, not supported" in message(attention, *tensors(), softcap=50.0)
+
+
+def test_a_gpu_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    says = message(check_kernel, torch.device("cuda:0"))
+    assert says.startswith("train.device='gpu' needs GPUs with FlashAttention, compute capability 8.0")
+    assert says.endswith("got Tesla T4 with 7.5")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    check_kernel(torch.device("cuda:0"))

@@ -1,0 +1,159 @@
+"""What is published and exported has the names and the bits of ``save_pretrained``, whatever the model is in memory.
+
+Tiny models of random weights; what of DeepSpeed only puts parameters together, which lie whole here, is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import backends.trainer.model  # noqa: E402
+from backends.trainer.model import PolicyModel, copy_policy, load_policy, save_policy  # noqa: E402
+from backends.trainer.publish import Publisher  # noqa: E402
+from backends.transfer.row import layout, view_of  # noqa: E402
+from backends.transfer.transport import is_mismatch  # noqa: E402
+from backends.transfer.verify import checkpoint_shapes  # noqa: E402
+from pipelinerl.errors import BackendError  # noqa: E402
+from pipelinerl.hardware.transport import OURS, find_transport  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+ROUTED = EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+LOW_RANK = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": SHAPE,
+    "qwen3": SHAPE,
+    "qwen3_moe": SHAPE | EXPERTS | {"num_experts": 4},
+    "llama": SHAPE,
+    "gemma3_text": SHAPE | {"tie_word_embeddings": True},
+    "glm4_moe": SHAPE | ROUTED | {"first_k_dense_replace": 1},
+    "deepseek_v3": SHAPE | ROUTED | LOW_RANK | {"first_k_dense_replace": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for DeepSpeed: nothing is partitioned here; several buckets."""
+    zero = SimpleNamespace(GatheredParameters=lambda parameters: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(zero=zero))  # type: ignore[arg-type]
+    monkeypatch.setattr(backends.trainer.model, "BUCKET_BYTES", 50_000)
+
+
+def saved_model(model_type: str, folder: Path) -> dict[str, Any]:
+    """Write a model of random weights; return what its file holds. Biases that balance experts are in float32."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = torch.randn_like(buffer, dtype=torch.float32)
+    model.save_pretrained(folder)
+    weights: dict[str, Any] = load_file(folder / "model.safetensors")
+    return weights
+
+
+def loaded(folder: Path, dtype: Any = None) -> PolicyModel:
+    return PolicyModel(load_policy(str(folder), device="cpu", dtype=dtype), temperature=1.0, value_head=True)
+
+
+def publisher(folder: Path, transport: str) -> Publisher:
+    published = folder / "published"
+    return Publisher(
+        0,
+        device="cpu",
+        transport=find_transport(transport, key="transport", among=OURS),
+        folder=published,
+        model_path=str(folder),
+    )
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and left[name].shape == right[name].shape
+        and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
+        for name in left
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_names_bits_and_types_are_those_of_save_pretrained(model_type: str, tmp_path: Path) -> None:
+    saved = saved_model(model_type, tmp_path)
+    model = loaded(tmp_path, torch.bfloat16)
+    assert same(copy_policy(model, receive=True), saved)
+    for transport in ("file", "broadcast"):
+        one = publisher(tmp_path, transport)
+        one.check(model)
+        weights = one.publish(model, 1)
+        assert weights is not None
+        if transport == "file":
+            assert same(load_file(weights.location.removeprefix("file:")), saved)
+        else:
+            row = one._sender._row.row  # type: ignore[attr-defined]
+            assert same({place.name: view_of(row, place) for place in layout(one._source.parameters)}, saved)  # type: ignore[union-attr]
+    save_policy(model, copy_policy(model, receive=True), tmp_path / "exported")
+    assert same(load_file(tmp_path / "exported" / "model.safetensors"), saved)
+
+
+def test_the_biases_that_balance_experts_are_published(tmp_path: Path) -> None:
+    saved = saved_model("glm4_moe", tmp_path)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert saved[bias].dtype == torch.float32
+    assert saved[bias].abs().min() > 0
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in saved
+
+
+def test_layers_that_only_draft_are_neither_trained_nor_missed(tmp_path: Path) -> None:
+    saved = saved_model("glm4_moe", tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.num_nextn_predict_layers == 1
+    last = "model.layers.1."
+    draft = {name.replace(last, "model.layers.2."): one.clone() for name, one in saved.items() if last in name}
+    draft["mtp.fc.weight"] = torch.ones(64, 128, dtype=torch.bfloat16)  # as Qwen3-Next and Qwen3.5 name them
+    save_file(saved | draft, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert checkpoint_shapes(tmp_path).keys() == saved.keys()
+    publisher(tmp_path, "file").check(loaded(tmp_path))
+
+
+@pytest.mark.parametrize("transport", ["file", "broadcast"])
+def test_weights_that_engines_do_not_know_are_refused_when_the_trainer_starts(transport: str, tmp_path: Path) -> None:
+    saved = saved_model("qwen3_moe", tmp_path)
+    model = loaded(tmp_path)
+    more = {"model.layers.0.mlp.experts.4.up_proj.weight": torch.zeros(32, 64)}
+    save_file(saved | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
+        num = len(opened.keys())
+    pattern = rf"^weights to be sent lack 1 of {num} parameters: {next(iter(more))}$"
+    with pytest.raises(BackendError, match=pattern) as refused:
+        publisher(tmp_path, transport).check(model)
+    assert is_mismatch(str(refused.value))
+    assert not is_mismatch("weights to be sent have a wrong checksum in 1 of 3 parameters: x")  # another transfer helps
+
+
+def test_the_group_that_is_meant_is_ended_and_no_other(tmp_path: Path) -> None:
+    one = publisher(tmp_path, "broadcast")
+    before, _ = one.group.open(), one.group.open()
+    one.group.abort(before, "engine 0 is lost")
+    assert "did not come" in str(one.join_group(["trainer", "engine 0"], 0.01))
+    rendezvous = one.group.open()
+    one.group.abort(rendezvous, "engine 0 is lost")  # before the call that it is to end
+    fault = one.join_group(["trainer", "engine 0"], 1000.0)
+    assert str(fault).endswith("; engine 0 is lost")
+    one.close()

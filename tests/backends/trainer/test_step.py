@@ -1,0 +1,60 @@
+"""The learning rate step by step, FLOP and the peak of a GPU, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from backends.trainer.step import learning_rate_factor, training_flop
+from pipelinerl.config.train import OptimizerConfig
+from pipelinerl.hardware.catalogue import find_model, gpu_of_device
+
+
+def test_flop_of_a_7b() -> None:
+    """Products: 6 * 7.6156e9 parameters a token; attention: 6 * 28 layers * 3584 numbers a squared token."""
+    model = find_model("Qwen2.5-7B")
+    flop = training_flop(model, np.array([1000, 3000]))
+    products, attention = 6 * 7.6156e9 * 4000, 6 * 28 * 3584 * (1000**2 + 3000**2)
+    assert flop == pytest.approx(products + attention, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_gpu(name: str, peak: float | None) -> None:
+    gpu = gpu_of_device(name)
+    assert (gpu and gpu.bf16_flops) == peak
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", [0.5, 1, 1, 0.8535534, 0.5, 0.1464466, 0]),
+    ],
+)
+def test_the_rate_rises_in_two_steps_and_then_follows_the_schedule(schedule: str, factors: list[float]) -> None:
+    config = OptimizerConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 2, "schedule": schedule})
+    factor = learning_rate_factor(config, optimizer_steps=6)
+    assert [factor(done) for done in range(7)] == pytest.approx(factors, abs=1e-7)
+
+
+def test_a_run_that_is_all_warm_up_never_falls() -> None:
+    config = OptimizerConfig(learning_rate=1e-3, warmup_steps=4, schedule="linear")
+    factor = learning_rate_factor(config, optimizer_steps=2)
+    assert [factor(done) for done in range(2)] == [0.25, 0.5]
+
+
+def test_steps_beyond_the_last_have_no_rate() -> None:
+    factor = learning_rate_factor(OptimizerConfig(learning_rate=1e-3, schedule="cosine"), optimizer_steps=4)
+    assert factor(5) == 0

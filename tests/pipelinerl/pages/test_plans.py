@@ -1,0 +1,284 @@
+"""Pages of plans: the sentences of an answer, measurements, assumptions and another plan, cases side by side."""
+
+from typing import Any
+
+import pytest
+from tiny_plan import priced_plan
+
+from pipelinerl.config.run import ClusterConfig
+from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.pages.page import Place, Section
+from pipelinerl.pages.plans import cases_page, choice, measurements, plan_page, probability
+from pipelinerl.records.plan_report import (
+    Against,
+    Assumed,
+    AsynchronousOdds,
+    CertaintyReport,
+    Changed,
+    Instead,
+    MeasurementValue,
+    PlanReport,
+)
+
+DECIDES = "phase switch decides most, 40% of the difference"
+
+
+def value(
+    *measured: str, gain: float, commands: tuple[str, ...] = ("do it",), minutes: float = 6.0
+) -> MeasurementValue:
+    return MeasurementValue(
+        measured=list(measured), right=0.7, regret=0.04 - gain, gain=gain, settles=gain > 0.005,
+        commands=list(commands), minutes=minutes, gpus=8,
+    )  # fmt: skip
+
+
+def report(*measurements: MeasurementValue, **changed: Any) -> CertaintyReport:
+    made = CertaintyReport(
+        draws=400, compared=24, tie=0.03, right=0.58, regret=0.043, least_regret=0.04, expected="pipeline 4/4",
+        expected_faster=0.0, expected_regret=0.043, keeps_limits=None, asynchronous=None, fits=None, unknown={},
+        measurements=list(measurements),
+    )  # fmt: skip
+    return made.model_copy(update=changed)
+
+
+def answers(*measurements: MeasurementValue, **changed: Any) -> dict[str, list[str]]:
+    certainty = report(*measurements, **changed)
+    return sections(priced_plan().model_copy(update={"certainty": certainty}))
+
+
+def sections(plan: PlanReport) -> dict[str, list[str]]:
+    """The lines of each section of its page by title."""
+    return {one.title: list(one.lines) for one in plan_page(plan).sections}
+
+
+def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() -> None:
+    fastest = (
+        "Nothing else within the limits is more than 3% faster if all is as expected; on average over 400 draws of "
+        "what is not measured it is 4.3% behind the fastest of 24 candidates."
+    )
+    assert answers()["why"] == [fastest]
+    own = priced_plan().own
+    assert own is not None
+    beyond = own.model_copy(update={"keeps_to_limits": False, "recommended_over_own": 0.8})
+    made = priced_plan().model_copy(update={"certainty": report(), "own": beyond})
+    assert sections(made)["why"] == [f"{fastest} The run file is 25% faster and breaks a limit."]
+    other = priced_plan().simulated[-1]
+    faster = {"expected": other.label, "expected_faster": 0.19}
+    assert answers(**faster, expected_regret=0.15)["why"] == [
+        f"{other.label} is 19% faster if all is as expected, but a greater risk: on average over 400 draws of what is "
+        "not measured it is 15.0% behind the fastest of 24 candidates, this one 4.3%."
+    ]
+    lags = f"a mean lag of {other.lag_mean:.2f} instead of {priced_plan().recommended.lag_mean:.2f}"
+    assert answers(**faster, expected_regret=0.05)["why"] == [  # as good within 3%: the lag has decided
+        f"{other.label} is 19% faster if all is as expected, but at {lags}, and on average over 400 draws of what is "
+        "not measured no faster within 3%: this one is 4.3% behind the fastest of 24 candidates."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        (
+            "pipeline",
+            "Pipeline RL: 3 GPUs generate and 1 trains; 8 sequences in progress on each engine of one GPU; new w",
+        ),
+        (
+            "one_step_off",
+            "One_step_off RL: 3 GPUs generate and 1 trains; 8 sequences in progress on each engine of one",
+        ),
+        (
+            "conventional",
+            "Conventional RL: all 4 GPUs generate, then all train; 8 sequences in progress on each engine",
+        ),
+        (
+            "partial_rollouts",
+            "Partial_rollouts RL: all 4 GPUs generate, then all train; 8 sequences in progress on eac",
+        ),
+    ],
+)
+def test_the_answer_says_which_gpus_do_what(kind: str, split: str) -> None:
+    """Where the same GPUs do both, a split that the question holds is not one of the answer."""
+    best = priced_plan().recommended
+    scheduler = SchedulerConfig(kind=kind, train_batch_size=8, generation_batch_size=8, publish_every=2)
+    cluster = ClusterConfig(accelerators=4, generation_accelerators=3)
+    words = choice(best.model_copy(update={"scheduler": scheduler, "cluster": cluster}))
+    assert words.startswith(split)
+    assert ("optimizer steps on what was generated at once" in words) == (kind != "pipeline")
+    assert f"That gives {best.tokens_per_s:,.0f} tokens/s (" in words
+
+
+def test_one_gpu_generates_and_one_trains() -> None:
+    scheduler = SchedulerConfig(kind="pipeline", train_batch_size=8, generation_batch_size=8)
+    changed = {"scheduler": scheduler, "cluster": ClusterConfig(accelerators=2, generation_accelerators=1)}
+    words = choice(priced_plan().recommended.model_copy(update=changed))
+    assert words.startswith("Pipeline RL: 1 GPU generates and 1 trains; 8 sequences")
+
+
+@pytest.mark.parametrize(("idle", "rest"), [(1, "1 stands idle"), (3, "3 stand idle")])
+def test_the_answer_says_which_gpus_stand_idle(idle: int, rest: str) -> None:
+    scheduler = SchedulerConfig(kind="conventional", train_batch_size=8, generation_batch_size=8)
+    changed = {"scheduler": scheduler, "cluster": ClusterConfig(accelerators=4), "idle": idle}
+    words = choice(priced_plan().recommended.model_copy(update=changed))
+    assert words.startswith(
+        f"Conventional RL: 4 of {4 + idle} GPUs generate, then these train, and {rest}; 8 sequences"
+    )
+
+
+def test_how_sure_a_plan_is_of_its_speed_its_limits_and_its_memory() -> None:
+    assert answers()["how sure"] == ["Fastest within 3% with probability 0.58."]
+    assert answers(keeps_limits=0.62, fits=0.876)["how sure"] == [
+        "Fastest within 3% with probability 0.58; keeps to the limits with probability 0.62; memory suffices with "
+        "probability 0.88."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.0, "at most 0.005"),
+        (0.006, "0.01"),
+        (0.5, "0.50"),
+        (0.994, "0.99"),
+        (0.9951, "at least 0.995"),
+        (1.0, "at least 0.995"),
+    ],
+)
+def test_no_probability_is_told_as_certain(value: float, words: str) -> None:
+    assert probability(value) == f"with probability {words}"
+
+
+@pytest.mark.parametrize(
+    ("faster", "certain", "end", "changes"),
+    [
+        (0.71, False, "0.71: not certain.", [f"Asynchronous or synchronous: {DECIDES}."]),
+        (0.97, True, "0.97.", []),
+        (0.01, True, "0.01.", []),
+    ],
+)
+def test_asynchronous_rl_is_certain_or_it_is_said_what_decides(
+    faster: float, certain: bool, end: str, changes: list[str]
+) -> None:
+    odds = AsynchronousOdds(faster=faster, certain=certain, decided_by="phase switch", share=0.4)
+    said = answers(asynchronous=odds)
+    assert said["how sure"][0].endswith(f"; asynchronous RL is faster than synchronous RL with probability {end}")
+    assert said["depends on"] == changes
+
+
+def test_the_assumption_with_the_most_effect_is_among_what_it_depends_on() -> None:
+    others = [
+        Instead(value=0.5, throughput=1.47, fastest="pipeline"),
+        Instead(value=2.0, throughput=0.9, fastest=None),
+    ]
+    made = priced_plan().model_copy(update={"assumed": [Assumed(key="workload.length.cv", value=1.0, instead=others)]})
+    assert sections(made)["depends on"][-1] == (
+        "The assumption with the most effect is workload.length.cv = 1: 0.5 gives +47% (pipeline turns "
+        "the fastest), 2 gives -10%."
+    )
+
+
+def test_the_next_step_is_the_measurement_that_gains_nearly_all_for_the_fewest_commands() -> None:
+    some = (
+        value("weight transfer", gain=0.02),
+        value("decode step", gain=0.001),
+        value("weight transfer", "mean answer", gain=0.024, commands=("this", "that")),
+    )
+    assert answers(*some)["next"] == [
+        "Measure weight transfer (about 6 minutes on 8 GPUs), which gains 2.0% throughput on average, and plan again "
+        "with --measured:",
+        "$ do it",
+    ]
+    title = "throughput that a measurement gains on average, and the probability of the fastest, 0.58 now"
+    assert measurements(report(*some)) == Section(
+        title,
+        [
+            "+2.0%, 0.70: weight transfer (about 6 minutes on 8 GPUs)",
+            "nothing: decode step",
+            "+2.4%, 0.70: weight transfer and mean answer (about 6 minutes on 8 GPUs)",
+        ],
+        Place.LIST,
+    )
+    no_surer = measurements(report(*some, right=0.7)).lines
+    assert no_surer[0] == "+2.0%: weight transfer (about 6 minutes on 8 GPUs)"
+
+
+def test_without_a_command_that_gains_nearly_all_the_best_command_is_next() -> None:
+    far, near = value("mean answer", gain=0.05, commands=()), value("switch", gain=0.01)
+    assert answers(far, near)["next"][1:] == ["$ do it"]
+    know = "Know mean answer, which gains 5.0% throughput on average, and ask again;"
+    assert answers(far)["next"] == [f"{know} train --check measures that where the run file has [train]."]
+    made = priced_plan().model_copy(update={"certainty": report(far), "asked": {"train": {}}})
+    assert sections(made)["next"] == [f"{know} no command measures that."]
+
+
+def test_nothing_to_measure_is_said() -> None:
+    for some in ((), (value("switch", gain=0.0),)):
+        assert answers(*some)["next"] == ["No measurement would change the plan: run it."]
+        assert not measurements(report(*some)).lines
+
+
+def test_the_table_has_the_recommendation_and_the_candidates_it_was_compared_with() -> None:
+    report = priced_plan()
+    page = plan_page(report)
+    (table,) = page.tables
+    number = report.certainty.compared
+    assert table.title == f"13 candidates screened, {number} compared in 400 draws, 6 simulated"
+    for one in (report.recommended, report.runner_up, report.own):
+        assert one is not None
+        assert [f"{one.tokens_per_s:,.0f}"] in [row[2:3] for row in table.rows if row[1] in one.label]
+    assert f"bottleneck: {report.recommended.verdict}" in page.section("what limits it")
+
+
+def test_a_run_file_of_a_kind_that_was_not_tried_is_marked() -> None:
+    report = priced_plan()
+    assert report.own is not None
+    other = report.own.model_copy(update={"among_schedulers": False})
+    lines = sections(report.model_copy(update={"own": other}))["what limits it"]
+    marked = "run file (only to compare with: plan.schedulers has no pipeline): recommended is "
+    assert any(line.startswith(marked) for line in lines)
+
+
+def test_assumptions_and_the_differences_from_another_plan_are_listed() -> None:
+    report = priced_plan()
+    best = report.recommended
+    *_, assumed = sections(report).values()
+    assert assumed == []
+    slower = Instead(value="A100", throughput=0.5, fastest=None)
+    other = Against(
+        name="old", label=best.label, family=best.family, tokens_per_s=best.tokens_per_s / 2, lag_mean=1.0,
+        cost=best.cost, verdict="slow", complete=False, changed=[Changed(key="gpu", before="H100", alone=slower)],
+    )  # fmt: skip
+    assumption = Assumed(key="hardware.weight_sync", value=None, instead=[slower])
+    *_, assumed, against = plan_page(report.model_copy(update={"assumed": [assumption], "against": other})).sections
+    assert assumed.lines == ["hardware.weight_sync = not given: A100 gives -50%"]
+    assert against.title == "against old (cut short: the best of what it had simulated)"
+    assert against.lines[0] == "gpu: H100 -> A100: -50% tokens/s alone"
+    assert against.lines[1].endswith(f" -> {best.tokens_per_s:,.0f} (+100%)")
+    assert against.lines[-2:] == [
+        f"recommended: {best.label} -> {best.label} (the same)",
+        f"bottleneck: slow -> {best.verdict}",
+    ]
+    same = other.model_copy(update={"changed": [], "complete": True})
+    *_, against = plan_page(report.model_copy(update={"against": same})).sections
+    assert (against.title, against.lines[0]) == ("against old", "the same question")
+
+
+def test_the_page_of_cases_names_the_fastest_the_cheapest_and_the_winners() -> None:
+    report = priced_plan()
+    best = report.recommended
+    dear = best.cost.model_copy(update={"usd_per_million_tokens": 3 * (best.cost.usd_per_million_tokens or 0)})
+    faster = best.model_copy(
+        update={"tokens_per_s": 2 * best.tokens_per_s, "cost": dear, "family": "conventional", "label": "other"}
+    )
+    page = cases_page({"4 GPUs": report, "8 GPUs": report.model_copy(update={"recommended": faster})}, failures=["no"])
+    first, second = page.answer.splitlines()
+    assert first.startswith(f"Fastest: 8 GPUs, {2 * best.tokens_per_s:,.0f} tokens/s for ")
+    assert ". Cheapest: 4 GPUs, " in first
+    assert first.endswith(". 8 GPUs: 100% faster than 4 GPUs, for 200% more per token.")
+    assert second == "Pipeline wins with 4 GPUs; conventional wins with 8 GPUs."
+    assert f"{2 * best.tokens_per_s:,.0f} tokens/s" in page.section("8 GPUs")[0]
+    limits = page.section("what limits each")
+    assert (limits[0], limits[-1]) == (f"4 GPUs: {best.verdict}", "no")
+    assert [line[:7] for line in page.section("next") if not line.startswith("$ ")] == ["4 GPUs:", "8 GPUs:"]
+    assert [row[:2] for row in page.tables[0].rows] == [["4 GPUs", best.label], ["8 GPUs", "other"]]
+    alone = cases_page({"4 GPUs": report}).answer
+    assert alone.startswith(f"Fastest and cheapest: 4 GPUs, {best.tokens_per_s:,.0f} tokens/s for ")

@@ -1,0 +1,96 @@
+"""Pages of runs, comparisons and checks."""
+
+from pathlib import Path
+
+import pytest
+from command_line import Command, sets
+from tiny_comparison import run
+
+from pipelinerl.pages.page import Page
+from pipelinerl.pages.runs import check_page, comparison_page, run_page
+from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
+from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.reports import RunReport
+from sim.run import simulate
+
+
+@pytest.fixture(scope="module")
+def summary() -> RunReport:
+    return simulate(run())
+
+
+def numbers(report: RunReport) -> dict[str, str]:
+    """The rows of its table."""
+    return dict(run_page({"run": report}).tables[0].rows)
+
+
+def test_an_incomplete_run_says_so(summary: RunReport) -> None:
+    assert "complete" not in numbers(summary)
+    assert numbers(summary.model_copy(update={"complete": False}))["complete"] == "no: the run ended early"
+
+
+def test_a_run_of_no_time_at_all_has_a_table(summary: RunReport) -> None:
+    nothing = summary.seconds.model_copy(update=dict.fromkeys(type(summary.seconds).model_fields, 0.0))
+    assert numbers(summary.model_copy(update={"duration_s": 0.0, "seconds": nothing}))["trainer's time"] == "none"
+
+
+@pytest.mark.parametrize("bottleneck", Bottleneck)
+def test_every_bottleneck_has_what_would_change_it(bottleneck: Bottleneck, summary: RunReport) -> None:
+    page = run_page({"run": summary.model_copy(update={"bottleneck": bottleneck})})
+    (line,) = page.section("depends on")
+    assert "make it faster" in line or "makes it faster" in line
+
+
+@pytest.mark.parametrize(("steps", "short"), [(10, True), (50, False)])
+def test_a_run_too_short_for_its_start_up_to_fade_says_so(command: Command, steps: int, short: bool) -> None:
+    """The quickstart: 9.2k tokens/s over 10 steps and 11.9k in the last 5 of them; 11.7k over 50, and 12.4k later."""
+    quickstart = Path(__file__).parents[3] / "examples" / "quickstart.toml"
+    assert ("the second half alone" in command("simulate", quickstart, *sets(f"optimizer_steps={steps}")).out) == short
+
+
+def compared(*scenarios: dict[str, RunReport], speedup: float | None = 1.5) -> Page:
+    """The page of arms by name in each scenario; the baseline is b."""
+    made = [
+        {
+            "name": f"scenario {number}",
+            "arms": [
+                {"name": name, "folder": "x", "speedup": speedup, "summary": one.to_dict()}
+                for name, one in arms.items()
+            ],
+        }
+        for number, arms in enumerate(scenarios)
+    ]
+    data = {"baseline": "b", "scenarios": made, "failures": ["one failed"], "complete": True}
+    return comparison_page(ComparisonReport.from_dict(data, name="comparison"))
+
+
+def test_a_comparison_has_a_row_per_arm_and_answers_with_the_fastest(summary: RunReport) -> None:
+    slow = summary.model_copy(update={"tokens_per_s": summary.tokens_per_s / 2, "optimizer_steps": 0})
+    page = compared({"a": summary, "b": slow}, {"a": summary, "b": slow}, {"a": slow, "b": summary})
+    assert page.answer.startswith("The fastest is a: 2.00 times the trained tokens per second of b; its tokens lag ")
+    assert [row[:4] for row in page.tables[0].rows[:2]] == [
+        ["scenario 0", "a", "1.50", f"{summary.tokens_per_s:,.0f}"],
+        ["scenario 0", "b", "1.50", f"{slow.tokens_per_s:,.0f}"],
+    ]
+    assert page.tables[0].rows[1][4] == "-"  # no step, no seconds of it
+    assert page.section("depends on")[:2] == [
+        "scenario 1: the same one is fastest, 1.50 times as fast as b.",
+        "scenario 2: b is fastest instead, 1.50 times as fast as b.",
+    ]
+    assert page.section("failed") == ["one failed"]
+
+
+def test_a_comparison_without_its_baseline_or_without_a_run_has_a_page(summary: RunReport) -> None:
+    assert compared({"a": summary}, speedup=None).tables[0].rows[0][2] == "-"
+    assert compared({}).answer == "No run has ended."
+
+
+def test_a_check_has_a_row_per_measurement_and_its_advice() -> None:
+    rows = [
+        CheckRow(what="  links", measured="1 GB/s", expected="2 GB/s", finding=Finding.SLOW, advice="look"),
+        CheckRow(what="disk", measured="1 GB"),
+    ]
+    page = check_page(CheckReport(rows=rows))
+    assert page.tables[0].rows == [["  links", "1 GB/s", "2 GB/s", "slow"], ["disk", "1 GB", "", "ok"]]
+    assert page.section("advice") == ["slow, links: look"]
