@@ -116,7 +116,7 @@ def test_a_question_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> N
         config: RunConfig, how: HowToPlan, *, whole: bool, assumed: Sequence[Assumption], effects: bool
     ) -> prl.PlanReport:
         asked.append(config)
-        assert not whole and effects
+        assert (whole, effects) == (False, True)
         rows = [Assumed(key=one.key, value=one.value, instead=[]) for one in assumed]
         return priced_plan().model_copy(update={"assumed": rows})
 
