@@ -192,5 +192,5 @@ def test_without_the_packages_of_training_the_task_is_checked_and_the_rest_is_na
     assert rows["lengths in tokens"]["finding"] == "not checked"
     for what in ("machines and links", "training", "engines and weights"):
         assert rows[what]["finding"] == "not checked"
-        assert rows[what]["measured"] == "torch, vLLM, DeepSpeed, Ray, transformers not installed"
+        assert rows[what]["measured"] == "torch, Ray, transformers, vLLM, DeepSpeed not installed"
         assert rows[what]["advice"] == "pip install -e '.[train-cpu]' in the project's folder"

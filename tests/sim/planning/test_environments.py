@@ -149,8 +149,7 @@ def test_the_command_prints_keeps_and_draws(command: Command, tmp_path: Path) ->
     assert json.loads(result.out) == json.loads((out / "environments.json").read_text())
     assert (out / "figures" / "rollouts_against_environments.png").exists()
     assert command("plot", out, "--out", tmp_path / "again").status == 0
-    table = command(*words)
-    assert "the knee is at 6 environments" in table.out
+    assert "The knee is at 6 environments" in command(*words).out
     assert_fails(command(*words, "--set", "plan.environments=[0]"), 2, "plan.environments.0 must be at least 1, got 0")
 
 
