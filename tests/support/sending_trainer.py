@@ -25,27 +25,23 @@ class Trainer:
         await asyncio.to_thread(self.sender.meet)
 
     def weights(self, version: int, model: Any) -> Weights:
-        from backends.transfer.row import digest, label, parameters_of
+        from transfer_group import digest_of
 
-        checksum = digest(parameters_of(dict(model.named_parameters())), self.sums(model))
+        from backends.transfer.row import label
+
+        checksum = digest_of(dict(model.named_parameters()))
         return Weights(version, f"broadcast:{label(version, checksum)}", {"all parameters": checksum})
 
     def sums(self, model: Any) -> list[int]:
-        from backends.transfer.checksum64 import checksum64
+        from transfer_group import sums_of
 
-        return [checksum64(tensor) for _, tensor in sorted(model.named_parameters())]
+        return sums_of(dict(model.named_parameters()))
 
     async def send(self, version: int, model: Any, *, said_to_be: Any = None) -> int:
         """Send a model under the checksums of another; return how many machines refuse it."""
-        import torch
+        from transfer_group import row_of
 
-        from backends.transfer.row import layout, parameters_of, row_bytes, view_of
-
-        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        places = layout(parameters_of(tensors))
-        row = torch.zeros(row_bytes(places), dtype=torch.uint8)
-        for place in places:
-            view_of(row, place).copy_(tensors[place.name])
+        row = row_of({name: parameter.detach() for name, parameter in model.named_parameters()})
         return await asyncio.to_thread(self.sender.send, row, version=version, sums=self.sums(said_to_be or model))
 
 

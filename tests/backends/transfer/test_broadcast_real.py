@@ -31,6 +31,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_trainer import samples, settings  # noqa: E402
+from transfer_group import digest_of  # noqa: E402
 
 from backends.driver.weight_sync import WeightSyncGroup  # noqa: E402
 from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
@@ -38,8 +39,6 @@ from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
 from backends.ray.cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from backends.transfer.checksum64 import checksum64  # noqa: E402
-from backends.transfer.row import digest, parameters_of  # noqa: E402
 from backends.vllm.process import VLLMSettings  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
@@ -118,7 +117,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         folder = tmp_path / f"export-{number}"
         await trainer.export(folder)
         tensors = load_file(folder / "model.safetensors")
-        trained = digest(parameters_of(tensors), [checksum64(tensors[name]) for name in sorted(tensors)])
+        trained = digest_of(tensors)
         answers = []
         for index in members:
             assert await engines[index].checksums() == {"all parameters": trained} == weights.checksums

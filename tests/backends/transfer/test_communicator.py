@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gloo_communicator import Gloo  # noqa: E402
-from weight_source import Source, stream_sender  # noqa: E402
+from transfer_group import Meeting, Source  # noqa: E402
 
 import backends.transfer.communicator as module  # noqa: E402
 from backends.transfer import streamed as streaming  # noqa: E402
 from backends.transfer.communicator import COMMUNICATORS, HOST  # noqa: E402
-from backends.transfer.connection import RendezvousServer  # noqa: E402
-from backends.transfer.group import Receiver, Sender  # noqa: E402
+from backends.transfer.group import Receiver  # noqa: E402
 from backends.transfer.row import parameters_of  # noqa: E402
 from backends.transfer.streamed import Streaming  # noqa: E402
-from backends.transfer.transport import Membership  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 WEIGHTS = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -43,46 +40,15 @@ class Noted(Gloo):
         made.append(self)
 
 
-class Group:
-    """A sender, and workers each of which has what passes to itself."""
-
-    def __init__(self, timeout_s: float) -> None:
-        server = RendezvousServer.open("127.0.0.1")
-        members = [
-            Membership(rendezvous=server.rendezvous, worker=1 + n, shapes=SHAPES, device=HOST, timeout_s=timeout_s)
-            for n in range(NUM_WORKERS)
-        ]
-        self.workers = [Streaming(one) for one in members]
-        self.sender = Sender(
-            server, names=["trainer", "engine 0", "engine 1"], parameters=PARAMETERS, timeout_s=timeout_s
-        )
-        self.sender.meet()
-
-    def sends(self, version: int) -> str | None:
-        return stream_sender(self.sender).send(Source(PARAMETERS, [{name: WEIGHTS[name]} for name in WEIGHTS]), version)
+def sends(meeting: Meeting, version: int) -> str | None:
+    return meeting.streams.send(Source(PARAMETERS, [{name: WEIGHTS[name]} for name in WEIGHTS]), version)
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def group(meet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(COMMUNICATORS, "cpu", Noted)
     made.clear()
-    groups: list[Group] = []
-
-    def meet(timeout_s: float = TIMEOUT_S) -> Group:
-        groups.append(Group(timeout_s))
-        return groups[-1]
-
-    yield meet
-    for one in groups:
-        one.sender.leave()
-        for worker in one.workers:
-            worker.abandon()
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
+    return lambda timeout_s=TIMEOUT_S: meet(NUM_WORKERS, tensors=WEIGHTS, timeout_s=timeout_s).stream()
 
 
 def arrives(worker: Streaming, version: int) -> bool:
@@ -94,11 +60,11 @@ def test_all_agree_once_and_what_they_have_made_goes_with_the_group(group: Any, 
     there = group()
     for version in (1, 2):
         loading = [threads.submit(arrives, worker, version) for worker in there.workers]
-        assert there.sends(version) is None
+        assert sends(there, version) is None
         assert all(one.result(TIMEOUT_S) for one in loading)
     assert sorted(one.rank for one in made) == [0, 1, 2]
     assert not any(one.closed for one in made)
-    there.sender.leave()
+    there.group.leave()
     for worker in there.workers:
         worker.abandon()
     assert all(one.closed for one in made)
@@ -196,7 +162,7 @@ def test_where_one_cannot_all_take_the_way_through_the_host_and_a_line_says_why(
     with caplog.at_level(logging.WARNING, "pipelinerl"):
         for version in (1, 2):  # it is tried once
             loading = [threads.submit(arrives, worker, version) for worker in there.workers]
-            assert there.sends(version) is None
+            assert sends(there, version) is None
             assert all(one.result(TIMEOUT_S) for one in loading)
     said = [one.message for one in caplog.records if "host's memory" in one.message]
     assert len(said) == 1
@@ -215,10 +181,10 @@ def test_a_member_lost_while_all_wait_for_bytes_ends_it_for_all(
     """One that has gone ends it at once, its connection being closed; one that is silent when the time is over."""
     there = group()
     loading = [threads.submit(arrives, worker, 1) for worker in there.workers]
-    assert there.sends(1) is None
+    assert sends(there, 1) is None
     assert all(one.result(TIMEOUT_S) for one in loading)
     if not gone:  # from now on, and for the sender alone: a worker that gives up before it has gone, too
-        there.sender._timeout_s = 1.0
+        there.group._timeout_s = 1.0
     take, ended = Receiver.take, threading.Event()
 
     def lost(receiver: Receiver, places: Any, row: Any) -> Any:
@@ -231,14 +197,14 @@ def test_a_member_lost_while_all_wait_for_bytes_ends_it_for_all(
 
     monkeypatch.setattr(Receiver, "take", lost)
     loading = [threads.submit(arrives, worker, 2) for worker in there.workers]
-    fault = there.sends(2)
+    fault = sends(there, 2)
     assert "phase=send at trainer" in str(fault)
     assert ("gone" in str(fault)) == gone
     assert isinstance(loading[0].exception(TIMEOUT_S), OSError)
     ended.set()
     assert isinstance(loading[1].exception(TIMEOUT_S), OSError)
     assert all(one.closed for one in made if one.rank != 2)
-    assert there.sender.left
+    assert there.group.left
 
 
 def test_a_member_lost_while_all_agree_ends_it_for_all_at_once(
@@ -262,11 +228,11 @@ def test_a_member_lost_while_all_agree_ends_it_for_all_at_once(
     monkeypatch.setitem(COMMUNICATORS, "cpu", Leaves)
     loading = [threads.submit(arrives, worker, 1) for worker in there.workers]
     begin_s = time.monotonic()
-    fault = there.sends(1)
+    fault = sends(there, 1)
     assert "phase=connect at trainer" in str(fault)
     assert all(isinstance(one.exception(TIMEOUT_S), OSError) for one in loading)
     assert time.monotonic() - begin_s < 150.0
-    assert there.sender.left
+    assert there.group.left
 
 
 def test_a_worker_receives_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

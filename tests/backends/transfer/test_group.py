@@ -6,7 +6,7 @@ import multiprocessing
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,86 +14,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from transfer_group import Meeting, Tensors, digest_of, held_by, row_of, sums_of, weights  # noqa: E402
+
 import backends.transfer.connection  # noqa: E402
-import backends.transfer.group  # noqa: E402  # noqa: E402
-from backends.transfer.checksum64 import checksum64  # noqa: E402
+import backends.transfer.group  # noqa: E402
 from backends.transfer.connection import Connection, RendezvousServer, connect, recv_bytes  # noqa: E402
-from backends.transfer.group import Receiver, Sender  # noqa: E402
-from backends.transfer.row import (  # noqa: E402
-    digest,
-    label,
-    layout,
-    parameters_of,
-    row_bytes,
-    view_of,
-)
+from backends.transfer.group import LinkSender, Receiver, Sender, receive  # noqa: E402
+from backends.transfer.row import label, parameters_of  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 CPU = torch.device("cpu")
-Tensors = dict[str, "torch.Tensor"]
-Meet = Callable[..., "Meeting"]
-
-
-def weights() -> Tensors:
-    torch.manual_seed(0)
-    return {
-        "b.weight": torch.randn(30, 7),
-        "a.weight": torch.randn(64, 3).bfloat16().t(),
-        "empty": torch.empty(0, 4),
-        "c.bias": torch.randn(5),
-    }
-
-
-def row_of(tensors: Tensors) -> Any:
-    places = layout(parameters_of(tensors))
-    row = torch.zeros(row_bytes(places), dtype=torch.uint8)
-    for place in places:
-        view_of(row, place).copy_(tensors[place.name])
-    return row
-
-
-def sums_of(tensors: Tensors) -> list[int]:
-    return [checksum64(tensors[name]) for name in sorted(tensors)]
+Meet = Callable[..., Meeting]
+SHAPES = {name: tuple(one.shape) for name, one in weights().items()}
 
 
 def label_of(tensors: Tensors, version: int) -> str:
-    return label(version, digest(parameters_of(tensors), sums_of(tensors)))
-
-
-def names(num_workers: int) -> list[str]:
-    return ["trainer", *(f"engine {number}" for number in range(num_workers))]
-
-
-class Meeting:
-    """A server, and what joins there."""
-
-    def __init__(self, num_workers: int, *, timeout_s: float = 60.0, tensors: Tensors | None = None) -> None:
-        self.num_workers, self.timeout_s = num_workers, timeout_s
-        self.tensors = weights() if tensors is None else tensors
-        self.server = RendezvousServer.open("127.0.0.1")
-        self.at = self.server.rendezvous
-        self.made: list[Any] = [self.server]
-
-    def sender(self) -> Sender:
-        sender = Sender(
-            self.server, names=names(self.num_workers), parameters=parameters_of(self.tensors), timeout_s=self.timeout_s
-        )
-        self.made.append(sender)
-        sender.meet()
-        return sender
-
-    def receiver(self, worker: int, place: str = "", *, reuse: Any = None, **changed: Any) -> Receiver:
-        arguments = {"shapes": {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, "device": CPU}
-        arguments |= {"rendezvous": self.at, "worker": worker, "timeout_s": self.timeout_s}
-        member = Membership(**{**arguments, **changed})
-        receiver = Receiver(member, place=place or f"machine {worker}", reuse=reuse)
-        self.made.append(receiver)
-        return receiver
-
-    def end(self) -> None:
-        for one in self.made:
-            one.leave() if isinstance(one, Sender) else one.close()
+    return label(version, digest_of(tensors))
 
 
 def take(receiver: Receiver) -> tuple[bool, str]:
@@ -101,34 +38,10 @@ def take(receiver: Receiver) -> tuple[bool, str]:
     return receiver.receive(receiver.next_transfer()), receiver.row.label
 
 
-@pytest.fixture
-def meet() -> Iterator[Callable[..., Meeting]]:
-    rendezvous: list[Meeting] = []
-
-    def meet(num_workers: int, **changed: Any) -> Meeting:
-        rendezvous.append(Meeting(num_workers, **changed))
-        return rendezvous[-1]
-
-    yield meet
-    for one in rendezvous:
-        one.end()
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
-
-
-def held_by(receiver: Receiver) -> Tensors:
-    return {place.name: view_of(receiver.row.row, place) for place in layout(receiver.parameters)}
-
-
 def test_all_machines_get_the_weights_and_one_wrong_bit_is_refused_by_all(
     meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
 ) -> None:
-    for end in (backends.transfer.group, backends.transfer.group):
-        monkeypatch.setattr(end, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(backends.transfer.group, "BUCKET_BYTES", 100)
     rendezvous = meet(3)
     sent, row = rendezvous.tensors, row_of(rendezvous.tensors)
     wrong = row.clone()
@@ -190,9 +103,6 @@ def test_a_model_of_empty_parameters_crosses(meet: Meet, threads: ThreadPoolExec
     receiving = threads.submit(lambda: take(rendezvous.receiver(1)))
     assert rendezvous.sender().send(row_of(rendezvous.tensors), version=1, sums=sums_of(rendezvous.tensors)) == 0
     assert receiving.result()[0]
-
-
-SHAPES = {name: tuple(one.shape) for name, one in weights().items()}
 
 
 @pytest.mark.parametrize(
@@ -351,10 +261,8 @@ def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
 
 def _process(meeting_at: str, results: Any) -> None:
     """Receive once, then die in the middle of the next transfer."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights().items()}
-    receiver = Receiver(
-        Membership(rendezvous=meeting_at, worker=1, shapes=shapes, device=CPU, timeout_s=600), place="1"
-    )
+    member = Membership(rendezvous=meeting_at, worker=1, shapes=SHAPES, device=CPU, timeout_s=600)
+    receiver = Receiver(member, place="1")
     results.put(take(receiver))
     receiver.next_transfer()
     recv_bytes(receiver._before.sock, memoryview(bytearray(1000)))
@@ -395,3 +303,16 @@ def test_a_death_in_the_chain_is_noticed_at_once_by_all_and_a_new_group_can_be_m
         process.kill()
         process.join(timeout=600)
         results.close()
+
+
+def test_a_measured_link_brings_all_bytes_to_all_machines_several_times(
+    monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr(backends.transfer.group, "PART_BYTES", 10_000)
+    sender, num_bytes = LinkSender(), 123_456
+    rendezvous = sender.open()
+    ends = [threads.submit(receive, rendezvous, worker, num_bytes) for worker in (1, 2)]
+    assert sender.gb_s(2, num_bytes) > 0
+    for end in ends:
+        end.result()

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gloo_communicator import Gloo  # noqa: E402
-from weight_source import Source, stream_sender  # noqa: E402
+from transfer_group import CPU, Source, stream_sender  # noqa: E402
 
 import backends.transfer.group  # noqa: E402
 import backends.transfer.streamed as module  # noqa: E402
@@ -32,7 +32,6 @@ KNOWN = {one[0]: one for one in PARAMETERS}
 SHAPES = {name: shape for name, _, shape in PARAMETERS}
 BUCKETS = [["p3", "p1"], ["p0"], ["p2", "p4", "p5"], ["p8"], ["p7", "p6"]]
 ORDER = [name for bucket in BUCKETS for name in bucket]
-CPU = torch.device("cpu")
 
 
 def model(version: int) -> dict[str, Any]:
@@ -59,45 +58,9 @@ def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
-
-
-class Meeting:
-    """A sender and workers on this machine."""
-
-    def __init__(self, num_workers: int, *, timeout_s: float = 60.0, before: list[Streaming] | None = None) -> None:
-        server = RendezvousServer.open("127.0.0.1")
-        self.workers = [
-            Streaming(
-                Membership(rendezvous=server.rendezvous, worker=1 + n, shapes=SHAPES, device=CPU, timeout_s=timeout_s),
-                before=before and before[n],
-            )
-            for n in range(num_workers)
-        ]
-        names = ["trainer", *(f"engine {n}" for n in range(num_workers))]
-        self.group = Sender(server, names=names, parameters=PARAMETERS, timeout_s=timeout_s)
-        self.group.meet()
-        self.sender = stream_sender(self.group)
-
-    def end(self) -> None:
-        self.group.leave()
-        for worker in self.workers:
-            worker.abandon()
-
-
-@pytest.fixture
-def meet(way: str) -> Iterator[Any]:
-    made: list[Meeting] = []
-
-    def meet(num_workers: int, **changed: Any) -> Meeting:
-        made.append(Meeting(num_workers, **changed))
-        return made[-1]
-
-    yield meet
-    for one in made:
-        one.end()
+def streaming(meet: Any, way: str) -> Any:
+    """Makes a group whose workers load what passes."""
+    return lambda num_workers, before=None: meet(num_workers, tensors=model(0)).stream(before=before)
 
 
 def loaded(worker: Streaming, version: int) -> dict[str, Any]:
@@ -108,11 +71,11 @@ def same(got: dict[str, Any], version: int) -> bool:
     return list(got) == ORDER and all(torch.equal(got[name], tensor) for name, tensor in model(version).items())
 
 
-def test_every_worker_gets_every_version_through_two_buckets(meet: Any, threads: ThreadPoolExecutor) -> None:
-    rendezvous = meet(3)
+def test_every_worker_gets_every_version_through_two_buckets(streaming: Any, threads: ThreadPoolExecutor) -> None:
+    rendezvous = streaming(3)
     for version in (1, 2):
         loading = [threads.submit(loaded, worker, version) for worker in rendezvous.workers]
-        assert rendezvous.sender.send(source(model(version)), version) is None
+        assert rendezvous.streams.send(source(model(version)), version) is None
         assert all(same(one.result(60), version) for one in loading)
     for worker in rendezvous.workers:
         assert worker._joined.result().leads
@@ -121,9 +84,9 @@ def test_every_worker_gets_every_version_through_two_buckets(meet: Any, threads:
 
 
 def test_a_bucket_with_a_wrong_bit_is_sent_again_before_the_next(
-    meet: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    streaming: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rendezvous, seen = meet(2), []
+    rendezvous, seen = streaming(2), []
     real = Sender.send
 
     def send(self: Sender, row: Any, **said: Any) -> int:
@@ -134,15 +97,15 @@ def test_a_bucket_with_a_wrong_bit_is_sent_again_before_the_next(
 
     monkeypatch.setattr(Sender, "send", send)
     loading = [threads.submit(loaded, worker, 5) for worker in rendezvous.workers]
-    assert rendezvous.sender.send(source(model(5)), 5) is None
+    assert rendezvous.streams.send(source(model(5)), 5) is None
     assert all(same(one.result(60), 5) for one in loading)
     assert seen == [[3, 1], [0], [2, 4, 5], [2, 4, 5], [8], [7, 6]]
 
 
 def test_what_is_refused_time_and_again_ends_the_group_and_all_is_put_together_all_the_same(
-    meet: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    streaming: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rendezvous, asked = meet(1), []
+    rendezvous, asked = streaming(1), []
 
     def noted(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for one in parts(tensors):
@@ -151,7 +114,7 @@ def test_what_is_refused_time_and_again_ends_the_group_and_all_is_put_together_a
 
     monkeypatch.setattr(module, "checksum64", lambda tensor: 0)
     loading = threads.submit(loaded, rendezvous.workers[0], 1)
-    fault = rendezvous.sender.send(Source(PARAMETERS, noted(model(1))), 1)
+    fault = rendezvous.streams.send(Source(PARAMETERS, noted(model(1))), 1)
     assert fault == "a bucket of version 1 was refused 2 times"
     assert asked == ORDER  # other ranks wait for it
     assert isinstance(loading.exception(60), OSError)
@@ -160,9 +123,9 @@ def test_what_is_refused_time_and_again_ends_the_group_and_all_is_put_together_a
 
 
 def test_the_end_of_a_member_in_the_middle_ends_it_for_all_and_a_new_group_gets_everything(
-    meet: Any, threads: ThreadPoolExecutor
+    streaming: Any, threads: ThreadPoolExecutor
 ) -> None:
-    rendezvous = meet(2)
+    rendezvous = streaming(2)
 
     def breaks_off() -> None:
         arriving = rendezvous.workers[1].arriving(1)
@@ -170,20 +133,20 @@ def test_the_end_of_a_member_in_the_middle_ends_it_for_all_and_a_new_group_gets_
         arriving.close()  # its loader has failed
 
     loading = [threads.submit(loaded, rendezvous.workers[0], 1), threads.submit(breaks_off)]
-    fault = rendezvous.sender.send(source(model(1)), 1)
+    fault = rendezvous.streams.send(source(model(1)), 1)
     assert "phase=send at trainer" in str(fault)
     assert isinstance(loading[0].exception(60), OSError)
     loading[1].result(60)
-    again = meet(2, before=rendezvous.workers)
+    again = streaming(2, before=rendezvous.workers)
     loading = [threads.submit(loaded, worker, 1) for worker in again.workers]
-    assert again.sender.send(source(model(1)), 1) is None
+    assert again.streams.send(source(model(1)), 1) is None
     assert all(same(one.result(60), 1) for one in loading)
 
 
-def test_another_version_than_the_one_asked_for_is_not_loaded(meet: Any, threads: ThreadPoolExecutor) -> None:
-    rendezvous = meet(1)
+def test_another_version_than_the_one_asked_for_is_not_loaded(streaming: Any, threads: ThreadPoolExecutor) -> None:
+    rendezvous = streaming(1)
     loading = threads.submit(loaded, rendezvous.workers[0], 2)
-    assert "engine 0 has gone" in str(rendezvous.sender.send(source(model(1)), 1))
+    assert "engine 0 has gone" in str(rendezvous.streams.send(source(model(1)), 1))
     with pytest.raises(BackendError, match=r"^version 1 comes, not 2$"):
         loading.result(60)
 
@@ -281,15 +244,15 @@ def test_memory_is_used_again_unless_something_of_it_is_seen(lend: Any, monkeypa
 
 
 def test_a_parameter_that_is_kept_stays_as_it_is_when_its_bucket_is_needed(
-    meet: Any, threads: ThreadPoolExecutor
+    streaming: Any, threads: ThreadPoolExecutor
 ) -> None:
     """As of a layer that is not whole before two more buckets have come."""
-    rendezvous = meet(1)
+    rendezvous = streaming(1)
 
     def load(version: int) -> bool:
         return same(dict(rendezvous.workers[0].arriving(version)), version)
 
     for version in (1, 2):
         loading = threads.submit(load, version)
-        assert rendezvous.sender.send(source(model(version)), version) is None
+        assert rendezvous.streams.send(source(model(version)), version) is None
         assert loading.result(60)

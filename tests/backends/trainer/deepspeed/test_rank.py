@@ -31,6 +31,7 @@ from tiny_trainer import (  # noqa: E402
     train,
     with_reference,
 )
+from transfer_group import digest_of, held_by  # noqa: E402
 
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
@@ -41,16 +42,9 @@ from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, torch_ad
 from backends.trainer.model import PolicyModel, load_policy, row_tensors  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
-from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
-from backends.transfer.row import (  # noqa: E402
-    digest,
-    label,
-    layout,
-    parameters_of,
-    view_of,
-)
+from backends.transfer.row import label  # noqa: E402
 from backends.transfer.streamed import Streaming  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
@@ -192,7 +186,7 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
     published = parameters(rank)
     weights = rank.publish(1)
     assert weights is not None
-    checksum = digest(parameters_of(published), [checksum64(published[name]) for name in sorted(published)])
+    checksum = digest_of(published)
     assert weights.location == f"broadcast:{label(1, checksum)}"
     assert weights.checksums == {"all parameters": checksum}
     train(rank, samples(1))
@@ -215,8 +209,7 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
         assert rank.send(1) == "version 1 was refused 2 times (machines: 1)"
         assert rank.send(1) is None
         member = receiving.result()
-    got = {place.name: view_of(member.row.row, place) for place in layout(member.parameters)}
-    assert largest_difference(dict(sorted(published.items())), got) == 0
+    assert largest_difference(dict(sorted(published.items())), held_by(member)) == 0
     assert member.row.label == label(1, checksum)
     rank.shutdown()
     assert "the group has been left" in str(rank.send(1))
