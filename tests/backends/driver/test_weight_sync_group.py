@@ -1,4 +1,4 @@
-"""Weights that are sent, to engines in memory: who is in the group, and what the loss of a member costs."""
+"""Weights that are sent, to engines in memory: who is in the group, who stands still, what a lost member costs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,18 @@ from typing import Any
 
 import pytest
 from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
+from ledger_check import records
 
 from backends.driver.weight_sync import WeightSyncGroup
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import GroupMembers, Weights
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
+from pipelinerl.scheduler.events import WeightsLoaded
 
 TIMEOUT_S = 0.2
 SILENCE_S = 30.0  # nothing that is right waits for it
 SEND_S = 0.005
 TRAIN_S = 0.02  # longer than a transfer, so that a run does not end before the restart of an engine
-
-
-class Wire:
-    """Where the members of a group meet, and what they have been sent."""
-
-    def __init__(self):
-        self.groups, self.rendezvous = [], []
-        self.joining = {}
 
 
 class Sending(FakeTrainer):
@@ -35,9 +29,10 @@ class Sending(FakeTrainer):
     A transfer lasts until so many steps, ``awaited``, have begun in one.
     """
 
-    def __init__(self, wire, **options):
-        super().__init__(**options)
-        self.wire, self.hooks, self.busy, self.members = wire, {}, set(), {}
+    def __init__(self, engines):
+        super().__init__(train_batch_size=8, train_s=TRAIN_S)
+        self.engines, self.members, self.groups, self.num_opened = engines, [], [], 0
+        self.hooks, self.busy = {}, set()
         self.trained_while_sending, self.awaited = 0, 0
 
     def when(self, what, version, do):
@@ -65,21 +60,23 @@ class Sending(FakeTrainer):
 
     async def open_group(self):
         with self.one_thing("open", but_not=["send"]):
-            self.wire.joining, self.members = {}, {}
+            for engine in self.engines:
+                engine.joined_at = None
+            self.members, self.num_opened = [], self.num_opened + 1
             self.aborted = asyncio.get_running_loop().create_future()
-            self.wire.rendezvous.append(f"rendezvous {len(self.wire.rendezvous)}")
-            return self.wire.rendezvous[-1]
+            return f"rendezvous {self.num_opened}"
 
     async def abort_group(self, rendezvous, why):
-        if rendezvous == self.wire.rendezvous[-1] and not self.aborted.done():
+        if rendezvous == f"rendezvous {self.num_opened}" and not self.aborted.done():
             self.aborted.set_result(why)
 
     async def join_group(self, names, *, timeout_s):
         with self.one_thing("join", but_not=["send"]):
-            if len(self.wire.joining) < len(names) - 1 or not all(one.runs for one in self.wire.joining.values()):
+            joined = [engine for engine in self.engines if engine.joined_at is not None]
+            if len(joined) < len(names) - 1 or not all(engine.runs for engine in joined):
                 await self.silence()
-            self.members = dict(self.wire.joining)
-            self.wire.groups.append([*sorted(self.members), "trainer"])
+            self.members = joined
+            self.groups.append([engine.index for engine in joined])
 
     async def silence(self):
         """Wait for an engine that says nothing, until somebody ends it."""
@@ -91,19 +88,50 @@ class Sending(FakeTrainer):
             async with asyncio.timeout(60):
                 while self.trained_while_sending < self.awaited:
                     await asyncio.sleep(0.001)
-            started = {index: engine.num_started for index, engine in self.members.items()}
-            if any(not engine.runs or started[index] != engine.joined_at for index, engine in self.members.items()):
+            if not all(engine.runs and engine.joined_at == engine.num_started for engine in self.members):
                 await self.silence()
-            for engine in self.members.values():
-                engine.staged = weights.version
+            for engine in self.members:
+                engine.arrives(weights.version)
+
+
+class Streaming(Sending):
+    """Trains or sends, and sends what it has at the time; some transfers break off."""
+
+    def __init__(self, engines):
+        super().__init__(engines)
+        self.breaks, self.training_or_sending = 0, asyncio.Lock()
+
+    async def train(self, samples, *, completes_step):
+        async with self.training_or_sending:
+            return await super().train(samples, completes_step=completes_step)
+
+    async def open_group(self):
+        self.cut("another group")
+        return await super().open_group()
+
+    async def send(self, weights):
+        async with self.training_or_sending:
+            await asyncio.sleep(SEND_S)
+            try:
+                if self.breaks:
+                    self.breaks -= 1
+                    raise TransferError("no more of it")
+                await super().send(weights)
+            except TransferError as error:
+                self.cut(str(error))
+                raise
+
+    def cut(self, why):
+        for engine in self.members:
+            engine.cut(why)
 
 
 class Receiving(FakeEngine):
     """Loads what it has been sent, nothing else."""
 
-    def __init__(self, wire, index, **options):
+    def __init__(self, index, **options):
         super().__init__(**options)
-        self.wire, self.index, self.staged, self.joined_at, self.runs = wire, index, None, 0, False
+        self.index, self.staged, self.joined_at, self.runs = index, None, None, False
         self.gone = asyncio.Event()
 
     def die(self):
@@ -121,7 +149,9 @@ class Receiving(FakeEngine):
     async def join_group(self, rendezvous, *, first_worker):
         self._check()
         self.joined_at = self.num_started
-        self.wire.joining[self.index] = self
+
+    def arrives(self, version):
+        self.staged = version
 
     async def update(self, weights, weight_update):
         self._check()
@@ -131,21 +161,60 @@ class Receiving(FakeEngine):
         return await super().update(weights, weight_update)
 
 
-def wired(config):
-    """Parts of a run whose engines and trainer meet on a wire."""
-    wire, parts = Wire(), parts_of(config)
-    parts.engines = [Receiving(wire, index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
-    parts.trainer = Sending(wire, train_batch_size=8, train_s=TRAIN_S)
-    parts.group = GroupMembers(parts.trainer, dict(enumerate(parts.engines)), timeout_s=TIMEOUT_S)
-    return wire, parts
+class Loading(Receiving):
+    """Loads while it is sent; if the transfer breaks off it stands still until another one does not."""
+
+    arriving = None
+
+    def die(self):
+        super().die()
+        self.cut("dead")
+
+    def cut(self, why):
+        if self.arriving is not None and not self.arriving.done():
+            self.arriving.set_exception(TransferError(why))
+
+    def arrives(self, version):
+        super().arrives(version)
+        self.arriving.set_result(None)
+
+    async def start(self):
+        await super().start()
+        self.stands_still = False
+
+    async def update(self, weights, weight_update):
+        self._check()
+        self.arriving = asyncio.get_running_loop().create_future()
+        if not self.stands_still:
+            await self._between_steps.acquire()
+            self.stands_still = True
+        try:
+            await self.arriving
+        except TransferError:
+            self._check()
+            raise
+        self._between_steps.release()
+        self.stands_still = False
+        return await super().update(weights, weight_update)
 
 
-EVERYONE = [0, 1, "trainer"]
+def wired(config, trainer=Sending, engine=Receiving):
+    """Parts of a run whose engines and trainer are in a group."""
+    parts = parts_of(config)
+    parts.engines = [engine(index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
+    parts.trainer, standing_still = trainer(parts.engines), trainer is Streaming
+    members = dict(enumerate(parts.engines))
+    parts.group = GroupMembers(parts.trainer, members, timeout_s=TIMEOUT_S, standing_still=standing_still)
+    return parts
+
+
+EVERYONE = [0, 1]
+TRANSPORTS = pytest.mark.parametrize("ends", [(Sending, Receiving), (Streaming, Loading)], ids=["sent", "streamed"])
 
 
 def test_an_engine_of_another_model_ends_the_run_at_once(out, caplog):
     config = config_of(steps=50)
-    _, parts = wired(config)
+    parts = wired(config)
     refusal = "engine 0: weights to be received have unknown 1 of 3 parameters: x"
     joined = []
 
@@ -160,70 +229,86 @@ def test_an_engine_of_another_model_ends_the_run_at_once(out, caplog):
     assert [engine.num_started for engine in parts.engines] == [1, 1]
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("weight_update", KINDS)
-def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update):
+def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update, ends):
     config = config_of(weight_update=weight_update, longest=40, slots=16, train={"evaluation": {"problems": 8}})
-    wire, parts = wired(config)
-    run_checked(config, out, parts)
-    assert wire.groups == [EVERYONE]
+    parts = wired(config, *ends)
+    summary = run_checked(config, out, parts)
+    assert parts.trainer.groups == [EVERYONE]
+    if parts.group.standing_still:  # what is loaded for the last evaluation, outside of the schedule, does not count
+        assert summary.updates.count == sum(isinstance(one.event, WeightsLoaded) for one in records(out))
 
 
 @pytest.mark.parametrize("weight_update", KINDS)
 def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(out, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, steps=30)
-    wire, parts = wired(config)
-    engines = parts.engines
-    parts.trainer.when("train", 3, engines[1].die)
+    parts = wired(config)
+    parts.trainer.when("train", 3, parts.engines[1].die)
     summary = run_checked(config, out, parts)
     assert summary.engine_restarts == 1
-    assert [engine.num_started for engine in engines] == [1, 2]
-    assert [1, "trainer"] in wire.groups
-    assert (wire.groups[0], wire.groups[-1]) == (EVERYONE, EVERYONE)
+    assert [engine.num_started for engine in parts.engines] == [1, 2]
+    groups = parts.trainer.groups
+    assert [1] in groups
+    assert (groups[0], groups[-1]) == (EVERYONE, EVERYONE)
 
 
+@TRANSPORTS
 @pytest.mark.parametrize(("what", "version"), [("send", 1), ("send", 3), ("join", 0), ("publish", 2)])
-def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version):
+def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version, ends):
     config = config_of(longest=40, slots=16, steps=30)
-    wire, parts = wired(config)
-    engines = parts.engines
-    parts.trainer.when(what, version, engines[1].die)
+    parts = wired(config, *ends)
+    parts.trainer.when(what, version, parts.engines[1].die)
     summary = run_checked(config, out, parts)
     assert summary.engine_restarts == 1
-    assert [engine.num_started for engine in engines] == [1, 2]
-    assert wire.groups[-1] == EVERYONE
+    assert [engine.num_started for engine in parts.engines] == [1, 2]
+    groups = parts.trainer.groups
+    assert groups[-1] == EVERYONE
+    assert what != "send" or [0] in groups  # the other one gets everything once more
+
+
+@pytest.mark.parametrize(("breaks", "restarts"), [(1, 0), (2, 2)])
+def test_a_transfer_that_breaks_off_is_made_again_while_engines_stand_still_then_they_are_started_again(
+    out, breaks, restarts
+):
+    config = config_of(longest=40, slots=16, steps=12)
+    parts = wired(config, Streaming, Loading)
+    parts.trainer.when("send", 3, lambda: setattr(parts.trainer, "breaks", breaks))
+    assert run_checked(config, out, parts).engine_restarts == restarts
 
 
 def test_the_trainer_trains_while_it_sends(out):
     config = config_of(longest=40, slots=16, steps=20)
-    _, parts = wired(config)
+    parts = wired(config)
     parts.trainer.awaited = 5
     run_checked(config, out, parts)
     assert parts.trainer.trained_while_sending >= 5
 
 
-def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out):
+@TRANSPORTS
+def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out, ends):
     config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=20, longest=40)
-    _, parts = wired(config)
+    parts = wired(config, *ends)
     parts.trainer.when("send", 3, parts.engines[1].die)
     with pytest.raises(EngineLostError, match="engine lost"):
         run(config, out, parts)
     assert json.loads((out / "summary.json").read_text())["optimizer_steps"] >= 3
     again = config_of(steps=20, longest=40)
-    run_checked(again, out, wired(again)[1], resume=True)
+    run_checked(again, out, wired(again, *ends), resume=True)
 
 
 def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
     # Without a limit of the lag the run may end before engines that are slow to drain have loaded a first version.
     config = config_of(weight_update="wait", longest=40, slots=16, steps=8, max_lag=2)
-    _, parts = wired(config)
+    parts = wired(config)
     parts.trainer.when("publish", 2, interrupt)
     interrupted(config, out, parts)
-    run_checked(config, out, wired(config)[1], resume=True)
+    run_checked(config, out, wired(config), resume=True)
 
 
 def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():
     async def scenario() -> None:
-        wire, parts = wired(config_of())
+        parts = wired(config_of())
         engines, trainer, group = parts.engines, parts.trainer, WeightSyncGroup(parts.group)
         weights = Weights(1, "memory:1")
         for engine in engines:
@@ -233,14 +318,14 @@ def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed
         await group.form([0])
         await group.form([])
         assert not await group.send(weights)  # to nobody
-        assert wire.groups == [EVERYONE, [0, "trainer"]]
+        assert trainer.groups == [EVERYONE, [0]]
         await group.form([0, 1])
         engines[0].die()
         assert not await group.send(weights)
         assert list(await group.form([0, 1])) == [0]
         await engines[0].start()
         await group.form([0, 1])
-        assert wire.groups == [EVERYONE, [0, "trainer"], EVERYONE, EVERYONE]
+        assert trainer.groups == [EVERYONE, [0], EVERYONE, EVERYONE]
         assert await group.send(weights)
         assert [engine.staged for engine in engines] == [1, 1]
         trainer.when("open", 0, raises)  # what is not about the transfer is not kept quiet
