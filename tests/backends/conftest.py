@@ -28,6 +28,27 @@ def no_rank() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of one letter."""
+    import torch
+    from tiny_trainer import save_tiny_model
+
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    import ray
+
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def files_of_processes() -> Iterator[None]:
     """What processes that tests start write for a while, sockets included, goes with the session."""

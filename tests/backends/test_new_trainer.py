@@ -18,7 +18,6 @@ import torch  # noqa: E402
 from in_memory import config_of  # noqa: E402
 from ledger_check import check_ledger  # noqa: E402
 from real_run import EXAMPLE  # noqa: E402
-from tiny_trainer import save_tiny_model  # noqa: E402
 
 from backends.contract.engine import BATCH, promises  # noqa: E402
 from backends.contract.trainer import TrainerContract  # noqa: E402
@@ -112,20 +111,13 @@ TORCH = TrainerKind(name="adamw", make=AdamW, check=check)
 KIND = f"{__name__}:TORCH"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
-
-
 def of_model(model, **changed):
     return {"model": {"path": str(model)}, "optimizer": {"learning_rate": 1e-3}, "trainer": {"kind": KIND}} | changed
 
 
-def test_it_passes_the_contract_suite(model, tmp_path):
+def test_it_passes_the_contract_suite(model_path, tmp_path):
     async def suite():
-        config = config_of(batch=BATCH, train=of_model(model))
+        config = config_of(batch=BATCH, train=of_model(model_path))
         trainer = AdamW(config, Place(options=({},), weights_folder=tmp_path / "weights"))
         await trainer.start()
         contract = TrainerContract(trainer, lambda weights: weights.checksums, tmp_path)
@@ -136,8 +128,8 @@ def test_it_passes_the_contract_suite(model, tmp_path):
     asyncio.run(suite())
 
 
-def test_it_trains_through_the_driver_and_goes_on_from_its_checkpoint(model, tmp_path):
-    config = config_of(train=of_model(model, checkpoint={"every": 1}))
+def test_it_trains_through_the_driver_and_goes_on_from_its_checkpoint(model_path, tmp_path):
+    config = config_of(train=of_model(model_path, checkpoint={"every": 1}))
     summary = train(config, out=tmp_path / "run", backend=FakeBackend(trainer_kind=TORCH))
     check_ledger(tmp_path / "run", config, summary)
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 0
@@ -146,11 +138,11 @@ def test_it_trains_through_the_driver_and_goes_on_from_its_checkpoint(model, tmp
     train(config, out=tmp_path / "run", backend=FakeBackend(trainer_kind=TORCH), resume=True)  # it was complete
 
 
-def test_a_run_file_names_it_and_its_check_comes_before_anything_is_written(model, tmp_path):
-    assert backend_of(config_of(train=of_model(model)).train).trainer is TORCH
+def test_a_run_file_names_it_and_its_check_comes_before_anything_is_written(model_path, tmp_path):
+    assert backend_of(config_of(train=of_model(model_path)).train).trainer is TORCH
     with pytest.raises(ConfigError, match=r"^train\.device must be 'cpu' with this trainer, got 'gpu'$"):
         train(
-            config_of(train=of_model(model, device="gpu")),
+            config_of(train=of_model(model_path, device="gpu")),
             out=tmp_path / "run",
             backend=FakeBackend(trainer_kind=TORCH),
         )
@@ -165,15 +157,15 @@ def test_a_run_file_names_it_and_its_check_comes_before_anything_is_written(mode
         ("nowhere.at_all:X", "train.trainer.kind must be importable, got 'nowhere.at_all:X'"),
     ],
 )
-def test_a_wrong_name_is_one_line(model, kind, message):
+def test_a_wrong_name_is_one_line(model_path, kind, message):
     with pytest.raises((ConfigError, ValueError)) as refused:
-        backend_of(config_of(train=of_model(model, trainer={"kind": kind})).train)
+        backend_of(config_of(train=of_model(model_path, trainer={"kind": kind})).train)
     assert message.split("must")[1] in str(refused.value)
 
 
-def test_a_trainer_is_no_engine(model):
+def test_a_trainer_is_no_engine(model_path):
     with pytest.raises(ConfigError, match=r"^train\.engine\.kind must "):
-        backend_of(config_of(train=of_model(model, engine={"kind": KIND})).train)
+        backend_of(config_of(train=of_model(model_path, engine={"kind": KIND})).train)
 
 
 @pytest.mark.real

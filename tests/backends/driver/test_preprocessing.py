@@ -30,10 +30,6 @@ def kl_config(*, train=None, **changed):
     return config_of(train={"loss": {"kl_coefficient": KL}, **(train or {})}, **changed)
 
 
-def times_of(out, kind):
-    return {row.event.rollout_id: row.time_s for row in records(out) if isinstance(row.event, kind)}
-
-
 def check_divergence(out, *, steps):
     """All tokens of a step have log pi = -1 - DRIFT * version, and log ref = -1."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

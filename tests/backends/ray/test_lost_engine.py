@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ from pipelinerl.errors import ConfigError, EngineLostError  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 REQUEST = GenerateRequest(0, prompt_tokens=(1,), max_new_tokens=1, seed=0, temperature=1.0)
-
-
-@pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def stand_in() -> type[Any]:

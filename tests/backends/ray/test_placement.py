@@ -1,8 +1,10 @@
-"""Who asks Ray for what, and how long it waits, without a Ray."""
+"""Who asks Ray for what, and how long it waits, without a Ray; what a machine says of itself."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 from collections import Counter
 from collections.abc import Generator
 from concurrent.futures import Future
@@ -28,6 +30,7 @@ from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import ConfigError, EngineLostError, TrainerLostError  # noqa: E402
 
 PLACES: Any = object()
+GPUS = "NVIDIA H100 80GB HBM3, 580.65.06, 4 MiB, 81559 MiB"
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -113,3 +116,24 @@ def test_an_engine_is_placed_within_the_time_of_its_start_and_later_within_a_min
     for limit in ("0.05", "0.02"):
         with pytest.raises(EngineLostError, match=rf"phase=placing: no answer for {limit} s"):
             asyncio.run(engine.start())
+
+
+def test_a_machine_tells_its_memory_its_versions_and_whether_it_sees_a_file(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.touch()
+    facts = placement.place_facts(str(there))
+    assert 0 < facts.free_memory_gb < facts.memory_gb
+    assert facts.versions["python"] == platform.python_version()
+    assert "torch" in facts.versions
+    assert (facts.sees_folder, placement.place_facts(str(tmp_path / "not")).sees_folder) == (True, False)
+    assert placement.place_facts(None).sees_folder is None
+
+
+def test_gpus_are_those_that_the_driver_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\necho '{GPUS}'\necho '{GPUS}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert placement.place_facts(None).gpus == (GPUS, GPUS)
+    command.write_text("#!/bin/sh\nexit 9\n")  # no driver
+    assert placement.place_facts(None).gpus == ()

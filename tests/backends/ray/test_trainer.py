@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +33,8 @@ from pipelinerl.errors import BackendError, TrainerLostError  # noqa: E402
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray, torch and DeepSpeed warn of much
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_two_ranks_work_together_until_one_dies(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_ray")
+def test_two_ranks_work_together_until_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.ray.actors, "RANKS_SHUTDOWN_TIMEOUT_S", 1.0)
     save_tiny_model(tmp_path)
     given = settings(tmp_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3, pack_tokens=60, step_timeout_s=600))

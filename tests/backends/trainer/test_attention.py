@@ -1,4 +1,4 @@
-"""Attention on packed rows against attention written out, sequence by sequence."""
+"""Attention on packed rows against attention written out, sequence by sequence; what a rank measures of its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ pytest.importorskip("transformers")
 
 from refusals import message  # noqa: E402
 
+from backends.check.machine_rows import ATTENTION_ERROR  # noqa: E402
+from backends.trainer import self_test  # noqa: E402
 from backends.trainer.attention import check_kernel, packed_attention  # noqa: E402
 
 LENGTHS = (1, 7, 4)
+CPU = torch.device("cpu")
 
 
 def tensors(value_width: int = 8, device: str = "cpu"):
@@ -58,3 +61,20 @@ def test_a_gpu_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert says.endswith("got Tesla T4 with 7.5")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     check_kernel(torch.device("cuda:0"))
+
+
+def test_packed_attention_is_plain_attention_up_to_rounding() -> None:
+    assert self_test.attention_error(CPU, torch.float32) < ATTENTION_ERROR["cpu"]
+    assert 0 < self_test.attention_error(CPU, torch.bfloat16) < ATTENTION_ERROR["gpu"]
+    assert self_test.same_checksum(CPU)
+
+
+def test_attention_that_crosses_a_boundary_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = self_test.packed_attention
+
+    def crosses(*arguments: object, cu_seq_lens_q: object, **others: object) -> object:
+        whole = torch.tensor([0, sum(self_test.LENGTHS)], dtype=torch.int32)
+        return right(*arguments, cu_seq_lens_q=whole, **others)
+
+    monkeypatch.setattr(self_test, "packed_attention", crosses)
+    assert self_test.attention_error(CPU, torch.float32) > ATTENTION_ERROR["gpu"]

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tiny_trainer import TEMPERATURE, plain_logprob, samples, save_tiny_model  # noqa: E402
+from tiny_trainer import TEMPERATURE, plain_logprob, samples  # noqa: E402
 
 from backends.interface import Sample  # noqa: E402
 from backends.trainer.model import PolicyModel, load_policy, row_tensors  # noqa: E402
@@ -21,13 +21,6 @@ from pipelinerl.rl.losses import policy_loss  # noqa: E402
 from pipelinerl.rl.segments import Segment, SegmentKind, extended  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
 
 
 def loss_of(logprob_M: torch.Tensor, batch: list[Sample]) -> torch.Tensor:

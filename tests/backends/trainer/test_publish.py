@@ -1,4 +1,4 @@
-"""What is published and exported has the names and the bits of ``save_pretrained``, whatever the model is in memory.
+"""What is published and exported has the names and bits of ``save_pretrained``, whatever is in memory; how it is loaded.
 
 Tiny models of random weights; what of DeepSpeed only puts parameters together, which lie whole here, is left out.
 """
@@ -6,6 +6,7 @@ Tiny models of random weights; what of DeepSpeed only puts parameters together, 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,3 +158,30 @@ def test_the_group_that_is_meant_is_ended_and_no_other(tmp_path: Path) -> None:
     fault = one.join_group(["trainer", "engine 0"], 1000.0)
     assert str(fault).endswith("; engine 0 is lost")
     one.close()
+
+
+STATUS = Path("/proc/self/status")
+
+
+def own_bytes() -> int:
+    """Return this process's memory that it shares with no other."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="memory is told by Linux")
+def test_the_ranks_of_a_machine_share_the_pages_of_the_weights_file(tmp_path: Path) -> None:
+    """A rank maps the file, bit for bit, and has no copy of the model of its own in the host's memory."""
+    config = transformers.LlamaConfig(
+        vocab_size=40_000, hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    saved = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    load_policy(str(tmp_path), device="cpu", dtype=torch.bfloat16)  # what is loaded once, is
+    size, before = (tmp_path / "model.safetensors").stat().st_size, own_bytes()
+    loaded = load_policy(str(tmp_path), device="cpu", dtype=torch.bfloat16)
+    assert size > 80e6
+    assert own_bytes() - before < 0.1 * size
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in saved.state_dict().items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,30 +14,16 @@ from answered import when_others_have_answered
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
 
-from tiny_trainer import TEMPERATURE, plain_logprob, samples, save_tiny_model  # noqa: E402
+from tiny_trainer import TEMPERATURE, plain_logprob, samples  # noqa: E402
 
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.reference import RayReference, ReferenceModel, ReferenceSettings  # noqa: E402
 from pipelinerl.errors import ReferenceLostError  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray and torch warn of much
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    return folder
-
-
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def settings(model_path: Path, *, temperature: float = TEMPERATURE, pack_tokens: int = 60) -> ReferenceSettings:
@@ -66,7 +51,8 @@ def test_values_are_those_of_transformers_at_the_temperature(model_path: Path, p
         assert np.abs(others[index] - value_T).max() > 1e-3
 
 
-def test_replicas_share_a_batch_until_one_dies_and_go_on_when_started_again(cluster: None, model_path: Path) -> None:
+@pytest.mark.usefixtures("own_ray")
+def test_replicas_share_a_batch_until_one_dies_and_go_on_when_started_again(model_path: Path) -> None:
     reference = RayReference(settings(model_path), [{"num_cpus": 1}] * 2)
 
     async def check() -> None:
@@ -116,7 +102,8 @@ async def silence_is_named(reference: RayReference) -> None:
     reference._settings = usual
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_ray")
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     reference = RayReference(settings(tmp_path / "nothing"), [{"num_cpus": 1}])
     try:
         with pytest.raises(

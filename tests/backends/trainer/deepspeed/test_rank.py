@@ -63,14 +63,6 @@ ROUNDING = 2e-5
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def plain(model_path: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
     return plain_training(model_path, 3)
 

@@ -26,7 +26,6 @@ from tiny_trainer import (  # noqa: E402
     plain_gradients,
     plain_training,
     samples,
-    save_tiny_model,
     saved_state,
     settings,
     spoilt_rows,
@@ -62,14 +61,6 @@ EXPERTS = {
     "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "first_k_dense_replace": 1,
 }  # fmt: skip
 """One of 94 MB, whose experts, 75 MB, are fused while they are loaded, the largest into parameters of 17 MB."""
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    return folder
 
 
 @pytest.fixture
