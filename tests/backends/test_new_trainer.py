@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 
 import pytest
 from needs import need
@@ -16,7 +15,7 @@ need("torch", "transformers", "safetensors")
 
 import torch  # noqa: E402
 from in_memory import config_of  # noqa: E402
-from ledger_check import check_ledger  # noqa: E402
+from ledger_check import check_ledger, metrics_of  # noqa: E402
 from real_run import EXAMPLE  # noqa: E402
 
 from backends.contract.engine import BATCH, promises  # noqa: E402
@@ -133,8 +132,7 @@ def test_it_trains_through_the_driver_and_goes_on_from_its_checkpoint(model_path
     summary = train(config, out=tmp_path / "run", backend=FakeBackend(trainer_kind=TORCH))
     check_ledger(tmp_path / "run", config, summary)
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 0
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["train/learning_rate"] for step in steps] == [1e-3] * config.optimizer_steps
+    assert [step["train/learning_rate"] for step in metrics_of(tmp_path / "run")] == [1e-3] * config.optimizer_steps
     train(config, out=tmp_path / "run", backend=FakeBackend(trainer_kind=TORCH), resume=True)  # it was complete
 
 

@@ -12,7 +12,7 @@ from needs import need
 need("vllm", "deepspeed", "ray", "tensorboard")
 pytest.importorskip("psutil")
 
-from ledger_check import check_ledger  # noqa: E402
+from ledger_check import check_ledger, metrics_of  # noqa: E402
 from real_run import EXAMPLE, Process, python_path  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
@@ -123,7 +123,7 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ct
     assert summary.trainer_restarts == summary.engine_restarts == 1
     check_ledger(out, load_run(EXAMPLE, sets), summary)
     assert summary.rollouts.failed > 0
-    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(out)
     assert metrics[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
     assert metrics[-1]["train/kl_loss"] > metrics[0]["train/kl_loss"]
     # What the engine has loaded is what was trained; a router that is undecided between two experts may differ.

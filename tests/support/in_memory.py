@@ -105,10 +105,9 @@ class Parts:
     lost: Callable[[], str | None] | None = None
 
 
-def parts_of(config, *, trainer=None, task=None, step_s=0.0):
-    engines = [
-        FakeEngine(num_slots=config.scheduler.generation_batch_size, step_s=step_s) for _ in range(config.num_engines)
-    ]
+def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine):
+    slots = config.scheduler.generation_batch_size
+    engines = [engine(num_slots=slots, step_s=step_s) for _ in range(config.num_engines)]
     kl_coefficient = config.train.loss.kl_coefficient
     if trainer is None:
         trainer = FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient)

@@ -14,6 +14,10 @@ def records(out):
     return list(Trace(out / TRACE_FILE).records())
 
 
+def metrics_of(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 def check_ledger(out, config, summary):
     """What must hold of any finished run, whatever happened in it."""
     assert replay(Trace(out / TRACE_FILE)).difference is None
@@ -36,5 +40,4 @@ def check_ledger(out, config, summary):
     assert tokens.generated == tokens.trained + tokens.discarded + tokens.aborted + tokens.failed + tokens.unfinished
     with (out / "steps.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, config.optimizer_steps + 1))
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, config.optimizer_steps + 1))
+    assert [line["step"] for line in metrics_of(out)] == list(range(1, config.optimizer_steps + 1))

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import deque
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,17 @@ def flip(path, place):
 FILES = ("run.pickle", "trainer/fake.json", MANIFEST_FILE)
 
 
-@pytest.mark.parametrize("place", [0, 10, -1])
 @pytest.mark.parametrize("name", FILES)
-def test_one_flipped_bit_anywhere_and_the_checkpoint_before_is_used_and_named(out, caplog, name, place):
-    flip(out / FOLDER / NEWEST / name, place)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(partial(flip, place=place) for place in (0, 10, -1)),
+        Path.unlink,
+        lambda path: path.with_name("states_7.pt").write_bytes(b"of another run"),
+    ],
+)
+def test_where_a_file_is_changed_gone_or_too_many_the_checkpoint_before_is_used_and_named(out, caplog, name, damage):
+    damage(out / FOLDER / NEWEST / name)
     checkpoint = read_newest(out, CONFIG)
     assert checkpoint.state.version == 4
     assert checkpoint.trainer_folder.parent.name == BEFORE
@@ -63,25 +71,16 @@ def test_one_flipped_bit_anywhere_and_the_checkpoint_before_is_used_and_named(ou
     assert f"going on from {BEFORE}" in warning
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_gone_breaks_a_checkpoint(out, name):
-    (out / FOLDER / NEWEST / name).unlink()
-    assert read_newest(out, CONFIG).state.version == 4
-
-
-def test_a_file_that_nobody_wrote_breaks_a_checkpoint(out):
-    (out / FOLDER / NEWEST / "trainer" / "states_7.pt").write_bytes(b"of another run")
-    assert read_newest(out, CONFIG).state.version == 4
-
-
-def formats():
-    return [(number, json.dumps({"files": {}, "format": number})) for number in (FORMAT + 1, FORMAT - 1)]
-
-
-@pytest.mark.parametrize(("number", "manifest"), [*formats(), (0, json.dumps({"run.pickle": 64 * "0"}))])
+@pytest.mark.parametrize(
+    ("number", "manifest"),
+    [
+        *((number, {"files": {}, "format": number}) for number in (FORMAT + 1, FORMAT - 1)),
+        (0, {"run.pickle": 64 * "0"}),
+    ],
+)
 def test_a_checkpoint_of_another_format_is_refused_before_anything_is_unpickled(out, number, manifest):
     """The last one is from before there were numbers: a list of files."""
-    (out / FOLDER / NEWEST / MANIFEST_FILE).write_text(manifest)
+    (out / FOLDER / NEWEST / MANIFEST_FILE).write_text(json.dumps(manifest))
     (out / FOLDER / NEWEST / "run.pickle").write_bytes(b"cbackends.gone\nState\n.")
     with pytest.raises(ConfigError) as error:
         read_newest(out, CONFIG)
@@ -173,13 +172,14 @@ def test_every_file_and_folder_of_a_checkpoint_is_on_disk_before_it_has_its_name
     assert len(kept) == 4  # of step 6 two: the last step, and the end
 
 
-def cut(path, size):
+def cut(path, size=-3):
     path.write_bytes(path.read_bytes()[:size])
 
 
-def without_line(path, number):
+def without_step(step, path):
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[: number - 1] + lines[number:]))
+    del lines[step - 1 + (path.name == STEPS_FILE)]  # below its header
+    path.write_bytes(b"".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,16 @@ def without_line(path, number):
     [
         (TRACE_FILE, lambda path: cut(path, 300), r"bytes that step_000006 goes on from, got 300"),
         (TRACE_FILE, Path.unlink, r"bytes that step_000006 goes on from, got 0"),
-        (STEPS_FILE, lambda path: without_line(path, 7), "got 5: step 6 is missing"),
-        (STEPS_FILE, lambda path: without_line(path, 3), "got 1: step 2 is missing"),
-        (STEPS_FILE, lambda path: cut(path, -3), "got 5: step 6 is missing"),
-        (STEPS_FILE, Path.unlink, "got 0: step 1 is missing"),
-        (METRICS_FILE, lambda path: without_line(path, 6), "got 5: step 6 is missing"),
-        (METRICS_FILE, lambda path: without_line(path, 2), "got 1: step 2 is missing"),
-        (METRICS_FILE, lambda path: cut(path, -3), "got 5: step 6 is missing"),
-        (METRICS_FILE, Path.unlink, "got 0: step 1 is missing"),
+        *(
+            (name, damage, f"got {kept}: step {kept + 1} is missing")
+            for name in (STEPS_FILE, METRICS_FILE)
+            for damage, kept in (
+                (partial(without_step, 6), 5),
+                (partial(without_step, 2), 1),
+                (cut, 5),
+                (Path.unlink, 0),
+            )
+        ),
     ],
 )
 def test_a_run_whose_files_do_not_reach_up_to_its_checkpoint_is_refused(out, name, damage, says):

@@ -18,7 +18,7 @@ from in_memory import (
     run,
     run_checked,
 )
-from ledger_check import records
+from ledger_check import metrics_of, records
 from refusals import message
 
 from backends.driver.evaluation import evaluation_slots
@@ -43,10 +43,10 @@ class HalfRight(Letters):
 
 
 class Seen(FakeEngine):
-    """Keeps the requests of evaluations; sleeps only when nothing is in progress."""
+    """Keeps the requests of evaluations, for which it has a slot more; sleeps only when nothing is in progress."""
 
-    def __init__(self, **settings):
-        super().__init__(**settings)
+    def __init__(self, *, num_slots, **settings):
+        super().__init__(num_slots=num_slots + 1, **settings)
         self.held_out, self.most = [], 0
 
     async def generate(self, request):
@@ -62,9 +62,7 @@ class Seen(FakeEngine):
 
 
 def seen(config, **parts):
-    made = parts_of(config, task=HalfRight(), **parts)
-    made.engines = [Seen(num_slots=config.scheduler.generation_batch_size + 1) for _ in made.engines]
-    return made
+    return parts_of(config, task=HalfRight(), engine=Seen, **parts)
 
 
 @pytest.mark.parametrize("weight_update", KINDS)
@@ -82,8 +80,7 @@ def test_an_evaluation_beside_a_pipeline_is_in_no_count_and_names_its_versions(o
     commands = [row.command for row in records(out) if isinstance(row.command, StartRollout)]
     assert min(one.rollout_id for one in commands) >= 0
     assert sum(len(engine.held_out) for engine in parts.engines) >= 8 * (2 + len(during))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    logged = [line for line in lines if "evaluation/success" in line]
+    logged = [line for line in metrics_of(out) if "evaluation/success" in line]
     assert [line["evaluation/step"] for line in logged] == [one.step for one in during][: len(logged)]
     assert all(line["step"] > line["evaluation/step"] for line in logged)
 
@@ -114,7 +111,7 @@ def test_an_engine_that_is_lost_in_an_evaluation_answers_after_its_restart(out):
                 self.die()
             return await super().generate(request)
 
-    parts.engines[0] = Dies(num_slots=7)
+    parts.engines[0] = Dies(num_slots=6)
     summary = run_checked(config, out, parts)
     assert summary.engine_restarts == 1
     assert {one.success for one in summary.evaluation.during} == {0.5}
@@ -130,7 +127,7 @@ def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it
                 await asyncio.sleep(60.0)
             return await super().generate(request)
 
-    parts.engines[0] = Slow(num_slots=7)
+    parts.engines[0] = Slow(num_slots=6)
     interrupted(config, out, parts)
     assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
     summary = run_checked(config, out, seen(config), resume=True)

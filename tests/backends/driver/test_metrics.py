@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 from types import SimpleNamespace
 
 import pytest
 from in_memory import config_of
+from ledger_check import metrics_of
 
 from backends.driver.metrics import TENSORBOARD_FOLDER, MetricsLog, StepMetrics
 from pipelinerl.errors import RunFailedError
@@ -66,14 +66,10 @@ def write(out, config, metrics, *, go_on_after=0):
     log.close()
 
 
-def lines(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_line_is_on_disk_before_the_log_is_closed(tmp_path):
     log = MetricsLog(tmp_path, config_of())
     log.write(1, {"reward/mean": 0.25})
-    assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
+    assert metrics_of(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
     log.close()
 
 
@@ -99,7 +95,7 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
 def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
     write(tmp_path, config_of(), {step: {"reward/mean": 0.1 * step} for step in (1, 2, 3)})
     write(tmp_path, config_of(), {3: {"reward/mean": 0.9}}, go_on_after=2)
-    assert [(one["step"], one["reward/mean"]) for one in lines(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert [(one["step"], one["reward/mean"]) for one in metrics_of(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
 def test_weights_and_biases_gets_the_same_under_one_name_over_restarts(tmp_path, monkeypatch):
@@ -143,4 +139,4 @@ def test_what_is_not_finite_is_left_out_since_json_has_no_word_for_it(tmp_path):
     write(
         tmp_path, config_of(), {1: {"train/loss": float("nan"), "train/gradient_norm": float("inf"), "lag/mean": 1.0}}
     )
-    assert lines(tmp_path) == [{"step": 1, "lag/mean": 1.0}]
+    assert metrics_of(tmp_path) == [{"step": 1, "lag/mean": 1.0}]

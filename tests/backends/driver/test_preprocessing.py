@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 
 import numpy as np
 import pytest
 from in_memory import Interrupts, Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
-from ledger_check import records
+from ledger_check import metrics_of, records
 from virtual_clock import run as run_at_once
 
 from backends.driver.checkpoint import read_newest
@@ -32,7 +31,7 @@ def kl_config(*, train=None, **changed):
 
 def check_divergence(out, *, steps):
     """All tokens of a step have log pi = -1 - DRIFT * version, and log ref = -1."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(out)
     assert len(lines) == steps
     for version, line in enumerate(lines):
         of_token = math.expm1(DRIFT * version) - DRIFT * version
@@ -177,8 +176,7 @@ class Behind(FakeReference):
 
 
 def behind(config, monkeypatch, *, most):
-    parts = parts_of(config)
-    parts.engines = [Counting(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
+    parts = parts_of(config, engine=Counting)
     parts.reference = Behind(parts.engines, most=most)
     logprobs = Preprocessing.reference_logprobs
 

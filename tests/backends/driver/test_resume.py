@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from in_memory import KINDS, Interrupts, Killer, Letters, config_of, interrupt, interrupted, parts_of, run, run_checked
-from ledger_check import records
+from ledger_check import metrics_of, records
 
 from backends.driver.checkpoint import FOLDER, read_newest
 from backends.driver.lifecycle import Driver
@@ -76,8 +76,7 @@ def test_a_run_goes_on_by_itself_from_its_last_checkpoint_when_its_trainer_is_lo
     assert [engine.num_started for engine in parts.engines] == [3, 3]
     assert len(parts.trainer.trained) == 5 + 1 + 5  # steps 1 to 5, 5 again, 5 to 9
     assert [one for one in caplog.messages if "rank 0" in one] == ["rank 0 is dead; the run goes on from step 4"] * 2
-    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [one["restarts/trainer"] for one in metrics] == [0] * 3 + [2] * 6  # step 4 was kept before it was told
+    assert [one["restarts/trainer"] for one in metrics_of(out)] == [0] * 3 + [2] * 6  # step 4 was kept
 
 
 def test_a_trainer_that_is_lost_too_often_ends_the_run_and_resume_goes_on(out):

@@ -1,4 +1,4 @@
-"""What is published and exported has the names and bits of ``save_pretrained``, whatever is in memory; how it is loaded.
+"""What is published and exported has the names and bits of ``save_pretrained``; how it is loaded.
 
 Tiny models of random weights; what of DeepSpeed only puts parameters together, which lie whole here, is left out.
 """

@@ -61,10 +61,7 @@ class Asked(FakeEngine):
 
 
 def recorded(config):
-    parts = parts_of(config)
-    parts.engines = [Asked(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
-    parts.trainer = Recording(train_batch_size=config.scheduler.train_batch_size)
-    return parts
+    return parts_of(config, engine=Asked, trainer=Recording(train_batch_size=config.scheduler.train_batch_size))
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
@@ -118,8 +115,7 @@ class Timed(FakeEngine):
 def test_prefill_and_decode_of_engines_that_tell_them_are_in_trace_and_report(out):
     """Every answer counts, those that were cut short, too; the replay of the trace gives the same report."""
     config = turns_of(settings={"turns": 3}, steps=3)
-    parts = parts_of(config)
-    parts.engines = [Timed(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
+    parts = parts_of(config, engine=Timed)
     summary = run_checked(config, out, parts)
     seconds, finished = summary.environments.seconds, summary.rollouts.finished
     num_answers = sum(engine.num_answers for engine in parts.engines)
@@ -158,6 +154,9 @@ def test_turns_are_scheduled_under_every_schedule_and_replayed(out, setting):
     assert all(row.event.engine is None for row in records(out) if isinstance(row.event, RolloutFinished))
     assert summary.rollouts.failed == happened[RolloutFailed] == 0
     assert 0 < summary.environments.in_use_mean <= 4
+    ready = Counter(row.event.rollout_id for row in records(out) if isinstance(row.event, ObservationReady))
+    ended = {row.event.rollout_id for row in records(out) if isinstance(row.event, RolloutFinished)}
+    assert {ready[one] for one in ended} == {3}  # a reset, and two turns that others follow
 
 
 def test_at_most_so_many_environments_are_open(out):
@@ -289,10 +288,8 @@ class Late(FakeEngine):
 def test_a_turn_that_an_engine_ends_after_the_rollouts_life_is_not_acted_on(out, caplog):
     """Environments live for half a second, and answer at once; no answer of an engine comes that soon."""
     config = turns_of(settings={"turns": 1}, steps=1, longest=2, discard_limit=4, limits={"lifetime_s": 0.5}, count=2)
-    parts = parts_of(config)
-    parts.engines = [Late(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
     with pytest.raises(RunFailedError, match="stalled"):
-        run(config, out, parts)
+        run(config, out, parts_of(config, engine=Late))
     assert "failed: it has lived for more than 0.5 s (environment.lifetime_s)" in caplog.text
     assert not [row for row in records(out) if isinstance(row.event, RolloutFinished)]
 
@@ -350,14 +347,6 @@ def test_held_out_problems_are_played_with_environments_of_their_own(out, kind):
     texts = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert {one["prompt"].split()[0] for one in texts if one["held_out"]} == {"held"}
     assert all(one["prompt"].startswith("problem ") for one in texts if not one["held_out"])
-
-
-def test_observations_are_ready_once_per_reset_and_turn_that_is_followed_by_one(out):
-    config = turns_of(settings={"turns": 3}, steps=3)
-    run_checked(config, out)
-    ready = Counter(row.event.rollout_id for row in records(out) if isinstance(row.event, ObservationReady))
-    ended = {row.event.rollout_id for row in records(out) if isinstance(row.event, RolloutFinished)}
-    assert {ready[one] for one in ended} == {3}  # a reset, and two turns that others follow
 
 
 @pytest.mark.parametrize(
