@@ -30,13 +30,13 @@ def no_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer of one letter."""
+    """A tiny model with a tokenizer of characters."""
     import torch
-    from tiny_trainer import save_tiny_model
+    from character_model import make_model
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
+    make_model(folder)
     return folder
 
 

@@ -148,7 +148,6 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(complaint, tmp_p
             "got pack_tokens=20",
         ),
         (["train.evaluation.problems=251"], "at most the task's 250 held-out problems, got 251"),
-        (["train.engine.vllm.kv_cache_type=fp8"], "train.engine.vllm.kv_cache_type is no argument of vLLM"),
         (["train.engine.vllm.dtype=float16"], "train.engine.vllm.dtype must be left out, since train.device decides"),
         (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
         (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def make_model(folder: Path, *, seed: int, end_token: str | None) -> Any:
+def make_model(folder: Path, *, seed: int = 0, end_token: str | None = None, tied: bool = False) -> Any:
     """Write an untrained Qwen2 of 82 496 parameters with a tokenizer of characters; return it."""
     import tokenizers
     import torch
@@ -22,7 +22,8 @@ def make_model(folder: Path, *, seed: int, end_token: str | None) -> Any:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
+        attention_dropout=0.5,  # would show if a trainer left it on
     )
     model = transformers.Qwen2ForCausalLM(shape).eval()
     words = ["<pad>", "<eos>", *"0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:"]

@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from backends.fake import FakeEngine
-from backends.interface import GenerateRequest
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.environments import Content, Environment, Turn
 
@@ -50,33 +48,6 @@ async def _told(environment: Environment, *answers: str, tokenizer: Any, index: 
 
 def played(environment: Environment, *answers: str, tokenizer: Any, index: int = 0) -> Episode:
     return asyncio.run(play(environment, *answers, tokenizer=tokenizer, index=index))
-
-
-async def rolled_out(
-    environment: Environment, *, tokenizer: Any, seed: int, turns: int = 4
-) -> tuple[list[int], list[list[int]], bool]:
-    """Play an episode with the fake engine: return all tokens, what was generated in each turn, whether it is over."""
-    engine = FakeEngine()
-    await engine.start()
-    try:
-        return await _rolled_out(environment, engine, tokenizer=tokenizer, seed=seed, turns=turns)
-    finally:
-        await environment.close()
-        await engine.shutdown()
-
-
-async def _rolled_out(
-    environment: Environment, engine: FakeEngine, *, tokenizer: Any, seed: int, turns: int
-) -> tuple[list[int], list[list[int]], bool]:
-    tokens, generated, done = tokens_of(await environment.reset(seed, held_out=False), tokenizer), [], False
-    while not done and len(generated) < turns:
-        sampling = {"max_new_tokens": 12, "seed": seed + len(generated), "temperature": 1.0}
-        answer = await engine.generate(GenerateRequest(rollout_id=seed, prompt_tokens=tuple(tokens), **sampling))
-        generated.append(answer.tokens_T.tolist())
-        seen = await environment.step(turn_of(generated[-1], tokenizer))
-        tokens += [*generated[-1], *tokens_of(seen.content, tokenizer)]
-        done = seen.done
-    return tokens, generated, done
 
 
 def with_turns(config: RunConfig, *, count: int) -> RunConfig:

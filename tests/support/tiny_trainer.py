@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from backends.contract.engine import FOLLOWING
 from backends.contract.trainer import in_turns
@@ -31,25 +30,6 @@ TEMPERATURE = 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, gradient_clip=0.5)
 STEPS = 4
 BATCH = 8
-
-
-def save_tiny_model(folder: Path, *, tied: bool = False) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        attention_dropout=0.5,  # would show if it were left on
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
 
 
 def samples(step: int = 0) -> list[Sample]:

@@ -15,7 +15,7 @@ from needs import need
 need("transformers", "websockets", "openenv")
 
 from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
-from environment_episodes import played, rolled_out, turn_of, with_turns  # noqa: E402
+from environment_episodes import played, turn_of, with_turns  # noqa: E402
 
 from backends.adapters.openenv import OpenEnv  # noqa: E402
 from pipelinerl.errors import ConfigError  # noqa: E402
@@ -86,24 +86,6 @@ def test_sessions_are_their_own_and_an_episode_that_was_given_up_is_gone(url: st
         return [*first, again]
 
     assert all(seen.done for seen in asyncio.run(two()))
-
-
-def test_the_fake_engine_plays_in_messages(url: str, tmp_path: Path) -> None:
-    """Each turn of random tokens is read between the marks of the template, as it was sampled."""
-    TOKENIZER.save_pretrained(tmp_path)
-    game = OpenEnv(url=url, observation="hint", tokenizer=str(tmp_path))
-
-    tokens, generated, done = asyncio.run(rolled_out(game, tokenizer=TOKENIZER, seed=3))
-    mark = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    hint = "\n<|im_start|>user\n higher: <|im_end|>\n<|im_start|>assistant\n"
-    rest = tokens[len(game._chat.prompt([{"role": "user", "content": "guess: "}])) :]
-    assert tokens[: -len(rest)][-len(mark) :] == mark
-    for answer in generated:
-        end = "" if answer[-1] == TOKENIZER.eos_token_id else "<|im_end|>"
-        seen = TOKENIZER.encode(end + hint, add_special_tokens=False)
-        assert rest[: len(answer) + len(seen)] == [*answer, *seen]
-        rest = rest[len(answer) + len(seen) :]
-    assert (rest, done) == ([], False)
 
 
 def _turn(text: str) -> Any:

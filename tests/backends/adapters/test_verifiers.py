@@ -10,7 +10,7 @@ from needs import need
 need("transformers", "verifiers")
 
 from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
-from environment_episodes import play, played, rolled_out, with_turns  # noqa: E402
+from environment_episodes import play, played, with_turns  # noqa: E402
 
 from backends.adapters.verifiers import Verifiers  # noqa: E402
 from pipelinerl.errors import ConfigError  # noqa: E402
@@ -76,19 +76,6 @@ def test_an_episode_that_was_given_up_is_gone(sums: Any) -> None:
         return await play(environment, "6", tokenizer=TOKENIZER, index=1)
 
     assert asyncio.run(again()).reward == 1.0
-
-
-def test_the_fake_engine_plays(sums: Any) -> None:
-    """Random tokens are read between the marks of the template, as they were sampled."""
-    tokens, generated, done = asyncio.run(rolled_out(sums(turns=3), tokenizer=TOKENIZER, seed=5))
-    assert (len(generated), done) == (3, True)
-    sure = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-    behind = [
-        [*one, *TOKENIZER.encode("<|im_end|>" * (one[-1] != TOKENIZER.eos_token_id) + sure, add_special_tokens=False)]
-        for one in generated[:-1]
-    ]
-    expected = [token for one in [*behind, generated[-1]] for token in one]
-    assert tokens[-len(expected) :] == expected
 
 
 @pytest.mark.parametrize(

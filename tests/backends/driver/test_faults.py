@@ -122,45 +122,34 @@ def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out,
     assert loaded[0] == loaded[1] == sorted(set(loaded[0]))  # the seat is said to have what its engine will have
 
 
-class NoMore(FakeEngine):
-    """Can be started so many times."""
+class Unlucky(FakeEngine):
+    """Fails its next starts, so many of them, when it has been started so many times: the first one at once."""
 
-    def __init__(self, times, **settings):
+    def __init__(self, *, after=0, fails=1, **settings):
         super().__init__(**settings)
-        self.times = times
+        self.after, self.fails = after, fails
 
     async def start(self):
-        if self.num_started == self.times:
+        if self.num_started == self.after and self.fails:
+            self.fails -= 1
             raise EngineLostError("engine start failed: no room")
-        await super().start()
-
-
-class NotAtFirst(FakeEngine):
-    """Fails its first start."""
-
-    fails = True
-
-    async def start(self):
-        if self.fails:
-            self.fails = False
-            raise EngineLostError("engine start failed: a file system that was slow")
         await super().start()
 
 
 def test_an_engine_that_fails_its_first_start_is_started_once_more(out, caplog):
     config = config_of()
     parts = parts_of(config)
-    parts.engines[1] = NotAtFirst(num_slots=config.scheduler.generation_batch_size)
+    parts.engines[1] = Unlucky(num_slots=config.scheduler.generation_batch_size)
     run_checked(config, out, parts)
-    assert "engine 1 is started once more: engine start failed: a file system that was slow" in caplog.text
+    assert "engine 1 is started once more: engine start failed: no room" in caplog.text
     assert "given up" not in caplog.text
     assert [one.num_started for one in parts.engines] == [1, 1]
 
 
 def test_what_keeps_all_engines_from_starting_is_not_tried_twice(out):
     config = config_of()
-    with pytest.raises(EngineLostError, match="a file system that was slow"):
-        run(config, out, parts_of(config, engine=NotAtFirst))
+    with pytest.raises(EngineLostError, match="no room"):
+        run(config, out, parts_of(config, engine=Unlucky))
 
 
 @pytest.mark.parametrize("times", [0, 1])
@@ -169,7 +158,7 @@ def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, t
     """The scheduler goes on as with two engines; the other one serves the rollouts of both seats."""
     config = config_of(**setting, steps=20)
     parts = parts_of(config)
-    parts.engines[1] = NoMore(times, num_slots=config.scheduler.generation_batch_size)
+    parts.engines[1] = Unlucky(after=times, fails=9, num_slots=config.scheduler.generation_batch_size)
     if times:
         parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     summary = run_checked(config, out, parts)
@@ -188,7 +177,7 @@ def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, t
 def test_without_any_engine_the_run_fails(out, times):
     config = config_of(steps=50)
     parts = parts_of(config)
-    parts.engines = [NoMore(times) for _ in range(2)]
+    parts.engines = [Unlucky(after=times, fails=9) for _ in range(2)]
 
     def die():
         for engine in parts.engines:

@@ -19,14 +19,16 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 ray = pytest.importorskip("ray")
 
+from character_model import make_model  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
-from tiny_trainer import BATCH, OPTIMIZER, path_of, plain_logprob, samples, save_tiny_model, settings  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny_trainer import BATCH, OPTIMIZER, path_of, plain_logprob, samples, settings  # noqa: E402
 
 import backends.ray.actors  # noqa: E402
+from backends.contract.trainer import TrainerContract  # noqa: E402
 from backends.ray.actors import RayTrainer  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from backends.transfer.file import read_verified  # noqa: E402
-from backends.transfer.verify import checkpoint_shapes  # noqa: E402
+from backends.transfer.verify import checkpoint_shapes, checksums  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError, TrainerLostError  # noqa: E402
 
@@ -36,7 +38,7 @@ pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray, to
 @pytest.mark.usefixtures("own_ray")
 def test_two_ranks_work_together_until_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.ray.actors, "RANKS_SHUTDOWN_TIMEOUT_S", 1.0)
-    save_tiny_model(tmp_path)
+    make_model(tmp_path)
     given = settings(tmp_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3, pack_tokens=60, step_timeout_s=600))
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}])
     options = [{"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, one)} for one in (0, 1)]
@@ -102,29 +104,13 @@ async def links_and_kernels_are_measured(trainer: RayTrainer) -> None:
         assert one.broadcast_gb_s > 0
 
 
-def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("rank")}
-
-
 async def what_a_checkpoint_holds_comes_back(trainer: RayTrainer, model_path: Path) -> None:
-    shapes = checkpoint_shapes(model_path)
-    before = await trainer.publish(1)
-    await trainer.send(before)
-    read_verified(path_of(before), before.checksums, shapes)
-    await trainer.snapshot()
-    first, _ = await asyncio.gather(
-        trainer.train(samples(1), completes_step=True), trainer.save(model_path / "checkpoint")
-    )
-    after = await trainer.publish(2)
-    assert after.checksums != before.checksums
-    await trainer.load(model_path / "checkpoint")
-    assert (await trainer.publish(1)).checksums == before.checksums
-    second = await trainer.train(samples(1), completes_step=True)
-    assert (await trainer.publish(2)).checksums == after.checksums
-    assert without_times(second.metrics) == without_times(first.metrics)
-    await trainer.export(model_path / "export")
-    exported = checkpoint_shapes(model_path / "export")
-    assert exported == shapes
+    """By the contract of trainers, for all ranks together."""
+    contract = TrainerContract(trainer, lambda weights: checksums(load_file(path_of(weights)).items()), model_path)
+    await contract.what_is_saved_is_what_was_copied_whatever_is_trained_meanwhile()
+    await contract.a_saved_trainer_goes_on_as_it_would_have()
+    await contract.an_export_writes_files_and_changes_nothing()
+    assert checkpoint_shapes(model_path / "export") == checkpoint_shapes(model_path)
 
 
 async def silence_and_failure_are_named(trainer: RayTrainer, model_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from character_model import make_model  # noqa: E402
 from refusals import message  # noqa: E402
 
 from backends.interface import Share  # noqa: E402
@@ -178,9 +179,7 @@ def test_a_checkpoint_that_the_host_has_no_memory_for_is_one_line(monkeypatch: p
 @pytest.mark.filterwarnings("ignore")
 def test_weights_that_the_host_has_no_memory_for_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
-    from tiny_trainer import save_tiny_model
-
-    save_tiny_model(tmp_path)
+    make_model(tmp_path)
     policy = load_policy(str(tmp_path), device="cpu", dtype=torch.bfloat16)
     model = PolicyModel(policy, temperature=1.0, value_head=False)
     num_bytes = 2 * sum(parameter.numel() for parameter in policy.parameters())
