@@ -7,6 +7,7 @@ from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.transport import OURS
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.rl.tasks import load_environment, load_task
@@ -20,6 +21,12 @@ def check_run(config: RunConfig) -> TrainConfig:
     if config.environment is not None:
         _check_environment(config.environment, train)
     check_logging(train)
+    if not train.chosen_transport(colocated=False).ends:
+        ours = ", ".join(one.name for one in OURS)
+        raise ConfigError(
+            f"train.transport must be {ours} or a WeightTransport with ends, got {train.transport!r}, which can only "
+            "be simulated"
+        )
     if config.scheduler.schedule.carries_over:
         raise ConfigError(
             f"scheduler.kind={config.scheduler.schedule.name!r} is for the simulator: train's engines lose what is in "

@@ -151,6 +151,12 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(complaint, tmp_p
         (["train.engine.vllm.dtype=float16"], "train.engine.vllm.dtype must be left out, since train.device decides"),
         (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
         (
+            ["train.transport=pipelinerl.hardware.transport:UNKNOWN"],
+            "train.transport must be file, broadcast, streamed or a WeightTransport with ends, "
+            "got 'pipelinerl.hardware.transport:UNKNOWN', which can only be simulated",
+        ),
+        (["train.transport=refit"], "train.transport must be file, broadcast, streamed or package.module:ATTRIBUTE, "),
+        (
             ["scheduler.kind=conventional", "train.transport=broadcast"],
             "train.transport='broadcast' needs engines and trainer on accelerators of their own, "
             "got scheduler.kind='conventional'",
