@@ -113,7 +113,7 @@ def _digest(path: Path) -> str:
 
 LOG = logging.getLogger("pipelinerl")
 FOLDER = "checkpoints"
-FORMAT = 2
+FORMAT = 3
 """One more whenever a pickled class, or the trainer's part, changes."""
 MAY_DIFFER = (
     ("hardware",),
@@ -149,7 +149,8 @@ class CheckpointKeeper:
 
     def copy(self, state: DriverState) -> bytes:
         """Return the content of a checkpoint beside the trainer's part; the trace is on disk up to here."""
-        return pickle.dumps({"config": _fixed(self._config), "state": state, "recording": self._recording.mark()})
+        content = {"config": _fixed(self._config), "state": state, "recording": self._recording.mark()}
+        return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 
     def keep(self, version: int, content: bytes) -> None:
         """Complete the checkpoint from ``copy`` after the trainer's part has been written; forget the oldest."""

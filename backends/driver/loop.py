@@ -104,6 +104,7 @@ class EventLoop:
     async def start(self, *, resumed: bool) -> None:
         """Begin a new run or go on with a resumed one."""
         self._began_s = time.monotonic() - self._state.time_s
+        self._state.metrics.driver_busy(busy_s())
         if resumed:
             await self._resume()
         else:
@@ -222,8 +223,7 @@ class EventLoop:
         if self.frozen:
             return
         data.extend(generated)
-        state.metrics.busy(command.engine, generated.front_end_s)
-        state.metrics.busy(None, busy_s())
+        state.metrics.answered(command.engine, generated.front_end_s)
         state.metrics.decoded(generated.decode_steps)
         seconds = None if self._turns is None else generated.seconds
         if generated.aborted:
@@ -338,6 +338,7 @@ class EventLoop:
 
     async def _train(self, command: StartTraining) -> None:
         self._deliver(await self._training.train(command))
+        self._state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
 
     async def _publish(self, command: PublishWeights) -> None:
         self._deliver(await self._training.publish(command, on_loaded=self._deliver))

@@ -165,6 +165,7 @@ class StepMetrics:
         self._num_rollouts = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
         self._busy: dict[int | None, tuple[float, float, int]] = {}  # by engine; None: the driver
+        self._num_answers = 0  # since the driver's last reading
 
     def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike, turn_T: NDArray[np.integer] | tuple[()] = ()) -> None:
         """Add a rollout: log pi - log mu (nats), lag (optimizer steps) and turn of its tokens, each of shape [T]."""
@@ -200,11 +201,20 @@ class StepMetrics:
         self._driver_s += seconds
         self._num_rollouts += num_rollouts
 
-    def busy(self, engine: int | None, seconds: float) -> None:
-        """Add a rollout, and how long its engine's front end (None: the driver) has been busy so far (s)."""
+    def answered(self, engine: int, seconds: float) -> None:
+        """Add an answer, and how long its engine's front end has been busy so far (s)."""
+        self._num_answers += 1
+        self._add_busy(engine, seconds, 1)
+
+    def driver_busy(self, seconds: float) -> None:
+        """Add how long the driver has been busy so far (s), for the answers since the last call."""
+        self._add_busy(None, seconds, self._num_answers)
+        self._num_answers = 0
+
+    def _add_busy(self, engine: int | None, seconds: float, num_answers: int) -> None:
         last_s, busy_s, num = self._busy.get(engine, (math.inf, 0.0, 0))
         if seconds >= last_s:  # else it is the first, or began anew
-            busy_s, num = busy_s + seconds - last_s, num + 1
+            busy_s, num = busy_s + seconds - last_s, num + num_answers
         self._busy[engine] = (seconds, busy_s, num)
 
     def decoded(self, some: DecodeSteps | None) -> None:
@@ -216,7 +226,7 @@ class StepMetrics:
     def _busy_s_per_rollout(self, *, driver: bool) -> float | None:
         both = [(busy_s, num) for engine, (_, busy_s, num) in self._busy.items() if (engine is None) is driver]
         busy_s, num = (sum(parts) for parts in zip(*both, strict=True)) if both else (0.0, 0)
-        return busy_s / num if busy_s else None
+        return busy_s / num if busy_s and num else None
 
     def take(self, row: StepRow, ledger: RunLedger) -> dict[str, float]:
         """End an optimizer step; return its metrics to log, by name."""

@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -21,11 +22,13 @@ from backends.workers.processes import Launch, LocalWorker, WorkerFailedError, W
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
 from pipelinerl.rl.config import TaskConfig
-from pipelinerl.rl.problems import Task
+from pipelinerl.rl.problems import Problem, Task
 from pipelinerl.rl.tasks import overlong_penalty
 from pipelinerl.util.user_code import kind_and_line
 
 REWARD_THREADS = 8
+PROBLEMS_KEPT = 1024
+"""Newest problems that are kept: the rollouts of a group have one."""
 
 
 class RewardThreads:
@@ -126,16 +129,21 @@ class TaskClient:
         assert config.train is not None
         self._config, self._train = config, config.train
         self._task, self._codec, self._processes = task, codec, processes
+        self._problem = lru_cache(PROBLEMS_KEPT)(self._new_problem)
         self._sampling = config.train.sampling.model_dump()
         self._rewards = RewardThreads()
         self._num_failed = 0
 
     def begin(self, index: int, *, held_out: bool = False) -> RolloutData:
         """Return a fresh rollout of a problem; ``RunFailedError`` if the task gives none, or one without a prompt."""
+        problem, prompt_tokens = self._problem(index, held_out=held_out)
+        return RolloutData(problem, prompt_tokens, index=index, held_out=held_out)
+
+    def _new_problem(self, index: int, *, held_out: bool) -> tuple[Problem, tuple[int, ...]]:
         assert self._task is not None
         try:
             problem = self._task.problem(index, held_out=held_out)
-            return RolloutData(problem, self._codec.encode(problem.prompt), index=index, held_out=held_out)
+            return problem, self._codec.encode(problem.prompt)
         except Exception as error:  # the user's own task may raise anything
             what = f"problem({index}, held_out={held_out})"
             raise RunFailedError(f"train.task: {what} gives no prompt: {kind_and_line(error)}") from error

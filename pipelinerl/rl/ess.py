@@ -93,15 +93,15 @@ class RatioStats:
         self._raw.add(log_ratio)
         self._truncated.add(np.minimum(log_ratio, self._log_truncation))
         self._sequence.add(log_ratio.sum(keepdims=True))
-        for value in np.unique(lag).tolist():
-            self._by_lag.setdefault(value, _WeightSums()).add(log_ratio[lag == value])
-        for value in np.unique(turn_T).tolist():
-            self._by_turn.setdefault(value, _WeightSums()).add(log_ratio[turn_T == value])
+        k3 = _k3_sum(log_ratio)
+        self._k3 += k3
         self._num_truncated += int(np.count_nonzero(log_ratio > self._log_truncation))
-        self._k3 += _k3_sum(log_ratio)
+        _add_by(lag, log_ratio, self._by_lag)
+        if len(turn_T):
+            _add_by(np.asarray(turn_T), log_ratio, self._by_turn)
         if not lag.any():
             self._num_at_lag_0 += log_ratio.size
-            self._k3_at_lag_0 += _k3_sum(log_ratio)
+            self._k3_at_lag_0 += k3
             self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, float(np.abs(log_ratio).max()))
 
     def ess_by_lag(self) -> dict[int, float]:
@@ -246,6 +246,15 @@ class _WeightSums:
     def ess(self) -> float:
         value = self.sum**2 / (self.num * self.sum_squares)
         return min(1.0, max(1 / self.num, value))  # these bounds hold but for rounding
+
+
+def _add_by(key_T: NDArray[np.integer], log_ratio_T: NDArray[np.float64], sums: dict[int, _WeightSums]) -> None:
+    """Add tokens to the sums of their lag or turn; most answers have one."""
+    first = int(key_T[0])
+    keys = [first] if (key_T == first).all() else np.unique(key_T).tolist()
+    for key in keys:
+        chosen_T = log_ratio_T if len(keys) == 1 else log_ratio_T[key_T == key]
+        sums.setdefault(key, _WeightSums()).add(chosen_T)
 
 
 def _k3_sum(log_ratio_N: NDArray[np.float64]) -> float:

@@ -41,10 +41,10 @@ def test_waits_for_a_processor_count(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_busy_time_is_counted_per_rollout_and_a_restart_begins_anew() -> None:
     """Engine 0 goes from 10 to 16 s over two rollouts and, started again, from 1 to 2 s over one; engine 1 has 1 s."""
     metrics = StepMetrics(truncation=5.0)
+    metrics.driver_busy(5.0)
     for engine, seconds in ((0, 10.0), (0, 12.0), (1, 3.0), (0, 16.0), (0, 1.0), (0, 2.0), (1, 4.0)):
-        metrics.busy(engine, seconds)
-    for seconds in (5.0, 5.5):
-        metrics.busy(None, seconds)
+        metrics.answered(engine, seconds)
+    metrics.driver_busy(8.5)
     summary = metrics.summary()
     assert summary.front_end_busy_s_per_rollout == pytest.approx((6 + 1 + 1) / 4)
     assert summary.driver_busy_s_per_rollout == pytest.approx(0.5)
@@ -53,7 +53,7 @@ def test_busy_time_is_counted_per_rollout_and_a_restart_begins_anew() -> None:
 def test_front_ends_that_do_not_say_are_left_out() -> None:
     metrics = StepMetrics(truncation=5.0)
     for _ in range(3):
-        metrics.busy(0, 0.0)
+        metrics.answered(0, 0.0)
     assert metrics.summary().front_end_busy_s_per_rollout is None
 
 
