@@ -286,18 +286,8 @@ def precisions(row: PublishedRun, assumed: list[str]) -> tuple[Precision, Precis
 # ------------------------------------------------------------------------------------------------------- collected rows
 
 TEXTS = (
-    "id",
-    "source",
-    "url_or_path",
-    "evidence",
-    "hw",
-    "model",
-    "algo",
-    "mode",
-    "precision",
-    "staleness_setting",
-    "note",
-)
+    "id", "source", "url_or_path", "evidence", "hw", "model", "algo", "mode", "precision", "staleness_setting", "note",
+)  # fmt: skip
 COUNTS = (
     "gpus_total", "gpus_train", "gpus_gen", "gen_tensor_parallel", "prompts_per_step", "n_per_prompt", "max_len",
     "steps",
@@ -351,8 +341,12 @@ CLOSED_FORM = {
 """Names of the numbers of Applied Compute's closed form; only all together are they these."""
 SETTING = rf"\b([A-Za-z_]+)\s*(?:<=?|[=: ≤])\s*{NUMBER}"
 """A setting in a text: ``eta=8``, ``max 16``, ``generate_sequences 458``."""
-IDLE_SHARE = r"trainer (\d+\.?\d*) samp/s.*generator (\d+\.?\d*)(?:-(\d+\.?\d*))? samp/s.*trainer idle ~?(\d+)\s?%"
-"""Rates of both sides, and the share of the time in which the trainer waits."""
+IDLE_SHARE = (
+    r"trainer (\d+\.?\d*) samp/s",
+    r"generator (\d+\.?\d*)(?:-(\d+\.?\d*))? samp/s",
+    r"trainer idle ~?(\d+)\s?%",
+)
+"""Rates of both sides, and the share of the time in which the trainer waits, in any order; read only together."""
 NOTHING = ("n/a", "nan", "-", "–", "—", "?")
 """Cells of a number that was not published."""
 
@@ -433,12 +427,20 @@ def _from_words(row: PublishedRun, generate_or_wait_s: float | None) -> dict[str
     if settings.keys() >= set(CLOSED_FORM.values()):
         values |= {field: settings[name] for field, name in CLOSED_FORM.items()}
         values["train_batch_size"] = round(settings["B"])
-    found = re.search(IDLE_SHARE, row.note)
-    if found and all(float(found[one]) for one in (1, 2, 4)):  # of nothing there is no relative error
-        names = ("trainer_samples_per_s", "generator_samples_per_s", "generator_samples_per_s_high")
-        values |= dict(zip(names, map(float, (found[1], found[2], found[3] or found[2])), strict=True))
-        values["trainer_idle_share"] = int(found[4]) / 100
-    return values
+    return values | _idle_share(row.note)
+
+
+def _idle_share(note: str) -> dict[str, float]:
+    trainer, generator, idle = (re.search(pattern, note) for pattern in IDLE_SHARE)
+    if trainer is None or generator is None or idle is None:
+        return {}
+    values = {
+        "trainer_samples_per_s": float(trainer[1]),
+        "generator_samples_per_s": float(generator[1]),
+        "generator_samples_per_s_high": float(generator[2] or generator[1]),
+        "trainer_idle_share": int(idle[1]) / 100,
+    }
+    return values if all(values.values()) else {}  # of nothing there is no relative error
 
 
 def _schedule(row: PublishedRun) -> Schedule | None:

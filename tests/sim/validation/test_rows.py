@@ -300,6 +300,8 @@ def test_seconds_are_of_generation_or_of_waiting_by_schedule(cells, generate_s, 
         ({"staleness_setting": "C=120 B=240 q=2 rho=0.63 Mtail=1.42"}, "in_flight", None),  # one number is missing
         ({"note": "trainer 2.75 samp/s, generator 1.95 samp/s"}, "trainer_samples_per_s", None),
         ({"note": "trainer 2 samp/s, generator 1 samp/s, trainer idle 0 %"}, "trainer_idle_share", None),
+        ({"note": "trainer idle 40 %; generator 1-3 samp/s, trainer 2 samp/s"}, "generator_samples_per_s_high", 3.0),
+        ({"note": "trainer 2 samp/s, generator 1-0 samp/s, trainer idle 5 %"}, "trainer_idle_share", None),
     ],
 )
 def test_sizes_are_read_from_words(cells, field, value):
