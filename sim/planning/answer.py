@@ -77,11 +77,7 @@ def best_screened(tables: Mapping[str, Any]) -> dict[str, Screened]:
     space = SearchSpace.of(config.model_copy(update={"plan": _some(config)}))
     candidates = (candidate_of(one, space) for one in all_choices(space))
     kept, _ = screen_all(candidates, space.limits, Screener(config, space.answers))
-    within = [
-        one
-        for one in kept
-        if space.limits.at(one.candidate.rented).broken(one.estimate.lag_mean, one.gpu_hours) is None
-    ]
+    within = [one for one in kept if one.breaks(space.limits) is None]
     best: dict[str, Screened] = {}
     for one in sorted(within, key=lambda one: -one.tokens_per_s):
         best.setdefault(one.candidate.family, one)
@@ -269,9 +265,7 @@ class _Search:
 
     def _keeps(self, outcome: Outcome) -> bool:
         lag = self.limits.lag
-        in_lag = lag is None or outcome.lag_max <= lag
-        limits = self.limits.at(outcome.candidate.rented)
-        return in_lag and limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
+        return (lag is None or outcome.lag_max <= lag) and outcome.breaks(self.limits) is None
 
     def report(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[PlanReport, Candidate]:
         """Return the content of plan.json, and the recommended candidate.
@@ -299,7 +293,7 @@ class _Search:
 
         ranked = in_order(self.within(outcomes), share)
         best = ranked[0]
-        other = next((one for one in ranked if one.candidate.way != best.candidate.way), None)
+        other = next((one for one in ranked if one.candidate.layout != best.candidate.layout), None)
         by_family = {
             family: [one for one in ranked if one.candidate.family == family]
             for family in dict.fromkeys(self.plan.schedulers)

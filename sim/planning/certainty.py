@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import combinations
+from itertools import chain, combinations
 from statistics import NormalDist
 from typing import Any, Self, TypeVar
 
@@ -48,7 +48,7 @@ from pipelinerl.records.plan_report import (
 from pipelinerl.theory.lengths import Lengths, LengthStatistics
 from pipelinerl.util.arrays import FloatArray, IntArray
 from sim.planning.choose import TIE
-from sim.planning.explain import NOTHING, screened_synchronous
+from sim.planning.explain import NOTHING, changed, screened_synchronous
 from sim.planning.screen import Candidate, Screener
 from sim.planning.simulate import Outcome
 from sim.planning.space import AXES, Limits, SearchSpace, choice_of
@@ -380,10 +380,10 @@ def _slopes(value_KD: Sequence[FloatArray], log_D: FloatArray) -> FloatArray:
 
 
 def _instead(drawn: DrawnCandidates, log_DC: FloatArray, place: int, least: float) -> str | None:
-    """Return the candidate that loses least in some of the draws, if it is another way to run and not a tie."""
+    """Return the candidate that loses least in some of the draws, if it is another layout and not a tie."""
     shares = mean_shares(log_DC)
     best = int(np.argmax(shares))
-    same = drawn.candidates[best].way == drawn.candidates[place].way
+    same = drawn.candidates[best].layout == drawn.candidates[place].layout
     return None if same or shares[best] <= (1 + least) * shares[place] else drawn.candidates[best].label
 
 
@@ -478,8 +478,8 @@ class Instrument:
 class Instruments:
     """The commands that measure the unknowns of a plan; ``run_file`` has path and overrides as words of a command.
 
-    ``arms`` has the best way of each arm, by colocated. Not ``whole``: the run file lacks a value that a run needs, so
-    commands state the plan's. ``one_gpu``: the model runs on one GPU.
+    ``arms`` has the best candidate of each arm, by colocated. Not ``whole``: the run file lacks a value that a run
+    needs, so commands state the plan's. ``one_gpu``: the model runs on one GPU.
     """
 
     def __init__(
@@ -492,42 +492,32 @@ class Instruments:
         whole: bool,
         one_gpu: bool,
     ) -> None:
-        self._config, self._file, self._whole = config, run_file, whole
-        self.all = [self._measure()] if one_gpu else []
+        self._config, self._whole = config, whole
+        model = "MODEL_FOLDER" if config.train is None else shlex.quote(config.train.model.path)
+        measure = f"pipelinerl measure --model {model} --out measured"
+        self.all = [Instrument((Unknown.GENERATION,), measure, MEASURE_MINUTES, 1)] if one_gpu else []
         if config.train is None:
             sets = "" if whole else self._sets(arms.get(False) or arms[True])
             self.all += [
-                Instrument((shows,), f"pipelinerl calibrate --run {self._file}{sets} {number}", None, None)
+                Instrument((shows,), f"pipelinerl calibrate --run {run_file}{sets} {number}", None, None)
                 for shows, number in NUMBERS.items()
             ]
-        else:
-            self.all += [self._check(way, screener) for _, way in sorted(arms.items())]
+            return
+        for colocated, candidate in sorted(arms.items()):
+            checked = check_config(candidate.config)
+            estimate = screener.screen(replace(candidate, config=checked)).estimate
+            minutes = START_MINUTES + (CHECK_STEPS * estimate.step_s + estimate.start_s) / 60
+            check = f"pipelinerl train {run_file} --check{self._sets(candidate)} --out check_{candidate.family}"
+            self.all.append(Instrument(OF_A_CHECK[colocated], check, minutes, checked.cluster.accelerators))
 
-    def _measure(self) -> Instrument:
-        model = "MODEL_FOLDER" if self._config.train is None else self._config.train.model.path
-        command = f"pipelinerl measure --model {shlex.quote(model)} --out measured"
-        return Instrument((Unknown.GENERATION,), command, MEASURE_MINUTES, 1)
-
-    def _check(self, way: Candidate, screener: Screener) -> Instrument:
-        config = check_config(way.config)
-        estimate = screener.screen(replace(way, config=config)).estimate
-        seconds = CHECK_STEPS * estimate.step_s + estimate.start_s
-        command = f"pipelinerl train {self._file} --check{self._sets(way)} --out check_{way.family}"
-        return Instrument(
-            OF_A_CHECK[way.config.colocated],
-            command,
-            START_MINUTES + seconds / 60,
-            config.cluster.accelerators,
-        )
-
-    def _sets(self, way: Candidate) -> str:
-        """Return the overrides that make the run file one of this way."""
-        its, own = choice_of(way.config), choice_of(self._config)
-        fewer = f" --set cluster.accelerators={way.config.cluster.accelerators}" if way.idle else ""
+    def _sets(self, candidate: Candidate) -> str:
+        """Return the overrides that make the run file one of this candidate."""
+        its, own = choice_of(candidate.config), choice_of(self._config)
+        fewer = f" --set cluster.accelerators={candidate.config.cluster.accelerators}" if candidate.idle else ""
         return fewer + "".join(
             f" --set {axis.key}={its[axis.name]}"
             for axis in AXES
-            if axis.applies_to(way.schedule)
+            if axis.applies_to(candidate.schedule)
             and its[axis.name] is not None
             and not (self._whole and its[axis.name] == own[axis.name])
         )
@@ -537,22 +527,13 @@ class Instruments:
 
         No command if none show all; minutes and GPUs are None where they are not known.
         """
-        for some in _subsets(self.all):
+        for some in chain.from_iterable(combinations(self.all, size) for size in range(1, len(self.all) + 1)):
             if set(names) <= {shown for one in some for shown in one.shows}:
                 minutes = [one.minutes for one in some if one.minutes is not None]
                 gpus = [one.gpus for one in some if one.gpus is not None]
                 known = len(minutes) == len(gpus) == len(some)
                 return [one.command for one in some], sum(minutes) if known else None, max(gpus) if known else None
         return [], None, None
-
-
-def _subsets(instruments: Sequence[Instrument]) -> list[list[Instrument]]:
-    """Return every choice of instruments, the fewest first, the earlier first."""
-    chosen = [
-        [one for place, one in enumerate(instruments) if number >> place & 1]
-        for number in range(1, 1 << len(instruments))
-    ]
-    return sorted(chosen, key=len)
 
 
 def split_curve(space: SearchSpace, recommended: Candidate, screener: Screener, draws: Draws) -> SplitCurve:
@@ -563,7 +544,9 @@ def split_curve(space: SearchSpace, recommended: Candidate, screener: Screener, 
     unit = cluster.tensor_parallel
     step = unit * max(1, cluster.accelerators // unit // MOST_SPLITS)
     splits = range(step, cluster.accelerators, step)
-    candidates = [_with(recommended, generation_accelerators=split) for split in splits]
+    candidates = [
+        changed(recommended, generating=split - recommended.config.generation_accelerators) for split in splits
+    ]
     drawn = DrawnCandidates.of(space.config, space.answers, candidates, draws.first(SPLIT_DRAWS))
     low_C, high_C = np.quantile(np.exp(drawn.screened_DC), PERCENTILES, axis=0)
     return SplitCurve(
@@ -572,11 +555,6 @@ def split_curve(space: SearchSpace, recommended: Candidate, screener: Screener, 
         low=low_C.tolist(),
         high=high_C.tolist(),
     )
-
-
-def _with(candidate: Candidate, *, generation_accelerators: int) -> Candidate:
-    cluster = candidate.config.cluster.model_copy(update={"generation_accelerators": generation_accelerators})
-    return replace(candidate, config=candidate.config.model_copy(update={"cluster": cluster}))
 
 
 # ------------------------------------------------------------------------------------------- the value of a measurement
@@ -605,7 +583,7 @@ def observations(
 ) -> dict[Unknown, FloatArray]:
     """Return the log that each measurement left to make would show in every draw, with its error, shape [D].
 
-    ``recommended`` is the way whose steps are timed; ``colocated`` has True, False or both: the arms compared.
+    ``recommended`` is the candidate whose steps are timed; ``colocated`` has True, False or both: the arms compared.
     """
     arms = {False: [Unknown.WEIGHTS_APART], True: [Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH]}
     elsewhere = [one for arm, unknown in arms.items() if arm not in colocated for one in unknown]
@@ -629,17 +607,17 @@ def _step_times(
     config: RunConfig, answers: LengthStatistics, draws: Draws, recommended: Candidate
 ) -> dict[Unknown, FloatArray]:
     """Return the logs of the seconds of a decode step and of an optimizer step of the recommendation, by draw."""
-    way = recommended.config
-    size, batch = way.cluster.tensor_parallel, float(way.scheduler.generation_batch_size)
+    timed = recommended.config
+    size, batch = timed.cluster.tensor_parallel, float(timed.scheduler.generation_batch_size)
     decode_D, train_D = np.empty(draws.number), np.empty(draws.number)
     for draw in range(draws.number):
-        hardware = draws.screener(draw, config, answers).resolved(way)
+        hardware = draws.screener(draw, config, answers).resolved(timed)
         context_s = context_token_s(hardware.decode, size) * batch * answers.context
         decode_D[draw] = batch_s(hardware.decode, size, np.array([batch]))[0] + context_s
         train_D[draw] = answers.training_s(
-            training_cost(hardware.training, training_accelerators=way.training_accelerators),
-            sequences=way.scheduler.train_batch_size,
-            micro_batch=way.scheduler.micro_batch,
+            training_cost(hardware.training, training_accelerators=timed.training_accelerators),
+            sequences=timed.scheduler.train_batch_size,
+            micro_batch=timed.scheduler.micro_batch,
         )
     shortest = np.finfo(float).tiny  # a run file may have a step last no time
     return {

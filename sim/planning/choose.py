@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 
 from sim.planning.screen import Screened, lag_error
@@ -38,9 +39,8 @@ Rank = Callable[[Outcome], float]
 """What outcomes are ranked by: the larger, the better."""
 
 
-def throughput(outcome: Outcome) -> float:
-    """Return the rank of an outcome where all is known (tokens/s)."""
-    return outcome.tokens_per_s
+throughput: Rank = attrgetter("tokens_per_s")
+"""The rank of an outcome where all is known (tokens/s)."""
 
 
 def same_lag(lag: float) -> float:
@@ -165,7 +165,7 @@ def next_to_simulate(
     """
     checks = check_lags(outcomes, kept)
     chances = [odds(one, limits, checks.get(one.candidate.family, LagCheck())) for one in kept]
-    promises = _promises(kept, chances, [one for one in outcomes if _keeps(one, limits)])
+    promises = _promises(kept, chances, [one for one in outcomes if one.breaks(limits) is None])
     ranked = [
         kept[i].candidate for i in sorted(range(len(kept)), key=lambda i: (-promises[i], kept[i].estimate.lag_mean))
     ]
@@ -207,10 +207,6 @@ def _promises(kept: Sequence[Screened], chances: Sequence[float], within: Sequen
         gain = sum(max(0.0, rate - known * (1 - TIE)) for known in (of_all, of_its_kind))
         promises.append(chance * (gain + 1e-3 * rate))
     return promises
-
-
-def _keeps(outcome: Outcome, limits: Limits) -> bool:
-    return limits.at(outcome.candidate.rented).broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
 
 
 def _even_share(index: int) -> float:

@@ -76,7 +76,7 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
         assert candidate.config.environment is not None  # else it has none
         there = candidate.config.environment.count
         more = math.ceil(MORE_ENVIRONMENTS * there)
-        grown = screener.screen(_changed(candidate, environments=there + more)).tokens_per_s
+        grown = screener.screen(changed(candidate, environments=there + more)).tokens_per_s
         gain = grown / screener.screen(candidate).tokens_per_s - 1
         given = "would do harm:" if gain < 0 else "give"  # where the KV caches of more rollouts do not fit
         return f"environment-bound: {waits}, all {there} environments are in use; {more} more {given} {gain:+.0%}"
@@ -101,14 +101,14 @@ def _without_bound(candidate: Candidate, screener: Screener) -> float:
     """Return the screened gain in throughput without a bound on the lag; 0 if there is none."""
     if candidate.config.scheduler.max_lag is None or not MAX_LAG.applies_to(candidate.schedule):
         return 0.0
-    free = screener.screen(_changed(candidate, max_lag=None))
+    free = screener.screen(changed(candidate, max_lag=None))
     return free.tokens_per_s / screener.screen(candidate).tokens_per_s - 1
 
 
 def _more_engines(candidate: Candidate, screener: Screener) -> float:
     """Return the screened gain in throughput if more GPUs generate, whatever the limits."""
     more = unit_of(candidate.config)
-    grown = screener.screen(_changed(candidate, more=more, generating=more))
+    grown = screener.screen(changed(candidate, more=more, generating=more))
     return grown.tokens_per_s / screener.screen(candidate).tokens_per_s - 1
 
 
@@ -125,7 +125,7 @@ def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
     if limit is None:
         return f"{given} {_in_words(free, outcome, more)}"
     reason = limit.value
-    if limits.at(outcome.candidate.rented).broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is not None:
+    if outcome.breaks(limits) is not None:
         return f"{given} {_in_words(free, outcome, more)}, and {reason} stays broken"
     if best is None or best.gain <= NOTHING:
         return f"{given} nothing within {reason} ({free.gain:+.0%} without it)"
@@ -188,7 +188,7 @@ def _best(outcome: Outcome, screener: Screener, more: int, limits: Limits | None
     found = []
     for part in parts:
         for slots in sizes:
-            grown = screener.screen(_changed(candidate, more=more, generating=part, slots=slots))
+            grown = screener.screen(changed(candidate, more=more, generating=part, slots=slots))
             if limits is None or _broken(outcome, grown, screener, limits) is None:
                 found.append(_Grown(part, slots, grown.tokens_per_s / now - 1, grown))
                 break
@@ -204,7 +204,7 @@ def _broken(outcome: Outcome, grown: Screened, screener: Screener, limits: Limit
     return limits.at(grown.candidate.rented).broken(grown.estimate.lag_mean * ratio, hours)
 
 
-def _changed(
+def changed(
     candidate: Candidate,
     *,
     more: int = 0,
@@ -296,7 +296,7 @@ def screened_synchronous(space: SearchSpace, screener: Screener) -> Screened | N
     """Return the fastest conventional candidate within the limits by the screening."""
     space = replace(space, plan=space.plan.model_copy(update={"schedulers": [CONVENTIONAL.name]}))
     kept, _ = screen_all((candidate_of(one, space) for one in all_choices(space)), space.limits, screener)
-    within = [one for one in kept if _limits(space, one).broken(one.estimate.lag_mean, one.gpu_hours) is None]
+    within = [one for one in kept if one.breaks(space.limits) is None]
     return max(within, key=lambda one: one.tokens_per_s, default=None)
 
 
@@ -331,15 +331,12 @@ def _rejections(axis: Axis, value: Any, rejected: Sequence[Rejected]) -> str:
 
 def simulated_out(outcomes: Sequence[Outcome], limits: Limits) -> list[Rejected]:
     """Return the rejections of candidates that the screening took for feasible and the simulation does not."""
-    rejected = []
-    for one in outcomes:
-        here = limits.at(one.candidate.rented)
-        reason = here.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
-        if reason is not None:
-            rejected.append(Rejected(one.candidate.choice, reason, here.needed(reason, one.lag_mean, one.gpu_hours)))
-        elif limits.lag is not None and one.lag_max > limits.lag:
-            rejected.append(Rejected(one.candidate.choice, Reason.LAG, one.lag_max))
-    return rejected
+    broken = [(one, one.breaks(limits)) for one in outcomes]
+    return [
+        Rejected(one.candidate.choice, reason or Reason.LAG, one.needed(reason or Reason.LAG, limits))
+        for one, reason in broken
+        if reason or (limits.lag is not None and one.lag_max > limits.lag)
+    ]
 
 
 def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
@@ -359,24 +356,17 @@ def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
 def why_none_kept(outcomes: Sequence[Outcome], space: SearchSpace, *, num_kept: int, num_left: int) -> str:
     """Return one line: what was simulated breaks a limit, how nearly it keeps it, and how many were not simulated."""
     parts = []
-    broken = [
-        (_limits(space, one).broken(one.lag_mean, one.gpu_hours, ess=one.ess) or Reason.LAG, one) for one in outcomes
-    ]
+    broken = [(one.breaks(space.limits) or Reason.LAG, one) for one in outcomes]
     for reason in dict.fromkeys(reason for reason, _ in broken):
         mine = [one for other, one in broken if other is reason]
         nearest = min(mine, key=lambda one: _distance(one, reason))
-        limits = _limits(space, nearest)
-        needed = nearest.lag_max if reason is Reason.LAG else limits.needed(reason, nearest.lag_mean, nearest.gpu_hours)
+        needed = nearest.needed(reason, space.limits)
         parts.append(f"{len(mine)} by {reason.value} (nearest: {needed:.3g}, {nearest.candidate.label})")
     return (
         f"plan: none of the {len(outcomes)} simulated keeps to the limits: {'; '.join(parts)}; they had the best odds "
         f"of the {num_kept:,} that the screening lets through; not simulated: {num_left:,}; raise plan.simulate, got "
         f"{space.plan.simulate}"
     )
-
-
-def _limits(space: SearchSpace, one: Screened | Outcome) -> Limits:
-    return space.limits.at(one.candidate.rented)
 
 
 def _distance(outcome: Outcome, reason: Reason) -> float:

@@ -69,10 +69,10 @@ class Candidate:
         return self.config.scheduler.schedule
 
     @property
-    def way(self) -> tuple[Any, ...]:
-        """Kind, split, size of engine and G: candidates that differ otherwise are sizes of the same way to run."""
+    def layout(self) -> tuple[Any, ...]:
+        """Kind, split, size of engine and G: candidates that differ otherwise are sizes of the same layout."""
         schedule = self.schedule
-        return tuple(self.choice[one.name] for one in AXES if one.another_way and one.applies_to(schedule))
+        return tuple(self.choice[one.name] for one in AXES if one.is_layout and one.applies_to(schedule))
 
     @property
     def rented(self) -> RunConfig:
@@ -138,10 +138,9 @@ class Screened:
         lag = self.estimate.lag_mean
         return max(0.0, lag - 2 * lag_error(lag))
 
-    def rejected(self, reason: Reason, limits: Limits) -> Rejected:
-        """Return the rejection of the candidate for a limit that it breaks."""
-        limits = limits.at(self.candidate.rented)
-        return Rejected(self.candidate.choice, reason, limits.needed(reason, self.estimate.lag_mean, self.gpu_hours))
+    def breaks(self, limits: Limits) -> Reason | None:
+        """Return the first limit that it breaks, if any, at the price of its GPU-hours."""
+        return limits.at(self.candidate.rented).broken(self.estimate.lag_mean, self.gpu_hours)
 
 
 class Screener:
@@ -248,9 +247,11 @@ def screen_all(
             rejected.append(one)
             continue
         screened = screener.screen(one)
-        reason = limits.at(one.rented).broken(screened.least_lag_mean, screened.least_gpu_hours)
+        priced = limits.at(one.rented)
+        reason = priced.broken(screened.least_lag_mean, screened.least_gpu_hours)
         if reason is None:
             kept.append(screened)
         else:
-            rejected.append(screened.rejected(reason, limits))
+            needed = priced.needed(reason, screened.estimate.lag_mean, screened.gpu_hours)
+            rejected.append(Rejected(one.choice, reason, needed))
     return kept, rejected

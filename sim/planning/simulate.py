@@ -20,6 +20,7 @@ from pipelinerl.records.step_ledger import Step
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
 from sim.planning.screen import Candidate
+from sim.planning.space import Limits, Reason
 from sim.run import simulate_steps
 
 LOOK_EVERY = 32
@@ -98,6 +99,16 @@ class Outcome:
     def gpu_hours(self) -> float:
         """GPU-hours of the whole run."""
         return self.candidate.gpu_hours(self.seconds)
+
+    def breaks(self, limits: Limits) -> Reason | None:
+        """Return the first limit that it breaks, if any, but for the largest lag, at the price of its GPU-hours."""
+        return limits.at(self.candidate.rented).broken(self.lag_mean, self.gpu_hours, ess=self.ess)
+
+    def needed(self, reason: Reason, limits: Limits) -> float:
+        """Return the value of a limit that it would keep to."""
+        if reason is Reason.LAG:
+            return self.lag_max
+        return limits.at(self.candidate.rented).needed(reason, self.lag_mean, self.gpu_hours)
 
 
 class Runner:

@@ -356,8 +356,8 @@ class Axis:
     """Returns its part of a candidate's label; empty where the value needs no mention."""
     every_kind: bool = False
     """Whether every kind of schedule has it; else those that name it among their ``axes``."""
-    another_way: bool = False
-    """Whether another value is another way to run, and not another size of the same."""
+    is_layout: bool = False
+    """Whether another value is another layout, and not another size of the same."""
     rule: Callable[[Any, SearchSpace], str | None] = _nothing_wrong
     """Returns the rule that a listed value in no candidate breaks; None if the value itself is correct."""
     unused_because: Callable[[SearchSpace], str] = _left_out
@@ -532,7 +532,7 @@ SCHEDULE = Axis(
     name="schedulers",
     key="scheduler.kind",
     every_kind=True,
-    another_way=True,
+    is_layout=True,
     values=_schedules,
     shown=lambda value, _: find_schedule(value, key="plan.schedulers").name,
     unused_because=lambda _: "no split of the accelerators into engines and, where others train, a trainer is left",
@@ -541,7 +541,7 @@ ENGINE = Axis(
     name="tensor_parallel",
     key="cluster.tensor_parallel",
     every_kind=True,
-    another_way=True,
+    is_layout=True,
     values=lambda space, _: engine_sizes(space),
     shown=lambda value, _: f"TP={value}" if value > 1 else "",
     rule=_engine_rule,
@@ -557,7 +557,7 @@ TRAIN_BATCH = Axis(
 SPLIT = Axis(
     name="generation_accelerators",
     key="cluster.generation_accelerators",
-    another_way=True,
+    is_layout=True,
     values=_splits,
     shown=lambda value, space: space.split_shown(value),
     rule=_split_rule,
@@ -565,7 +565,7 @@ SPLIT = Axis(
 RL_STEP = Axis(
     name="optimizer_steps_per_rl_step",
     key="scheduler.optimizer_steps_per_rl_step",
-    another_way=True,
+    is_layout=True,
     values=_rl_steps,
     shown=lambda value, _: f"G={value}",
     rule=_steps_rule,

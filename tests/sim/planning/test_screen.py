@@ -180,12 +180,12 @@ def test_partial_rollouts_keep_a_bound_by_waiting_whatever_the_run_file_does() -
     assert report.recommended.scheduler.on_stale == "train"
 
 
-def test_the_same_size_at_another_split_is_another_way_but_another_size_is_not() -> None:
+def test_the_same_size_at_another_split_is_another_layout_but_another_size_is_not() -> None:
     one, bigger, elsewhere = (
         own_candidate(SearchSpace.of(tiny_run(*changes)))
         for changes in ((), ("scheduler.generation_batch_size=16",), ("cluster.generation_accelerators=3",))
     )
-    assert one.way == bigger.way != elsewhere.way
+    assert one.layout == bigger.layout != elsewhere.layout
 
 
 # --------------------------------------------------------------------------------------------- limits, memory
