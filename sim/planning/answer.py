@@ -24,7 +24,6 @@ from pipelinerl.records.cost import Prices
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
-    Band,
     CandidateNumbers,
     Changed,
     Instead,
@@ -39,7 +38,6 @@ from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vac
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import (
     TIE,
-    Rank,
     best_of,
     check_lags,
     in_order,
@@ -50,7 +48,6 @@ from sim.planning.choose import (
     why_not,
 )
 from sim.planning.explain import (
-    bottleneck,
     not_tried,
     screened_columns,
     simulated_out,
@@ -305,11 +302,12 @@ class _Search:
             if own is None or own.candidate.label in shares
             else drawn.with_candidates(self.space, [own.candidate])
         )
-        bands = {
-            one.candidate.label: known.band(one.candidate.label, factors)
+        described = {
+            one.candidate.label: self._described(one, known, factors)
             for one in (best, other, own, *families.values())
             if one is not None
         }
+        slower = synchronous_is_faster([one for one in families.values() if one], self.space, self.screener, tie=TIE)
         front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
             run=PlannedRun(
@@ -322,7 +320,7 @@ class _Search:
             asked=asked_of(self.config, whole=self.whole),
             assumed=effects_of(self.assumed, drawn, best.candidate.label, factors),
             search=self._search_report(outcomes, runner),
-            warnings=[*self.space.measured.doubts, *self._warnings(families)],
+            warnings=[*self.space.measured.doubts, *filter(None, [slower])],
             certainty=certainty(
                 self.space,
                 drawn,
@@ -333,13 +331,25 @@ class _Search:
                 run_file=self.run_file,
                 whole=self.whole,
             ),
-            recommended=PlannedCandidate(**self._described(best, bands)),
-            runner_up=None if other is None else self._runner_up(other, best, share, bands),
+            recommended=PlannedCandidate(**described[best.candidate.label]),
+            runner_up=None
+            if other is None
+            else RunnerUp(
+                **described[other.candidate.label],
+                why=why_not(other, best, share, described[other.candidate.label]["verdict"]),
+            ),
             families={
-                family: None if one is None else PlannedCandidate(**self._described(one, bands))
+                family: None if one is None else PlannedCandidate(**described[one.candidate.label])
                 for family, one in families.items()
             },
-            own=None if own is None else self._own(own, best, bands),
+            own=None
+            if own is None
+            else OwnRun(
+                **described[own.candidate.label],
+                keeps_to_limits=self._keeps(own),
+                among_schedulers=self._is_asked_for(own),
+                recommended_over_own=best.tokens_per_s / own.tokens_per_s,
+            ),
             simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
             front=[ranked[index].candidate.label for index in front],
             screened=screened_columns(self.kept),
@@ -393,28 +403,7 @@ class _Search:
             outcomes += ended
         return outcomes, drawn
 
-    def _runner_up(self, other: Outcome, best: Outcome, share: Rank, bands: Mapping[str, Band]) -> RunnerUp:
-        return RunnerUp(**self._described(other, bands), why=why_not(other, best, share, lambda: self._verdict(other)))
-
-    def _verdict(self, outcome: Outcome) -> str:
-        return verdict(outcome, self.screener, self.limits)
-
-    def _warnings(self, families: Mapping[str, Outcome | None]) -> list[str]:
-        best = {family: one for family, one in families.items() if one is not None}
-        warning = synchronous_is_faster(
-            best, self.space, self.screener, tie=TIE, bottleneck=lambda one: bottleneck(one, self.screener)
-        )
-        return [] if warning is None else [warning]
-
-    def _own(self, own: Outcome, best: Outcome, bands: Mapping[str, Band]) -> OwnRun:
-        return OwnRun(
-            **self._described(own, bands),
-            keeps_to_limits=self._keeps(own),
-            among_schedulers=self._is_asked_for(own),
-            recommended_over_own=best.tokens_per_s / own.tokens_per_s,
-        )
-
-    def _described(self, outcome: Outcome, bands: Mapping[str, Band]) -> dict[str, Any]:
+    def _described(self, outcome: Outcome, drawn: DrawnCandidates, factors: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields of ``PlannedCandidate``."""
         config = outcome.candidate.config
         return dict(self._numbers(outcome)) | {
@@ -422,8 +411,8 @@ class _Search:
             "scheduler": config.scheduler,
             "environments": config.environment and config.environment.count,
             "idle": outcome.candidate.idle or None,
-            "band": bands[outcome.candidate.label],
-            "verdict": self._verdict(outcome),
+            "band": drawn.band(outcome.candidate.label, factors),
+            "verdict": verdict(outcome, self.screener, self.limits),
         }
 
     def _numbers(self, outcome: Outcome) -> CandidateNumbers:

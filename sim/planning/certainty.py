@@ -176,8 +176,9 @@ class Draws:
 
     @property
     def unknowns(self) -> dict[str, FloatArray]:
-        """Every unknown by name: logs of factors, and coefficients."""
-        return {**{name.value: log_D for name, log_D in self.logs_D.items()}, **self.coefficients_D}
+        """Every unknown that differs between draws, by name: logs of factors, and coefficients."""
+        every = {**{name.value: log_D for name, log_D in self.logs_D.items()}, **self.coefficients_D}
+        return {name: value_D for name, value_D in every.items() if value_D.std() > 0}
 
     @property
     def number(self) -> int:
@@ -356,10 +357,9 @@ def sensitivity(
     in ``log_rates``; a relative difference of ``least`` makes another decision.
     """
     log_DC, place = drawn.log_rates(factors), drawn.place(label)
-    unknown = {name: value_D for name, value_D in drawn.draws.unknowns.items() if value_D.std() > 0}
-    slopes = _slopes(list(unknown.values()), log_DC[:, place])
-    rows = []
-    for (name, value_D), slope in zip(unknown.items(), slopes, strict=True):
+    unknown, rows = drawn.draws.unknowns, []
+    for name, slope in _slopes(unknown, log_DC[:, place]).items():
+        value_D = unknown[name]
         row = UnknownEffect(
             unknown=name,
             low=math.exp(-prior.END_SDS * slope),
@@ -372,11 +372,11 @@ def sensitivity(
     return sorted(rows, key=lambda row: -row.largest)
 
 
-def _slopes(value_KD: Sequence[FloatArray], log_D: FloatArray) -> FloatArray:
-    """Return the change of a log with one standard deviation of each of K unknowns."""
-    features_DK = np.stack([np.ones(len(log_D)), *map(_standardized, value_KD)], axis=1)
+def _slopes(unknown: Mapping[str, FloatArray], log_D: FloatArray) -> dict[str, float]:
+    """Return the change of a log with one standard deviation of each unknown."""
+    features_DK = np.stack([np.ones(len(log_D)), *map(_standardized, unknown.values())], axis=1)
     slope_K, *_ = np.linalg.lstsq(features_DK, log_D, rcond=None)
-    return np.asarray(slope_K[1:])
+    return dict(zip(unknown, slope_K[1:], strict=True))
 
 
 def _instead(drawn: DrawnCandidates, log_DC: FloatArray, place: int, least: float) -> str | None:
@@ -393,8 +393,7 @@ def effects_of(
     """Return the assumptions, the most influential first, with the effects of other values on the recommendation."""
     log_DC, draws, family = drawn.log_rates(factors), drawn.draws, drawn.candidates[drawn.place(label)].family
     fastest_D = np.array([drawn.candidates[one].family for one in log_DC.argmax(axis=1)])
-    unknown = {name: value_D for name, value_D in draws.unknowns.items() if value_D.std() > 0}
-    slopes = dict(zip(unknown, _slopes(list(unknown.values()), log_DC[:, drawn.place(label)]), strict=True))
+    unknown, slopes = draws.unknowns, _slopes(draws.unknowns, log_DC[:, drawn.place(label)])
 
     def instead(name: str, other: Any, log_ratio: float) -> Instead:
         value_D = unknown[name]
@@ -719,13 +718,11 @@ def certainty(
     draws, shares, log_DC = drawn.draws, drawn.shares(factors), drawn.log_rates(factors)
     by_share = sorted(drawn.candidates, key=lambda one: (one.label != chosen.label, -shares[one.label]))
     arms = {one.config.colocated: one for one in reversed(by_share)}
-    all_DC, candidates = log_DC, list(drawn.candidates)
+    both = drawn
     if True not in arms and (other := screened_synchronous(space, screener)) is not None:
         arms[True] = other.candidate
-        candidates.append(other.candidate)
-        of_other = DrawnCandidates.of(config, answers, [other.candidate], draws)
-        all_DC = np.concatenate([log_DC, of_other.log_rates(factors)], axis=1)
-    ahead_D = ahead(candidates, all_DC)
+        both = drawn.with_candidates(space, [other.candidate])
+    ahead_D = ahead(both.candidates, both.log_rates(factors))
     shown = observations(config, answers, draws, chosen, colocated=arms.keys(), seed=config.seed)
     right, regret = rightness(log_DC, drawn.place(chosen.label))
     memory = space.memory.needed_shares(

@@ -73,7 +73,7 @@ def in_order(outcomes: Sequence[Outcome], rank: Rank = throughput) -> list[Outco
     return order
 
 
-def why_not(loser: Outcome, winner: Outcome, rank: Rank, verdict: Callable[[], str]) -> str:
+def why_not(loser: Outcome, winner: Outcome, rank: Rank, verdict: str) -> str:
     """Return one line: the loss of a candidate against the recommendation, with its bottleneck, or that it is a tie."""
     slower = 1 - loser.tokens_per_s / winner.tokens_per_s
     lags = f"its mean lag is {loser.lag_mean:.3g} instead of {winner.lag_mean:.3g}"
@@ -83,9 +83,9 @@ def why_not(loser: Outcome, winner: Outcome, rank: Rank, verdict: Callable[[], s
             return f"as good within {TIE:.0%}, but {lags}"
         return f"a tie: {speed} at a mean lag of {loser.lag_mean:.3g} against {winner.lag_mean:.3g}"
     if slower > TIE:
-        return f"{slower:.0%} slower, {lags}; {verdict()}"
+        return f"{slower:.0%} slower, {lags}; {verdict}"
     lost = f"it loses {1 - rank(loser):.1%} on average to the fastest instead of {1 - rank(winner):.1%}"
-    return f"{speed} as things are expected, but {lost}; {verdict()}"
+    return f"{speed} as things are expected, but {lost}; {verdict}"
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

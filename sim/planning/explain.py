@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -24,7 +24,6 @@ from sim.planning.space import (
     Reason,
     SearchSpace,
     all_choices,
-    ignored_axes,
     listed_axes,
     schedule_of,
     values_of,
@@ -76,13 +75,13 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
         assert candidate.config.environment is not None  # else it has none
         there = candidate.config.environment.count
         more = math.ceil(MORE_ENVIRONMENTS * there)
-        grown = screener.screen(changed(candidate, environments=there + more)).tokens_per_s
-        gain = grown / screener.screen(candidate).tokens_per_s - 1
+        gain = _gain(candidate, changed(candidate, environments=there + more), screener)
         given = "would do harm:" if gain < 0 else "give"  # where the KV caches of more rollouts do not fit
         return f"environment-bound: {waits}, all {there} environments are in use; {more} more {given} {gain:+.0%}"
     if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.PREFILL, Bottleneck.LAG):
-        freer = _without_bound(candidate, screener)
-        if outcome.bottleneck is Bottleneck.LAG or freer > max(_more_engines(candidate, screener), BALANCED_SHARE):
+        freer, more = _without_bound(candidate, screener), unit_of(candidate.config)
+        engines = changed(candidate, more=more, generating=more)
+        if outcome.bottleneck is Bottleneck.LAG or freer > max(_gain(candidate, engines, screener), BALANCED_SHARE):
             max_lag = candidate.config.scheduler.max_lag
             return (
                 f"lag-bound: max_lag={max_lag} makes the trainer wait {outcome.waiting:.0%} of the time; without a "
@@ -101,15 +100,12 @@ def _without_bound(candidate: Candidate, screener: Screener) -> float:
     """Return the screened gain in throughput without a bound on the lag; 0 if there is none."""
     if candidate.config.scheduler.max_lag is None or not MAX_LAG.applies_to(candidate.schedule):
         return 0.0
-    free = screener.screen(changed(candidate, max_lag=None))
-    return free.tokens_per_s / screener.screen(candidate).tokens_per_s - 1
+    return _gain(candidate, changed(candidate, max_lag=None), screener)
 
 
-def _more_engines(candidate: Candidate, screener: Screener) -> float:
-    """Return the screened gain in throughput if more GPUs generate, whatever the limits."""
-    more = unit_of(candidate.config)
-    grown = screener.screen(changed(candidate, more=more, generating=more))
-    return grown.tokens_per_s / screener.screen(candidate).tokens_per_s - 1
+def _gain(candidate: Candidate, other: Candidate, screener: Screener) -> float:
+    """Return the screened gain in throughput with another candidate, whatever the limits."""
+    return screener.screen(other).tokens_per_s / screener.screen(candidate).tokens_per_s - 1
 
 
 def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
@@ -249,22 +245,15 @@ def screened_columns(kept: Sequence[Screened]) -> ScreenedColumns:
 # ------------------------------------------------------------------------- synchronous against asynchronous RL
 
 
-def synchronous_is_faster(
-    best: Mapping[str, Outcome],
-    space: SearchSpace,
-    screener: Screener,
-    *,
-    tie: float,
-    bottleneck: Callable[[Outcome], str],
-) -> str | None:
+def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener: Screener, *, tie: float) -> str | None:
     """Return a warning if asynchronous RL is slower on these GPUs than synchronous RL, by more than a relative ``tie``.
 
-    ``best`` has the best outcome within the limits by kind of schedule. Without a synchronous one the screening
+    ``best`` has the best outcome within the limits of each kind of schedule. Without a synchronous one the screening
     decides.
     """
 
     def fastest(*, colocated: bool) -> Outcome | None:
-        some = [one for one in best.values() if one.candidate.schedule.colocated is colocated]
+        some = [one for one in best if one.candidate.schedule.colocated is colocated]
         return max(some, key=lambda one: one.tokens_per_s, default=None)
 
     apart, together = fastest(colocated=False), fastest(colocated=True)
@@ -278,7 +267,7 @@ def synchronous_is_faster(
             return None
         return (
             f"asynchronous RL is slower here: {sides} gives {slower:.0%} less than all of them for both in turn "
-            f"({apart.candidate.label} against {together.candidate.label}); {bottleneck(apart)}"
+            f"({apart.candidate.label} against {together.candidate.label}); {bottleneck(apart, screener)}"
         )
     other = screened_synchronous(space, screener)
     if other is None:
@@ -308,14 +297,15 @@ def not_tried(
 ) -> list[NotTried]:
     """Return the listed values that are in none of the candidates that the screening kept, each with the reason."""
     rows = []
-    for axis, values in listed_axes(space):
+    for axis, values in listed_axes(space, tried=True):
         used, left = values_of(axis, choices), values_of(axis, [one.candidate.choice for one in kept])
         for value in values:
             if value in used and value not in left:
                 rows.append(_row(axis, value, _rejections(axis, value, rejected)))
             elif value not in left:
                 rows.append(_row(axis, value, axis.unused_because(space)))
-    return rows + [_row(axis, values, "none of plan.schedulers has it") for axis, values in ignored_axes(space)]
+    untried = listed_axes(space, tried=False)
+    return rows + [_row(axis, values, "none of plan.schedulers has it") for axis, values in untried]
 
 
 def _row(axis: Axis, value: Any, why: str) -> NotTried:

@@ -334,14 +334,6 @@ Choice = dict[str, Any]
 """A value for every axis, by its name."""
 
 
-def _nothing_wrong(_value: Any, _space: SearchSpace) -> str | None:
-    return None
-
-
-def _left_out(_space: SearchSpace) -> str:
-    return "nothing that goes with it is left"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """One choice that candidates differ in."""
@@ -358,19 +350,14 @@ class Axis:
     """Whether every kind of schedule has it; else those that name it among their ``axes``."""
     is_layout: bool = False
     """Whether another value is another layout, and not another size of the same."""
-    rule: Callable[[Any, SearchSpace], str | None] = _nothing_wrong
+    rule: Callable[[Any, SearchSpace], str | None] = lambda _value, _space: None
     """Returns the rule that a listed value in no candidate breaks; None if the value itself is correct."""
-    unused_because: Callable[[SearchSpace], str] = _left_out
+    unused_because: Callable[[SearchSpace], str] = lambda _: "nothing that goes with it is left"
     """Returns why a correct listed value is in no candidate."""
 
     def applies_to(self, schedule: ScheduleKind) -> bool:
         """Return whether a kind of schedule has this choice."""
         return self.every_kind or self.name in schedule.axes
-
-    def listed(self, space: SearchSpace) -> list[Any] | None:
-        """Return the list of the run file; None if it is left out."""
-        values: list[Any] | None = getattr(space.plan, self.name)
-        return values
 
 
 def schedule_of(choice: Choice) -> ScheduleKind:
@@ -379,10 +366,6 @@ def schedule_of(choice: Choice) -> ScheduleKind:
 
 
 # ------------------------------------------------------------------------------------------------- values to try
-
-
-def _schedules(space: SearchSpace, _choice: Choice) -> Sequence[str]:
-    return list(dict.fromkeys(space.plan.schedulers))
 
 
 def engine_sizes(space: SearchSpace) -> Sequence[int]:
@@ -533,7 +516,7 @@ SCHEDULE = Axis(
     key="scheduler.kind",
     every_kind=True,
     is_layout=True,
-    values=_schedules,
+    values=lambda space, _: list(dict.fromkeys(space.plan.schedulers)),
     shown=lambda value, _: find_schedule(value, key="plan.schedulers").name,
     unused_because=lambda _: "no split of the accelerators into engines and, where others train, a trainer is left",
 )
@@ -609,30 +592,9 @@ MAX_LAG = Axis(
 )
 AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, RL_STEP, GENERATION_BATCH, READY_QUEUE, PUBLISH, ENVIRONMENTS, MAX_LAG)
 """Every axis, after those that its values depend on. Candidates are listed in this order, the last axis fastest."""
-_LABEL_ORDER = (
-    SCHEDULE,
-    SPLIT,
-    GENERATION_BATCH,
-    RL_STEP,
-    ENGINE,
-    TRAIN_BATCH,
-    READY_QUEUE,
-    PUBLISH,
-    ENVIRONMENTS,
-    MAX_LAG,
-)
-_REPORT_ORDER = (
-    SCHEDULE,
-    ENGINE,
-    TRAIN_BATCH,
-    GENERATION_BATCH,
-    SPLIT,
-    RL_STEP,
-    READY_QUEUE,
-    PUBLISH,
-    ENVIRONMENTS,
-    MAX_LAG,
-)
+_LAST = (READY_QUEUE, PUBLISH, ENVIRONMENTS, MAX_LAG)
+_LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, TRAIN_BATCH, *_LAST)
+_REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP, *_LAST)
 
 
 def all_choices(space: SearchSpace) -> list[Choice]:
@@ -658,21 +620,12 @@ def label_of(choice: Choice, space: SearchSpace) -> str:
     return " ".join(part for part in parts if part)
 
 
-def listed_axes(space: SearchSpace) -> Iterator[tuple[Axis, list[Any]]]:
-    """Yield every list that the run file gives and some kind of schedule tried has, without repeated values."""
+def listed_axes(space: SearchSpace, *, tried: bool) -> Iterator[tuple[Axis, list[Any]]]:
+    """Yield every list of the run file that some kind of schedule ``tried`` has, its values once, or that none has."""
     for axis in _REPORT_ORDER:
-        values = axis.listed(space)
-        if values is not None and any(axis.applies_to(schedule) for schedule in space.plan.schedules):
-            yield axis, list(dict.fromkeys(values))
-
-
-def ignored_axes(space: SearchSpace) -> Iterator[tuple[Axis, list[Any]]]:
-    """Yield every list that the run file gives and no kind of schedule tried has."""
-    read = [axis.name for axis, _ in listed_axes(space)]
-    for axis in _REPORT_ORDER:
-        values = axis.listed(space)
-        if values is not None and axis.name not in read:
-            yield axis, values
+        values: list[Any] | None = getattr(space.plan, axis.name)
+        if values is not None and tried is any(axis.applies_to(schedule) for schedule in space.plan.schedules):
+            yield axis, list(dict.fromkeys(values)) if tried else values
 
 
 def values_of(axis: Axis, choices: Sequence[Choice]) -> set[Any]:
@@ -686,7 +639,7 @@ def check_lists(space: SearchSpace, choices: Sequence[Choice]) -> None:
     A list that the run file leaves out, or that no kind of schedule tried has, is not looked at.
     """
     faults = []
-    for axis, values in listed_axes(space):
+    for axis, values in listed_axes(space, tried=True):
         used = values_of(axis, choices)
         for value in values:
             rule = None if value in used else axis.rule(value, space)

@@ -131,7 +131,7 @@ def test_the_least_expected_regret_is_recommended_and_not_the_fastest_as_things_
 )  # fmt: skip
 def test_a_tie_is_called_a_tie(rate: float, lag: float, share: float, line: str) -> None:
     loser, winner = outcome("loser", rate, lag), outcome("winner", 100, 3.5)
-    assert why_not(loser, winner, lambda one: share if one is loser else 0.9, lambda: "stuck") == line
+    assert why_not(loser, winner, lambda one: share if one is loser else 0.9, "stuck") == line
 
 
 # ------------------------------------------------------------------------------------------------------ front

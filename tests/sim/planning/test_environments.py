@@ -158,7 +158,7 @@ def test_what_more_environments_would_do_is_said_as_it_is(monkeypatch, rate: flo
     """8 are in use; a quarter more screens at another rate than 100 tokens/s, higher or lower."""
     config = SimpleNamespace(colocated=False, environment=SimpleNamespace(count=8))
     here, grown = SimpleNamespace(config=config), object()
-    monkeypatch.setattr(more_gpus, "_changed", lambda candidate, *, environments: {10: grown}[environments])
+    monkeypatch.setattr(more_gpus, "changed", lambda candidate, *, environments: {10: grown}[environments])
     screener = SimpleNamespace(screen=lambda one: SimpleNamespace(tokens_per_s=rate if one is grown else 100.0))
     outcome = SimpleNamespace(candidate=here, waiting=0.3, bottleneck=Bottleneck.ENVIRONMENT)
     assert more_gpus.bottleneck(outcome, screener).endswith(f"all 8 environments are in use; {words}")
