@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,7 @@ def validation_chart(report: ValidationReport) -> Chart | None:
         Series(label="1: as measured", mark=Mark.RULE_X, x=[1.0], y=[0.0], color=MUTED, width=0.8),
         *(rule(f"{100 * error:.0f} % off", 1 + sign * error, dash=":") for error in (0.3,) for sign in (-1, 1)),
     ]
-    for family, color in zip(families, _cycled(len(families)), strict=True):
+    for family, color in zip(families, cycle(SYSTEM_COLORS), strict=False):
         mine = [(place, row) for place, row in enumerate(rows) if row.family == family]
         places = [place for place, _ in mine]
         series.append(
@@ -201,7 +202,3 @@ def validation_chart(report: ValidationReport) -> Chart | None:
         if rows
         else None
     )
-
-
-def _cycled(number: int) -> list[str]:
-    return [SYSTEM_COLORS[place % len(SYSTEM_COLORS)] for place in range(number)]

@@ -33,7 +33,7 @@ from pipelinerl.util.arrays import FloatArray
 from sim.validation.infer import STEP, SimulationGrid, across_nodes
 from sim.validation.reconstruct import LOG_MOST_MEAN, measured_seconds, same_run, switch_s, weights_s
 from sim.validation.rows import Schedule
-from sim.validation.unseen import BAND_SDS, family_interval, spread_of
+from sim.validation.unseen import BAND_SDS, by_family, family_interval, spread_of
 
 DRAWS = 4000
 SAME_WORK = 0.1
@@ -69,13 +69,9 @@ def speed_ups(grids: Iterable[SimulationGrid]) -> tuple[SpeedUp, ...]:
     errors = [float(np.median(ratio_D)) - math.log(pair.measured) for pair, ratio_D in zip(pairs, ratios, strict=True)]
     made = []
     for pair, drawn, ratio_D in zip(pairs, factors, ratios, strict=True):
-        others: dict[object, list[float]] = {}
-        measured = []
-        for one, error in zip(pairs, errors, strict=True):
-            if one.family != pair.family:
-                others.setdefault(one.family, []).append(error)
-                measured.append(one.measured)
-        shifted_D = ratio_D - spread_of(others).centre
+        others = [(one, error) for one, error in zip(pairs, errors, strict=True) if one.family != pair.family]
+        measured = [one.measured for one, _ in others]
+        shifted_D = ratio_D - spread_of(by_family((one.family, error) for one, error in others)).centre
         middle, spread = float(np.median(shifted_D)), BAND_SDS * float(shifted_D.std())
         made.append(
             SpeedUp(
@@ -126,9 +122,7 @@ def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
 
 def _by_family(made: Sequence[SpeedUp], values: Sequence[float] | FloatArray) -> list[FloatArray]:
     """Return the data of each pair, shape [pairs, ...], by family."""
-    families: dict[str, list[int]] = {}
-    for index, one in enumerate(made):
-        families.setdefault(one.family, []).append(index)
+    families = by_family((one.family, index) for index, one in enumerate(made))
     return [np.asarray(values, dtype=float)[indices] for indices in families.values()]
 
 

@@ -41,6 +41,7 @@ from sim.validation.unseen import (
     BAND_SDS,
     AloneRun,
     alone_run,
+    by_family,
     median_interval,
     spread_of,
     truly_simulated,
@@ -99,8 +100,9 @@ def _median(errors: Sequence[float]) -> float | None:
 def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
     if not rows:
         return None
-    log_errors = _by_family([(row, math.log(_ratio(row))) for row in rows])
-    errors = _by_family([(row, abs(_ratio(row) - 1)) for row in rows])
+    ratios = [(row.family, row.alone / row.measured) for row in rows if row.alone is not None]
+    log_errors = by_family((family, math.log(ratio)) for family, ratio in ratios)
+    errors = by_family((family, abs(ratio - 1)) for family, ratio in ratios)
     every = [error for family in errors.values() for error in family]
     low, high = median_interval(errors)
     spread = spread_of(log_errors)
@@ -120,21 +122,8 @@ def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
     )
 
 
-def _ratio(row: PredictedRow) -> float:
-    """Return predicted over measured of a row alone."""
-    assert row.alone is not None
-    return row.alone / row.measured
-
-
 def _inside(row: PredictedRow) -> bool:
     return row.alone_low is not None and row.alone_high is not None and row.alone_low <= row.measured <= row.alone_high
-
-
-def _by_family(values: Sequence[tuple[PredictedRow, float]]) -> dict[object, list[float]]:
-    families: dict[object, list[float]] = {}
-    for row, value in values:
-        families.setdefault(row.family, []).append(value)
-    return families
 
 
 def _naive(rows: Sequence[PredictedRow]) -> float | None:
@@ -208,9 +197,7 @@ def _jobs(
     """Return all rows, the simulations to make, and why some rows cannot be simulated."""
     ids = {run.id for run in runs}
     known = [*runs, *(run for run in others if run.id not in ids)]
-    families: dict[tuple[str, str, str], list[PublishedRun]] = {}
-    for run in known:
-        families.setdefault(run.family, []).append(run)
+    families = by_family((run.family, run) for run in known)
     wanted = {run.family for run in runs}
     rebuilt: list[ReconstructedRun] = []
     reasons: dict[str, str] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from pipelinerl.util.arrays import FloatArray
 from sim.validation.infer import Band, central_seconds
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
 from sim.validation.rows import PublishedRun
+
+Value = TypeVar("Value")
 
 BAND_SDS = 1.2816
 """Standard deviations from the middle of a normal distribution to its 90th percentile."""
@@ -95,14 +98,18 @@ def unseen_bands(runs: Iterable[AloneRun]) -> dict[str, Band]:
     rows = list(runs)
     bands = {}
     for row in rows:
-        others: dict[object, list[float]] = {}
-        for other in rows:
-            if other.family != row.family:
-                others.setdefault(other.family, []).append(other.log_error)
-        spread = spread_of(others)
+        spread = spread_of(by_family((one.family, one.log_error) for one in rows if one.family != row.family))
         middle_s, factor = row.predicted_s / math.exp(spread.centre), math.exp(BAND_SDS * spread.sd)
         bands[row.id] = Band(middle_s / factor, middle_s, middle_s * factor)
     return bands
+
+
+def by_family(pairs: Iterable[tuple[object, Value]]) -> dict[object, list[Value]]:
+    """Return the values of each family, in order."""
+    families: dict[object, list[Value]] = {}
+    for family, value in pairs:
+        families.setdefault(family, []).append(value)
+    return families
 
 
 def spread_of(log_errors: Mapping[object, Sequence[float]]) -> Spread:
