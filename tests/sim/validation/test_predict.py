@@ -248,8 +248,8 @@ def words_on_pairs(result, grids):
     yield f"AReaL would be {areal:.1f} and verl's five pairs {ends[0]:.1f} to {ends[1]:.1f} times as fast"
 
 
-def test_docs_say_what_is_published_of_trainers_apart_and_of_mean_answers():
-    """GPU-seconds of one update, synchronous over asynchronous; mean answers over limits, by family."""
+def test_docs_say_what_is_published_of_trainers_apart():
+    """GPU-seconds of one update, synchronous over asynchronous."""
     runs = {run.id: run for run in shipped_runs()}
 
     def work(run):
@@ -262,14 +262,16 @@ def test_docs_say_what_is_published_of_trainers_apart_and_of_mean_answers():
     page = " ".join(PAGE.split())
     assert f"takes {min(shares):.1f} to {max(shares):.1f} times the GPU-seconds" in page
     assert f"(`verl1off_fsdp`) has {other:.1f}" in page
+
+
+def test_most_published_systems_have_longer_mean_answers_than_is_assumed_without_one():
     means = {}
-    for run in runs.values():
+    for run in shipped_runs():
         if run.avg_len and run.max_len:
             means.setdefault(run.family, []).append(math.log(run.avg_len / run.max_len))
     logs = [np.mean(one) for one in means.values()]
     more = sum(one > math.log(MEAN_OVER_LONGEST) for one in logs)
-    mean = math.exp(np.mean(logs))
-    assert f"of the {len(logs)} whose rows publish mean and limit, {more} have more than a fifth, {mean:.2f}" in page
+    assert (len(logs), more, round(math.exp(np.mean(logs)), 2)) == (10, 8, 0.33)
 
 
 PAGE = "\n".join(
