@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_plan import tiny_run
 
 from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.rl.drift import DriftModel
 from pipelinerl.theory.steady_state import Estimate
 from sim.planning.choose import (
     TIE,
@@ -27,7 +28,7 @@ from sim.planning.choose import (
 )
 from sim.planning.screen import Candidate, Screened, own_candidate
 from sim.planning.simulate import Outcome
-from sim.planning.space import SCHEDULE, Limits, SearchSpace
+from sim.planning.space import SCHEDULE, Limits, Reason, SearchSpace
 
 FREE = Limits(lag=None, mean_lag=None, min_ess=None, drift=None, gpu_hours=None, budget=None, price=None)
 
@@ -94,6 +95,19 @@ def test_nothing_is_as_fast_as_the_recommendation_at_less_lag(pairs: list[Any]) 
     ]
     assert in_order(everything)[0] is best
     assert len(in_order(everything)) == len(everything)
+
+
+def test_the_limit_that_a_run_breaks_and_its_own_value_of_each() -> None:
+    """Seconds are 1, so GPU-hours are the cluster's size over 3600; the run knows its effective sample size."""
+    one, hours = replace(outcome("a", 100.0, 3.0), ess=0.4), own().config.cluster.accelerators / 3600
+    drift = DriftModel(rates=[1e-3], exponent=1.0)  # at lag 3 the model alone would give nearly 1
+    assert one.breaks(replace(FREE, min_ess=0.5, drift=drift)) is Reason.ESS
+    assert one.breaks(replace(FREE, mean_lag=2.9)) is Reason.MEAN_LAG
+    assert one.breaks(replace(FREE, mean_lag=3.0, lag=8)) is None  # the largest lag is judged apart
+    assert one.breaks(replace(FREE, gpu_hours=hours / 2)) is Reason.GPU_HOURS
+    needed = {reason: one.needed(reason, FREE) for reason in (Reason.LAG, Reason.MEAN_LAG, Reason.GPU_HOURS)}
+    assert needed == {Reason.LAG: 9, Reason.MEAN_LAG: 3.0, Reason.GPU_HOURS: hours}
+    assert screened("a", 100.0, 3.0).breaks(replace(FREE, mean_lag=2.9)) is Reason.MEAN_LAG
 
 
 def test_lag_decides_between_ties_only_where_it_differs() -> None:
