@@ -297,11 +297,8 @@ class _Search:
         }
         families = {family: best_of(some, share) if some else None for family, some in by_family.items()}
         own = next((one for one in outcomes if one.candidate.label == self.own.label), None)
-        known = (
-            drawn
-            if own is None or own.candidate.label in shares
-            else drawn.with_candidates(self.space, [own.candidate])
-        )
+        left_out = [own.candidate] if own is not None and own.candidate.label not in shares else []
+        known = drawn.with_candidates(self.space, left_out) if left_out else drawn
         described = {
             one.candidate.label: self._described(one, known, factors)
             for one in (best, other, own, *families.values())

@@ -60,8 +60,7 @@ class Candidate:
     @property
     def family(self) -> str:
         """Its kind of schedule, as ``plan.schedulers`` names it."""
-        name: str = self.choice[SCHEDULE.name]
-        return name
+        return str(self.choice[SCHEDULE.name])
 
     @property
     def schedule(self) -> ScheduleKind:
@@ -100,8 +99,7 @@ class Rejected:
     @property
     def family(self) -> str:
         """Its kind of schedule, as ``plan.schedulers`` names it."""
-        name: str = self.choice[SCHEDULE.name]
-        return name
+        return str(self.choice[SCHEDULE.name])
 
 
 @dataclass(frozen=True, slots=True)
