@@ -29,7 +29,7 @@ from heapq import heapreplace
 from itertools import repeat
 from typing import assert_never
 
-from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.resolve import new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
@@ -145,6 +145,33 @@ class FrontEnd:
         self._host.rollout_finished(self._engine_id, *self._reports.pop(wake.tag))
 
 
+class DrawnGroup:
+    """The group drawn last, since its rollouts mostly start one after the other (mutable).
+
+    ``policy_prompt_tokens``: length of every prompt of a policy's task. None: chance draws answers and rewards.
+    """
+
+    def __init__(
+        self, config: RunConfig, workload: Workload, delays: DispatchDelays, policy_prompt_tokens: int | None
+    ) -> None:
+        self.group_id = -1
+        self.requests: list[Request] = []
+        self.delays: list[int] = []  # to the engine (ticks)
+        self._size, self._longest = config.workload.group_size, config.workload.length.max
+        self._workload, self._delays, self._policy_prompt_tokens = workload, delays, policy_prompt_tokens
+
+    def draw(self, group_id: int, prompt_id: int) -> None:
+        """Draw another group."""
+        ids = range(group_id * self._size, (group_id + 1) * self._size)
+        if self._policy_prompt_tokens is None:
+            drawn = self._workload.group(group_id, prompt_id)
+            self.requests = list(map(Request, ids, repeat(drawn.prompt_tokens), drawn.lengths, drawn.rewards))
+        else:
+            self.requests = [Request(one, self._policy_prompt_tokens, self._longest) for one in ids]
+        self.delays = self._delays.group(group_id)
+        self.group_id = group_id
+
+
 class SimulatedCluster:
     """One simulated run."""
 
@@ -164,17 +191,24 @@ class SimulatedCluster:
         self._config = config
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
-        self._workload = Workload(config.workload, seed=config.seed)
+        workload = Workload(config.workload, seed=config.seed)
         self._policy = policy
-        if config.policy is None:
-            longest = config.longest_rollout_tokens if config.environment else self._workload.longest_rollout_tokens
-            _check_capacity(config.hardware.kv_cache_tokens, longest)
+        policy_prompt_tokens = None if config.policy is None else checked_task(config).prompt_tokens
+        if config.environment is not None:
+            longest = config.longest_rollout_tokens
+        elif policy_prompt_tokens is None:
+            longest = workload.longest_rollout_tokens
         else:
-            self._policy_prompt_tokens = checked_task(config).prompt_tokens
-            longest = self._policy_prompt_tokens + config.workload.length.max
-            longest = longest if config.environment is None else config.longest_rollout_tokens
+            longest = policy_prompt_tokens + config.workload.length.max
+        if config.policy is None:
+            _check_capacity(config.hardware.kv_cache_tokens, longest)
         hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
+        # Nothing is asked per rollout that the configuration answers.
+        self.rollout_finished: Callable[[int, Request, VersionSpans], None] = self._rollout_finished
+        self._start_rollout: Callable[[StartRollout], None] = self._start_answer
+        if config.environment is not None:
+            self.rollout_finished, self._start_rollout = self._turn_finished, self._start_turn
         self._scheduler: Scheduler = new_scheduler(config)
         settings = _engine_settings(config, hardware, policy)
         if hardware.latency.request_s or hardware.latency.report_s:
@@ -188,27 +222,28 @@ class SimulatedCluster:
         self._aborted: dict[int, Request] = {}  # aborted by a weight update, to be started again
         self._rewards: dict[int, float] = {}  # of what is being scored
         self._tokens = array("I")
-        self._environments = None if config.environment is None else self._new_environments(config.environment)
+        self._environments: Environments | None = None
+        if config.environment is not None:
+            self._environments = Environments(
+                self._clock,
+                config.environment,
+                Episodes(config, workload),
+                answers=None if policy is None else policy.answers,
+                deliver=self._deliver,
+                forget=self._forget,
+            )
         self._aborting: set[int] = set()  # to be forgotten once their engines have ended them
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
-        self._drawn_id = -1
-        self._drawn: list[Request] = []
-        self._drawn_delays: list[int] = []
         self._delays = DispatchDelays(
             fixed_s=hardware.latency.dispatch_s,
             jitter_s=hardware.latency.dispatch_jitter_s,
             group_size=config.workload.group_size,
             seed=config.seed,
         )
-        weights = hardware.weights
-        self._publish_ticks = to_ticks(weights.publish_s)
-        self._transfer_ticks = to_ticks(weights.transfer_s)
-        if config.colocated:
-            # The same accelerators publish and generate: no engine is ready before the publication is over.
-            after_publication = self._publish_ticks - settings.pause_ticks
-            to_generation = to_ticks(hardware.switch.to_generation_s)
-            self._transfer_ticks = max(self._transfer_ticks, after_publication) + to_generation
+        self._drawn = DrawnGroup(config, workload, self._delays, policy_prompt_tokens)
+        self._publish_ticks = to_ticks(hardware.weights.publish_s)
+        self._transfer_ticks = _transfer_ticks(hardware, colocated=config.colocated)
         self._to_training_ticks = to_ticks(hardware.switch.to_training_s)
         self._scoring = Scoring(hardware.latency)
         self._generating = config.colocated  # colocated only: in the generation phase
@@ -216,11 +251,6 @@ class SimulatedCluster:
         self._failure: RunFailedError | None = None
         self._interrupted = False
         self._done = self._clock.event()
-
-    def _new_environments(self, config: EnvironmentConfig) -> Environments:
-        episodes = Episodes(self._config, self._workload)
-        answers = None if self._policy is None else self._policy.answers
-        return Environments(self._clock, config, episodes, answers=answers, deliver=self._deliver, forget=self._forget)
 
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
@@ -231,7 +261,7 @@ class SimulatedCluster:
         for command in self._scheduler.start():
             recorder.command(0.0, command)
             self._carry_out(command)
-        self._clock.run(until=self._done)
+        self._clock.run_until(self._done)
         now_s = to_seconds(self._clock.now)
         for engine_id, engine in self._engines.items():
             for request, spans in engine.end():
@@ -253,15 +283,20 @@ class SimulatedCluster:
 
     # ---------------------------------------------------------------------------------- from engines
 
-    def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
+    def _turn_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
+        """Report a finished turn, or a rollout that has finished with it."""
+        assert self._environments is not None
+        self._aborting.discard(request.rollout_id)
+        if not self._environments.goes_on(engine, request, spans):
+            self._rollout_finished(engine, request, spans, request.take_seconds())
+
+    def _rollout_finished(
+        self, engine: int, request: Request, spans: VersionSpans, seconds: EngineSeconds | None = None
+    ) -> None:
         """Report a finished rollout; its score follows unless it takes no time."""
-        rollout_id, seconds = request.rollout_id, None
+        rollout_id = request.rollout_id
         if self._aborting:
             self._aborting.discard(rollout_id)
-        if self._environments is not None:
-            if self._environments.goes_on(engine, request, spans):
-                return
-            seconds = request.take_seconds()
         if self._policy is not None:
             request.reward = self._policy.finished(rollout_id, spans)
         self._tokens[rollout_id] = request.prompt_tokens + request.length
@@ -303,12 +338,12 @@ class SimulatedCluster:
         now = self._clock.now
         if now != self._now:
             self._now, self._now_s = now, now / TICKS_PER_S  # to_seconds(now), without a call per rollout
-        recorder, now_s = self._recorder, self._now_s
+        recorder, now_s, start_rollout = self._recorder, self._now_s, self._start_rollout
         recorder.event(now_s, event)
         for command in self._scheduler.handle(event):
             recorder.command(now_s, command)
             if isinstance(command, StartRollout):  # comes once per rollout
-                self._start_rollout(command)
+                start_rollout(command)
             else:
                 self._carry_out(command)
         if self._interrupted:
@@ -340,46 +375,41 @@ class SimulatedCluster:
         if not self._done.triggered:
             self._done.succeed()
 
-    def _start_rollout(self, command: StartRollout) -> None:
+    def _start_turn(self, command: StartRollout) -> None:
+        assert self._environments is not None
+        rollout_id = command.rollout_id
+        self._aborted.pop(rollout_id, None)
+        group_id, member = divmod(rollout_id, self._group_size)
+        delay = self._delays.group(group_id)[member]
+        self._engines[command.engine].submit(self._environments.request(rollout_id), self._now + delay)
+
+    def _start_answer(self, command: StartRollout) -> None:
         rollout_id = command.rollout_id
         group_id, member = divmod(rollout_id, self._group_size)
-        if self._environments is not None:
-            self._aborted.pop(rollout_id, None)
-            request = self._environments.request(rollout_id)
-            delay = self._delays.group(group_id)[member]
-            self._engines[command.engine].submit(request, self._now + delay)
-            return
-        if group_id != self._drawn_id:
-            self._draw_group(group_id, command.prompt_id)
-        if rollout_id in self._aborted:  # it goes on where it was aborted
+        drawn = self._drawn
+        if group_id != drawn.group_id:
+            self._draw(group_id, command.prompt_id)
+        if self._aborted and rollout_id in self._aborted:  # it goes on where it was aborted
             request = self._aborted.pop(rollout_id)
         else:
-            request = self._drawn[member]
+            request = drawn.requests[member]
             if self._growth != 1.0:
                 request.finish_at(self._grown(request.length, self._engines[command.engine].version))
         if self._policy is not None:
             self._policy.answers.ask(rollout_id, command.prompt_id)
-        self._engines[command.engine].submit(request, self._now + self._drawn_delays[member])
+        self._engines[command.engine].submit(request, self._now + drawn.delays[member])
 
     def _open_environment(self, command: OpenEnvironment) -> None:
         assert self._environments is not None
         group_id, member = divmod(command.rollout_id, self._group_size)
-        if group_id != self._drawn_id:
-            self._draw_group(group_id, command.prompt_id)
-        self._environments.open(self._drawn[member], command.prompt_id)
+        if group_id != self._drawn.group_id:
+            self._draw(group_id, command.prompt_id)
+        self._environments.open(self._drawn.requests[member], command.prompt_id)
 
-    def _draw_group(self, group_id: int, prompt_id: int) -> None:
-        """Draw the requests and delays of a group; its rollouts mostly start one after the other."""
-        ids = range(group_id * self._group_size, (group_id + 1) * self._group_size)
-        self._tokens.extend(repeat(0, ids.stop - len(self._tokens)))  # nothing for a group drawn again
-        if self._policy is None:
-            group = self._workload.group(group_id, prompt_id)
-            self._drawn = list(map(Request, ids, repeat(group.prompt_tokens), group.lengths, group.rewards))
-        else:
-            longest = self._config.workload.length.max
-            self._drawn = [Request(rollout_id, self._policy_prompt_tokens, longest) for rollout_id in ids]
-        self._drawn_delays = self._delays.group(group_id)
-        self._drawn_id = group_id
+    def _draw(self, group_id: int, prompt_id: int) -> None:
+        self._drawn.draw(group_id, prompt_id)
+        num_rollouts = (group_id + 1) * self._group_size
+        self._tokens.extend(repeat(0, num_rollouts - len(self._tokens)))  # nothing for a group drawn again
 
     def _grown(self, tokens: int, version: int) -> int:
         length = self._config.workload.length
@@ -442,6 +472,17 @@ def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: Lear
         counts_time=config.environment is not None,
         step_tokens=hardware.step_tokens,
     )
+
+
+def _transfer_ticks(hardware: ResolvedHardware, *, colocated: bool) -> int:
+    """Return the ticks from the start of a publication until engines can load its weights."""
+    weights = hardware.weights
+    transfer_ticks = to_ticks(weights.transfer_s)
+    if not colocated:
+        return transfer_ticks
+    # The same accelerators publish and generate: no engine is ready before the publication is over.
+    after_publication = to_ticks(weights.publish_s) - to_ticks(weights.pause_s)
+    return max(transfer_ticks, after_publication) + to_ticks(hardware.switch.to_generation_s)
 
 
 def _check_capacity(capacity: int | None, longest: int) -> None:

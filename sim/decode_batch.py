@@ -165,15 +165,14 @@ class DecodeBatch:
 
     def first_boundary_after(self, tick: int) -> tuple[int, int, bool]:
         """Return steps to, and tick of, the first boundary after a tick, and if ``next_change()`` is later; O(1)."""
-        context, size = self.context_tokens, len(self.requests)
-        first, growth = self._batch_ticks[size] + self._context_ticks * context, self._context_ticks * size
-        start = self.tick + self.prefill_ticks
+        context, size, context_ticks = self.context_tokens, len(self.requests), self._context_ticks
+        steps, start = 1, self.tick + self.prefill_ticks
+        ticks = first = self._batch_ticks[size] + context_ticks * context
         rest = tick - start
-        if first > rest:  # mostly it is one of the next two
-            steps, ticks = 1, first
-        elif 2 * first + growth > rest:
+        if ticks <= rest:  # mostly it is one of the next two
+            growth = context_ticks * size
             steps, ticks = 2, 2 * first + growth
-        else:
+        if ticks <= rest:
             # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
             # is a step off at most, which the two loops put right in whole numbers.
             linear = first - growth / 2

@@ -37,7 +37,6 @@ up at once.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -79,17 +78,16 @@ class WeightHistory:
 
     def spans(self, request: Request, step: int) -> VersionSpans:
         """Return the spans of all tokens that a request of the batch has at the boundary before a step."""
-        start, steps, versions = request.start_step, self.steps, self.versions
+        start, first, steps, versions = request.start_step, request.first_load, self.steps, self.versions
         if step == start:
             return request.spans
-        first, last = bisect_right(steps, start), len(steps)
+        last = len(steps)
         if steps[-1] == step:
             last -= 1  # it samples nothing before the next step
         if first == last:
             spans = VersionSpans((versions[first - 1],), (step - start,))
         else:
-            ends = [one - start for one in steps[first:last]]
-            ends.append(step - start)
+            ends = [one - start for one in (*steps[first:last], step)]
             spans = VersionSpans(tuple(versions[first - 1 : last]), tuple(ends))
         return joined(request.spans, spans) if request.spans.ends else spans
 
@@ -198,6 +196,7 @@ class ChunkedPrefill:
 # ---------------------------------------------------------------------------------------- engine
 
 NOT_PLANNED = -1
+NEVER = 2**100
 
 
 class ClosedFormEngine:
@@ -210,7 +209,7 @@ class ClosedFormEngine:
         "_awake",
         "_batch",
         "_cache",
-        "_called",
+        "_calls_at",
         "_chunked",
         "_clock",
         "_drops_old_caches",
@@ -224,6 +223,7 @@ class ClosedFormEngine:
         "_prefill",
         "_priority",
         "_recomputes",
+        "_rollout_finished",
         "_step_tokens",
         "_suspend_at",
         "_suspended_since",
@@ -241,7 +241,7 @@ class ClosedFormEngine:
     def __init__(self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings) -> None:
         self.version = 0
         self._clock = clock
-        self._host = host
+        self._host, self._rollout_finished = host, host.rollout_finished
         self._engine_id = engine_id
         self._priority = EventPriority(CLUSTER_PRIORITY + 1 + engine_id)
         self._prefill = settings.prefill
@@ -259,8 +259,8 @@ class ClosedFormEngine:
         self._pause_end: int | None = None
         self._recomputes = False  # the next step prefills what is in the batch, whose KV cache is of older weights
         self._suspended_since: int | None = None  # tick
-        # Calls not yet taken up; whether there are others than arrivals.
-        self._called = False
+        # Calls not yet taken up; the tick of the first that is no arrival.
+        self._calls_at = NEVER
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
         self._suspend_at: int | None = None  # tick of the call
         self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
@@ -286,18 +286,18 @@ class ClosedFormEngine:
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
         self._aborts.append((self._clock.now, rollout_id))
-        self._plan_call()
+        self._plan_call(self._clock.now)
 
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
         """Have new weights arrive at tick ``at``."""
         assert self._update is None
         self._update = Update(at, version, weight_update)
-        self._plan_call()
+        self._plan_call(at)
 
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
         self._suspend_at = self._clock.now
-        self._plan_call()
+        self._plan_call(self._clock.now)
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
@@ -317,15 +317,21 @@ class ClosedFormEngine:
         self._wake = None
         return sorted(ended, key=lambda pair: pair[0].rollout_id)
 
-    def _plan_call(self) -> None:
-        self._called = True
+    def _plan_call(self, at: int) -> None:
+        self._calls_at = min(self._calls_at, at)
         if not self._awake:
             self._plan_anew()
 
     def _plan_anew(self) -> None:
         """Plan again because of a call; not needed in a boundary, at the end of which the engine plans anyway."""
         self._undo_join()
-        self._plan(self._clock.now)
+        now = self._clock.now
+        at = self._next_wake(now)
+        assert at is not None  # the call at the latest
+        if self._wake is None or at < self._wake_calls_at or self._wake_at == NOT_PLANNED:
+            self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
+            self._wake_calls_at = at
+        self._wake_at = at
 
     # ------------------------------------------------------------------------------------ boundaries
 
@@ -337,28 +343,27 @@ class ClosedFormEngine:
             self._wake_calls_at = self._wake_at
             return
         self._awake = True
-        batch = self._batch
-        if self._cache.kept:
+        batch, kept, steps = self._batch, self._cache.kept, self._wake_steps
+        if kept:
             self._keep_join()
         self._joined = None
         now = taken_until = self._wake_at
-        if self._pause_end is not None:
-            taken_until = now - 1
-            batch.stand_still(now)
-            self._finish_update()
-        elif (batch.requests or self._chunked.request) and self._suspended_since is None:
-            taken_until = now - 1
-            if self._cache.kept:  # for the last of these steps, which needs most
-                used = batch.context_tokens + self._wake_steps * len(batch.requests)
+        if steps:
+            taken_until -= 1
+            if kept:  # for the last of these steps, which needs most
+                used = batch.context_tokens + steps * len(batch.requests)
                 self._cache.make_room(used + self._chunked.held_tokens)
-            for request in batch.advance(self._wake_steps, now):
+            for request in batch.advance(steps, now):
                 if request.goes_on and self._keeps_caches:
                     self._cache.keep(request.rollout_id, request.prompt_tokens + request.length)
-                self._host.rollout_finished(self._engine_id, request, self._weights.spans(request, batch.step))
+                self._rollout_finished(self._engine_id, request, self._weights.spans(request, batch.step))
         else:
             batch.stand_still(now)
+            if self._pause_end is not None:
+                taken_until -= 1
+                self._finish_update()
         arrivals = self._arrivals
-        if self._called or (arrivals and arrivals[0][0] <= taken_until):
+        if self._calls_at <= taken_until or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
         if self._pause_end is None and self._suspended_since is None:
             preempts = batch.context_tokens + len(batch.requests) > batch.capacity
@@ -369,8 +374,12 @@ class ClosedFormEngine:
             if not preempts and (self._waiting or self._chunked.request is not None):
                 self._admit()
         self._awake = False
-        self._wake_at = NOT_PLANNED
-        self._plan(now)
+        at = self._next_wake(now)
+        if at is None:
+            self._wake_at = NOT_PLANNED
+            return
+        self._wake_at = self._wake_calls_at = at
+        wake.again(at - now)
 
     def _undo_join(self) -> None:
         """Undo a join at a boundary that is still to come; one that has been stays."""
@@ -398,7 +407,7 @@ class ClosedFormEngine:
             self._suspend_at, self._suspended_since = None, self._batch.tick
         if update is not None and update.at <= until:
             self._begin_update(update)
-        self._called = self._update is not None or bool(self._aborts) or self._suspend_at is not None
+        self._calls_at = self._first_call(NEVER if self._update is None else self._update.at)
 
     def _begin_update(self, update: Update) -> None:
         in_batch, chunked = self._batch.requests, self._chunked.request
@@ -444,6 +453,7 @@ class ClosedFormEngine:
             left -= tokens
             if self._tokens is not None:
                 self._tokens.begin(request, self.version)
+            request.first_load = len(self._weights.steps)
             batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached))
 
     def _chunk(self, request: Request, left: int) -> int:
@@ -452,6 +462,7 @@ class ClosedFormEngine:
         if last_ticks is not None:
             if self._tokens is not None:
                 self._tokens.begin(request, self.version)
+            request.first_load = len(self._weights.steps)
             self._batch.join(request, last_ticks)
         return tokens
 
@@ -500,24 +511,19 @@ class ClosedFormEngine:
 
     # -------------------------------------------------------------------------------------- planning
 
-    def _plan(self, now: int) -> None:
-        """Schedule the wake-up at the next boundary at which something happens that others see."""
+    def _next_wake(self, now: int) -> int | None:
+        """Return the tick of the next boundary at which something happens that others see, if any."""
+        if (
+            self._pause_end is None
+            and self._suspended_since is None
+            and (self._batch.requests or self._chunked.request)
+        ):
+            return self._plan_steps()
+        self._wake_steps = 0
         if self._pause_end is not None:
-            at = self._pause_end
-        elif (self._batch.requests or self._chunked.request) and self._suspended_since is None:
-            at = self._plan_steps()
-        else:
-            call_at = self._next_call()
-            if call_at is None:
-                return
-            at = max(call_at, now)
-        if self._wake is not None and self._wake_at == NOT_PLANNED:  # it has called
-            self._wake.again(at - now)
-            self._wake_calls_at = at
-        elif self._wake is None or at < self._wake_calls_at:
-            self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
-            self._wake_calls_at = at
-        self._wake_at = at
+            return self._pause_end
+        call_at = self._next_call()
+        return None if call_at == NEVER else max(call_at, now)
 
     def _plan_steps(self) -> int:
         """Plan the steps to the next wake-up, with a join in between if that is possible; return its tick."""
@@ -525,16 +531,13 @@ class ClosedFormEngine:
         if self._chunked.request is not None:
             self._wake_steps = 1
             return batch.next_boundary()
-        call_at = self._next_call() if self._called else arrivals[0][0] if arrivals else None
-        if call_at is not None:
-            steps, at, before_change = batch.first_boundary_after(call_at)
+        if arrivals and arrivals[0][0] < self._calls_at:
+            steps, at, before_change = batch.first_boundary_after(arrivals[0][0])
             if before_change:
-                update = self._update
                 if (
                     self._waiting
                     or len(arrivals) != 1
-                    or (update is not None and update.at < at)
-                    or (self._called and (self._aborts or self._suspend_at is not None))
+                    or self._calls_at < at
                     or not batch.fits(request := arrivals[0][2], steps)
                     or request.tokens_to_prefill - (cached := cache.kept.get(request.rollout_id, 0))
                     > self._step_tokens - len(batch.requests)
@@ -546,24 +549,24 @@ class ClosedFormEngine:
                 self._joined = heapq.heappop(arrivals)
                 if self._tokens is not None:
                     self._tokens.begin(request, self.version)
+                request.first_load = len(self._weights.steps)
                 batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached), steps, at)
-                if update is not None:
-                    steps, at, before_change = batch.first_boundary_after(update.at)
-                    if before_change:
-                        self._wake_steps = steps
-                        return at
         self._wake_steps, at = batch.next_change()
+        if self._calls_at < at and (call_at := self._next_call()) < at:
+            self._wake_steps, at, _ = batch.first_boundary_after(call_at)
         return at
 
-    def _next_call(self) -> int | None:
-        """Return the tick of the first call that can be taken up, if any."""
-        update = self._update
-        ticks = [self._aborts[0][0]] if self._aborts else []
+    def _next_call(self) -> int:
+        """Return the tick of the first call that can be taken up, or ``NEVER``."""
+        at, update = self._calls_at, self._update
+        if update is not None and update.at < self._batch.tick and update.weight_update is WeightUpdate.WAIT:
+            at = self._first_call(NEVER)  # the engine drains until it can begin
         if self._arrivals and (update is None or self._arrivals[0][0] < update.at):
-            ticks.append(self._arrivals[0][0])
-        draining = update is not None and update.at < self._batch.tick and update.weight_update is WeightUpdate.WAIT
-        if update is not None and not draining:
-            ticks.append(update.at)
-        if self._suspend_at is not None:
-            ticks.append(self._suspend_at)
-        return min(ticks) if ticks else None
+            at = min(at, self._arrivals[0][0])
+        return at
+
+    def _first_call(self, at: int) -> int:
+        """Return the first tick of aborts, a suspension, and ``at``."""
+        if self._aborts:
+            at = min(at, self._aborts[0][0])
+        return at if self._suspend_at is None else min(at, self._suspend_at)

@@ -107,6 +107,7 @@ class Request:
 
     __slots__ = (
         "decode_ticks",
+        "first_load",
         "goes_on",
         "length",
         "num_left",
@@ -120,6 +121,7 @@ class Request:
     )
 
     start_step: int  # decode steps that its engine had done when it joined the batch
+    first_load: int  # and versions that its engine had had
 
     def __init__(self, rollout_id: int, prompt_tokens: int, length: int, reward: float = 0.0) -> None:
         self.rollout_id = rollout_id

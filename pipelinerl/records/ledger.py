@@ -157,9 +157,9 @@ class RunLedger:
                 self._tokens_cut_short -= self._between_turns.pop(rollout_id)
             else:
                 self._num_started += 1
-                self.profile.num_first += time_s == 0.0
-            in_progress = self._engine_rollouts[engine] + 1
-            self._engine_rollouts[engine] = in_progress
+                if not time_s:
+                    self.profile.num_first += 1
+            self._engine_rollouts[engine] = in_progress = self._engine_rollouts[engine] + 1
             if in_progress == 1:
                 self._busy_since_s[engine] = time_s
             if self.profile.watching:
@@ -182,8 +182,7 @@ class RunLedger:
                 self._stop = command.reason.value
 
     def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int, *, goes_on: bool = False) -> None:
-        in_progress = self._engine_rollouts[engine] - 1
-        self._engine_rollouts[engine] = in_progress
+        self._engine_rollouts[engine] = in_progress = self._engine_rollouts[engine] - 1
         if not in_progress:
             end_s = self._time_s if self._stop is None else self._busy_until_s()
             self._busy_s[engine] += end_s - self._busy_since_s[engine]

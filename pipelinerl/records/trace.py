@@ -37,6 +37,8 @@ from pipelinerl.scheduler.events import (
     EnvironmentFault,
     Event,
     RolloutAborted,
+    RolloutFinished,
+    StartRollout,
     StopReason,
     VersionSpans,
     WeightUpdate,
@@ -123,12 +125,8 @@ class TraceWriter:
         """Write a line: a quarter of the time of ``json.dumps``, the same bytes."""
         if time_s != self._time_s:
             self._time_s, self._time_text = time_s, _float_text(time_s)
-        layout, values_of, encoders = _LAYOUTS[type(content)]
-        values = [self._time_text, *values_of(content)]
-        for place, encode in encoders:
-            values[place] = encode(values[place])
         try:
-            self._file.write((layout % tuple(values)).encode())
+            self._file.write(f'{{"t":{self._time_text},{_TEXTS[type(content)](content)}'.encode())
         except OSError as error:
             raise cannot_write(self._path, error) from error
 
@@ -270,8 +268,11 @@ def _ids_text(ids: Iterable[int]) -> str:
 
 
 def _spans_text(spans: VersionSpans) -> str:
-    rows = zip(spans.versions, (0, *spans.ends), spans.ends, strict=False)
-    return f"[{','.join([f'[{version},{start},{end}]' for version, start, end in rows])}]"
+    start, rows = 0, []
+    for version, end in zip(spans.versions, spans.ends, strict=True):
+        rows.append(f"[{version},{start},{end}]")
+        start = end
+    return f"[{','.join(rows)}]"
 
 
 def _seconds_text(seconds: EngineSeconds | None) -> str:
@@ -289,21 +290,33 @@ _ENCODERS: dict[object, Callable[[Any], str]] = {
 """Writes a field of each type as JSON; others by ``_json_text``."""
 
 
-def _layout(kind: type) -> tuple[str, Callable[[Any], Iterable[Any]], list[tuple[int, Callable[[Any], str]]]]:
-    hints = _FIELDS[kind]
+def _text_of(kind: type) -> Callable[[Any], str]:
+    """Return the function that writes a line, but for its time, of a kind of event or command."""
     label = "event" if kind.__name__ in _EVENTS else "command"
-    fields = "".join("%s" if name == "seconds" else f',"{name}":%s' for name in hints)
-    encoders = [
-        (place, _ENCODERS.get(hint, _json_text))
-        for place, hint in enumerate(hints.values(), start=1)
-        if hint is not int
-    ]
-    names = list(hints)
-    values_of = operator.attrgetter(*names) if len(names) > 1 else lambda content: (getattr(content, names[0]),)
-    return f'{{"t":%s,"{label}":"{kind.__name__}"{fields}}}\n', values_of, encoders
+    fields = "".join("%s" if name == "seconds" else f',"{name}":%s' for name in _FIELDS[kind])
+    layout = f'"{label}":"{kind.__name__}"{fields}}}\n'
+    encoders = [(name, str if hint is int else _ENCODERS.get(hint, _json_text)) for name, hint in _FIELDS[kind].items()]
+    return lambda content: layout % tuple([encode(getattr(content, name)) for name, encode in encoders])
 
 
-_LAYOUTS = {kind: _layout(kind) for kind in _FIELDS}
+def _start_text(one: StartRollout) -> str:
+    return (
+        f'"command":"StartRollout","rollout_id":{one.rollout_id},"prompt_id":{one.prompt_id},"engine":{one.engine},'
+        f'"kept_tokens":{one.kept_tokens}}}\n'
+    )
+
+
+def _finished_text(one: RolloutFinished) -> str:
+    engine = "null" if one.engine is None else one.engine
+    reward = "null" if one.reward is None else _float_text(one.reward)
+    return (
+        f'"event":"RolloutFinished","rollout_id":{one.rollout_id},"engine":{engine},'
+        f'"spans":{_spans_text(one.spans)},"reward":{reward}{_seconds_text(one.seconds)}}}\n'
+    )
+
+
+_TEXTS = {kind: _text_of(kind) for kind in _FIELDS} | {StartRollout: _start_text, RolloutFinished: _finished_text}
+"""Two of them, which come once per rollout, are written out: half the time."""
 
 
 def _decoded(kind: type[T], data: Mapping[str, Any]) -> T:

@@ -293,8 +293,13 @@ class Scheduler(ABC):
             while pool.num_open < self.environments and self._has_starting():
                 commands.append(pool.open_one())
             return
-        while slots.num_free and (pool.interrupted or pool.starting is not None or self._has_starting()):
-            commands.append(pool.start_one())
+        while slots.num_free:
+            if pool.interrupted:
+                commands.append(pool.resume_one())
+            elif pool.starting is not None or self._has_starting():
+                commands.append(pool.start_one())
+            else:
+                return
 
     def _has_starting(self) -> bool:
         """Return whether a group has rollouts to start; admit one if none has and it may be."""

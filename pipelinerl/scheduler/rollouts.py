@@ -189,31 +189,29 @@ class RolloutPool:
         self.starting = group
 
     def start_one(self) -> StartRollout:
-        """Start a rollout of ``interrupted``, else ``starting``, on the engine with most room; a slot must be free."""
-        if self.interrupted:
-            rollout_id = next(iter(self.interrupted))
-            kept_tokens = self.interrupted.pop(rollout_id)
-            group_id, member = divmod(rollout_id, self.group_size)
-            group = self.groups[group_id]
-            home = self._homes.pop(rollout_id, NOWHERE)
-            engine = self.slots.take() if home == NOWHERE else self.slots.take_near(home)
-        else:
-            group, member = self._next_to_start()
-            rollout_id, kept_tokens, engine = group.group_id * self.group_size + member, 0, self.slots.take()
-        group.engines[member] = engine
+        """Start a rollout of ``starting``, which there must be, on the engine with most room; a slot must be free."""
+        group, member = self._next_to_start()
+        group.engines[member] = engine = self.slots.take()
         self.num_in_flight += 1
-        return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
+        return StartRollout(group.group_id * self.group_size + member, group.prompt_id, engine)
+
+    def resume_one(self) -> StartRollout:
+        """Start the first of ``interrupted``, on its engine or the one with most room; a slot must be free."""
+        rollout_id = next(iter(self.interrupted))
+        kept_tokens, home = self.interrupted.pop(rollout_id), self._homes.pop(rollout_id, NOWHERE)
+        engine = self.slots.take() if home == NOWHERE else self.slots.take_near(home)
+        return self._started_on(engine, rollout_id, kept_tokens)
 
     def go_on(self, commands: list[Command]) -> None:
         """Start what waits for any engine, or for its own, then ``fresh`` ones, while there are slots and room."""
         while self.interrupted and self.slots.num_free:
-            commands.append(self.start_one())
+            commands.append(self.resume_one())
         for engine in self._called:
             waiting = self._returning[engine]
             while waiting and self.slots.has_free(engine):
                 rollout_id = next(iter(waiting))
                 self._num_returning -= 1
-                commands.append(self._start_on(engine, rollout_id, waiting.pop(rollout_id)))
+                commands.append(self._started_on(self.slots.take_near(engine), rollout_id, waiting.pop(rollout_id)))
         self._called.clear()
         while self.fresh and self.slots.num_free:
             assert self.contexts is not None  # there are none otherwise
@@ -222,12 +220,12 @@ class RolloutPool:
                 return
             rollout_id = next(iter(self.fresh))
             self.contexts.hold(rollout_id, begins_on, self.fresh.pop(rollout_id))
-            commands.append(self._start_on(begins_on, rollout_id, 0))
+            commands.append(self._started_on(self.slots.take_near(begins_on), rollout_id, 0))
 
-    def _start_on(self, engine: int, rollout_id: int, kept_tokens: int) -> StartRollout:
+    def _started_on(self, engine: int, rollout_id: int, kept_tokens: int) -> StartRollout:
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups[group_id]
-        group.engines[member] = self.slots.take_near(engine)
+        group.engines[member] = engine
         self.num_in_flight += 1
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
 
@@ -315,11 +313,13 @@ class RolloutPool:
         group = self.groups.get(group_id)
         if group is None or group.engines[member] != engine or engine < 0:
             raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
-        if spans.versions:
-            oldest, newest = spans.versions[0], spans.versions[-1]
-            if oldest < group.oldest_bound or newest > self.newest_version:
+        versions = spans.versions
+        if versions:
+            oldest = versions[0]
+            if oldest < group.oldest_bound or versions[-1] > self.newest_version:
                 raise SchedulerError(
-                    f"cannot handle the end of rollout {rollout_id} with tokens of versions {oldest} to {newest}: "
+                    f"cannot handle the end of rollout {rollout_id} with tokens of versions {oldest} to "
+                    f"{versions[-1]}: "
                     f"engines have had versions {group.oldest_bound} to {self.newest_version} since it was admitted"
                 )
             if oldest < group.oldest_reported:  # noqa: PLR1730 - a call would cost more, once per rollout
@@ -356,12 +356,13 @@ class RolloutPool:
             commands.append(DiscardRollouts((rollout_id,), group.cancelled))
             self._forget_if_over(group)
             return False
-        if group.scored and reward != group.scored_reward:
+        scored = group.scored
+        if scored and reward != group.scored_reward:
             group.rewards_differ = True
         group.scored_reward = reward
-        group.scored.append(rollout_id)
-        group.ready = len(group.scored) == self.group_size
-        return group.ready
+        scored.append(rollout_id)
+        group.ready = ready = len(scored) == self.group_size
+        return ready
 
     def abort(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
         """Record a rollout that ended early: forget it if its group is cancelled, else start it again later."""

@@ -404,9 +404,9 @@ def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make
 # ------------------------------------------------------- version history and prefix cache, by hand
 
 
-def joined_at(step, history):
-    request = Request(0, prompt_tokens=5, length=100)
-    request.start_step = step
+def joined_at(step, history, request=None):
+    request = request or Request(0, prompt_tokens=5, length=100)
+    request.start_step, request.first_load = step, len(history.steps)
     return request
 
 
@@ -428,7 +428,7 @@ def test_tokens_from_before_a_preemption_keep_their_versions():
     request = joined_at(0, history)
     request.keep(history.spans(request, 4))
     history.loaded(1, 7)
-    request.start_step = 8
+    joined_at(8, history, request)
     assert history.spans(request, 10) == VersionSpans((0, 1), (4, 6))
 
 
