@@ -61,6 +61,14 @@ def derive_hardware(
     fits = kv_cache_tokens(
         *engine, tensor_parallel=tensor_parallel, coefficients=coefficients, sequences=sequences, longest=longest
     )
+    switch = PhaseSwitchConfig()
+    if colocated:  # the trainer's states come from the host's memory, and go back there
+        states = training_memory(model, accelerators=training_accelerators, zero_stage=zero_stage).states
+        moved_s = states / coefficients.host_bandwidth
+        switch = PhaseSwitchConfig(
+            to_training_s=coefficients.switch_to_training_s + moved_s,
+            to_generation_s=coefficients.switch_to_generation_s + moved_s,
+        )
     return ResolvedHardware(
         decode=derive_decode(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
         prefill=derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
@@ -77,11 +85,7 @@ def derive_hardware(
             coefficients=coefficients,
             link=link,
         ),
-        switch=derive_switch(
-            model, training_accelerators=training_accelerators, coefficients=coefficients, zero_stage=zero_stage
-        )
-        if colocated
-        else PhaseSwitchConfig(),
+        switch=switch,
     )
 
 
@@ -234,16 +238,4 @@ def derive_transport(
             link=link,
             coefficients=coefficients,
         )
-    )
-
-
-def derive_switch(
-    model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients, zero_stage: int = ZERO_STAGE
-) -> PhaseSwitchConfig:
-    """Return the phase switch: the trainer's states come from the host's memory, and go back there."""
-    states = training_memory(model, accelerators=training_accelerators, zero_stage=zero_stage).states
-    moved_s = states / coefficients.host_bandwidth
-    return PhaseSwitchConfig(
-        to_training_s=coefficients.switch_to_training_s + moved_s,
-        to_generation_s=coefficients.switch_to_generation_s + moved_s,
     )

@@ -91,7 +91,7 @@ def pipeline_rates(setting: Setting, *, generation_batch_size: int, generation_a
     check(batch >= 1, "generation_batch_size must be at least 1", batch)
     rule = f"generation_accelerators must be at least 1 and below accelerators={setting.accelerators}"
     check(1 <= generators < setting.accelerators, rule, generators)
-    generation = setting.curve.utilisation(batch) * generators
+    generation = float(setting.curve.utilisation(batch)) * generators
     training = (setting.accelerators - generators) / setting.training_flashes_per_token
     return Rates(generation, training, min(generation, training))
 

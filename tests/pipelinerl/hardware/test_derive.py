@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, in_engine, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_transport
+from pipelinerl.hardware.derive import derive_hardware, derive_training, derive_transport
 from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens
 from pipelinerl.hardware.tables import PhaseSwitchConfig
 from pipelinerl.hardware.transport import BROADCAST, OURS, find_transport
@@ -236,9 +236,8 @@ def test_the_switch_moves_the_trainers_states():
     """16 bytes per parameter over eight accelerators at 10 GB/s, both ways; none if trainer and engines are apart."""
     values = plain(switch_to_training_s=1.0, switch_to_generation_s=2.0)
     moved_s = 16 * 7_615_616_512 / 8 / 1e10
-    switch = derive_switch(QWEN7B, training_accelerators=8, coefficients=values)
+    switch = derived(values=values, colocated=True).switch
     assert (switch.to_training_s, switch.to_generation_s) == pytest.approx((1 + moved_s, 2 + moved_s))
-    assert derived(values=values, colocated=True).switch == switch
     assert derived(values=values).switch == PhaseSwitchConfig()
 
 

@@ -34,14 +34,6 @@ def test_step_of_no_sequence_costs_nothing_and_has_no_utilisation():
     assert curve.step_flashes(np.array([0, 1])).tolist() == [0.0, pytest.approx(467.1, rel=1e-6)]
 
 
-def test_numbers_give_floats_and_arrays_give_arrays():
-    curve = fitted_utilisation()
-    assert type(curve.step_flashes(3)) is float
-    assert type(curve.utilisation(3.0)) is float
-    assert curve.step_flashes(np.ones((2, 3))).shape == (2, 3)
-    assert curve.utilisation(np.ones(5)).shape == (5,)
-
-
 @pytest.mark.parametrize("h", [-1, math.nan, math.inf])
 def test_curve_refuses_what_is_no_number_of_sequences(h):
     with pytest.raises(ValueError, match="h must be finite and at least 0, got"):
