@@ -21,7 +21,7 @@ from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.records.reports import DecodeSteps, RunReport
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, ratio
 
 ROWS = 200
 """Rows of measured decode steps, about (count)."""
@@ -60,9 +60,16 @@ def _measured(sums: list[DecodeSteps]) -> DecodeTimes:
     columns = ("steps", "sequences", "context", "started", "read_tokens", "seconds")
     some = np.array([[getattr(one, name) for name in columns] for one in sums], dtype=np.float64)
     some = np.repeat(some, np.ceil(ROWS * some[:, 0] / some[:, 0].sum()).astype(int), axis=0)
-    steps, sequences, context, requests, read_tokens, seconds = some.T
-    squares = np.divide(read_tokens**2, requests, out=np.zeros(len(some)), where=requests > 0)
-    return DecodeTimes(steps, sequences, context, requests, read_tokens, squares, seconds, *np.zeros((2, len(some))))
+    steps, sequences, context, started, read_tokens, seconds = some.T
+    return DecodeTimes.of(
+        steps=steps,
+        sequences=sequences,
+        context=context,
+        prefills=started,
+        prefill_tokens=read_tokens,
+        prefill_squares=ratio(read_tokens**2, started),
+        seconds=seconds,
+    )
 
 
 def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:
@@ -79,7 +86,7 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
     always_full = not times.config.scheduler.schedule.has_rl_steps
 
     def step_s(batch: FloatArray, context: FloatArray) -> FloatArray:
-        one = DecodeTimes(np.ones_like(batch), batch, context, *np.zeros((6, len(batch))))
+        one = DecodeTimes.of(steps=np.ones(len(batch)), sequences=batch, context=context, seconds=np.zeros(len(batch)))
         return result.decode_s(one, np.full(len(batch), size))
 
     if times.windows is not None:
@@ -161,7 +168,7 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
         result.notes.append("series: {} on {}".format(*table.series))
     for kind, rows in sorted(table.kinds.items(), key=lambda one: one[0] == "request"):  # these need the prefill's fit
         data = f"{len(rows.batch)} rows of {source.name}"
-        nothing, ones = np.zeros(len(rows.batch)), np.ones(len(rows.batch))
+        ones = np.ones(len(rows.batch))
         if kind == "matmul":
             best = int(rows.utilisation.argmax())
             result.notes.append(
@@ -176,15 +183,14 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
             sizes = _engine_sizes(source, rows, result)
             if kind == "decode":
                 context = rows.batch * rows.ctx
-                result.decode(
-                    DecodeTimes(ones, rows.batch, context, nothing, nothing, nothing, rows.seconds, nothing, nothing),
-                    sizes,
-                    data,
-                )
+                steps = DecodeTimes.of(steps=ones, sequences=rows.batch, context=context, seconds=rows.seconds)
+                result.decode(steps, sizes, data)
             else:
-                squares = rows.tokens**2 / rows.batch
-                passes = DecodeTimes(
-                    nothing, nothing, nothing, rows.batch, rows.tokens, squares, rows.seconds, nothing, nothing
+                passes = DecodeTimes.of(
+                    prefills=rows.batch,
+                    prefill_tokens=rows.tokens,
+                    prefill_squares=rows.tokens**2 / rows.batch,
+                    seconds=rows.seconds,
                 )
                 (result.prefill if kind == "prefill" else result.requests)(passes, sizes, data)
     if result.model is None:

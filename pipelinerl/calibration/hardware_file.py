@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,5 @@ def doubts(result: HardwareFit) -> list[str]:
 
 def as_json(result: HardwareFit) -> dict[str, Any]:
     """Return plain values: table, fits, notes, warnings."""
-    fits = [
-        {
-            "what": part.what,
-            "data": part.data,
-            "rows": part.fit.rows,
-            "values": part.fit.values,
-            "undetermined": part.fit.undetermined,
-            "mean_error": part.fit.mean_error,
-            "max_error": part.fit.max_error,
-            "held_out_error": part.fit.held_out_error,
-        }
-        for part in result.parts
-    ]
+    fits = [{"what": part.what, "data": part.data, **asdict(part.fit)} for part in result.parts]
     return {"hardware": result.table, "fits": fits, "notes": result.notes, "warnings": doubts(result)}

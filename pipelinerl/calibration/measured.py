@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
-from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, HardwareFit
+from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, HardwareFit, merged_tables
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, read_hardware
 from pipelinerl.errors import ConfigError
@@ -131,11 +131,8 @@ def _with_hardware(config: RunConfig, table: Mapping[str, Any], source: Path) ->
     for key in ("gpu", "model"):
         if key in table and key in given and table[key] != given[key]:
             raise ConfigError(f"--measured {source} is of {key}={table[key]!r}, the run file has {given[key]!r}")
-    together = {**given, **table}
-    if "coefficients" in given or "coefficients" in table:
-        together["coefficients"] = {**given.get("coefficients", {}), **table.get("coefficients", {})}
     try:
-        hardware = HardwareConfig.model_validate(together)
+        hardware = HardwareConfig.model_validate(merged_tables(given, table))
     except ValidationError as error:
         raise ConfigError(f"--measured {source}: hardware.{explain(error, StrictModel)[0]}") from None
     return config.model_copy(update={"hardware": hardware})

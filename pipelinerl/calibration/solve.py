@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coeff
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
 from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TimedTable, TrainingConfig
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, ratio
 
 MUCH_BETTER = 0.8
 """Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
@@ -341,7 +341,7 @@ class HardwareFit:
 
 def _stretches_s(decode: Decode, prefill: PrefillConfig, times: DecodeTimes, *, tensor_parallel: int) -> FloatArray:
     """Return the seconds of stretches of decode, in each of which all steps are taken to hold the mean batch."""
-    batch = np.divide(times.sequences, times.steps, out=np.zeros(len(times.steps)), where=times.steps > 0)
+    batch = ratio(times.sequences, times.steps)
     context_s = context_token_s(decode, tensor_parallel) * times.context
     return times.steps * batch_s(decode, tensor_parallel, batch) + context_s + _filled_s(prefill, times)
 
@@ -369,11 +369,6 @@ def rounded(value: float) -> float:
 
 # Three known numbers: train step, rollout batch, weight synchronisation.
 
-Slower = Callable[[RunConfig, float], dict[str, Any]]
-
-OPTIONS = {
-    "train_step_s": "--train-step-s", "rollout_batch_s": "--rollout-batch-s", "weight_sync_s": "--weight-sync-s",
-}  # fmt: skip
 TRIES = 12
 """Simulations to find a factor, at most (count)."""
 CLOSE = 1e-3
@@ -394,7 +389,6 @@ def calibrate_numbers(
     weight_sync_s: float | None = None,
     model_train_s: Callable[[RunConfig], float],
     model_rollout_s: Callable[[RunConfig], float],
-    names: Mapping[str, str] = OPTIONS,
 ) -> HardwareFit:
     """Fit one speed factor of the trainer and one of generation to numbers that a user knows.
 
@@ -405,36 +399,93 @@ def calibrate_numbers(
         weight_sync_s: Seconds from the end of an optimizer step to engines with its weights.
         model_train_s: Simulated seconds of an optimizer step.
         model_rollout_s: Simulated seconds of such a batch.
-        names: Name of the numbers in messages.
 
     Raises:
-        ConfigError: If no number is given, one is not above 0, one is shorter than the hardware model allows, or one is
-            so long that it must be in another unit.
+        ConfigError: If no number is given, or for the reasons of ``fit_factor`` and ``take_weight_sync``.
     """
-    numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
-    if all(value is None for value in numbers.values()):
-        raise ConfigError(f"calibrate needs SOURCE, or some of {', '.join(OPTIONS.values())} with --run RUN.toml")
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < 1e7:
-            raise ConfigError(f"{names[name]} must be above 0 and in seconds, got {value:g}")
-    result = HardwareFit(run.hardware, fixed_coefficients(run))
-    for name, goal_s, model_s, slower, what in (
-        ("train_step_s", train_step_s, model_train_s, _slower_training, "training"),
-        ("rollout_batch_s", rollout_batch_s, model_rollout_s, _slower_generation, "generation"),
-    ):
-        if goal_s is not None:
-            now_s = model_s(run)
-            result.check_number(names[name], goal_s, now_s)
-            factor = _solve(run, goal_s, model_s, slower, now_s=now_s, name=names[name], warnings=result.warnings)
-            _scale(result, slower(run, factor), factor, what)
-    if weight_sync_s is not None:
-        result.check_number(names["weight_sync_s"], weight_sync_s, resolved_hardware(run).weights.pause_s)
-        result.table["weights"] = {"publish_s": weight_sync_s, "pause_s": weight_sync_s}
-        result.notes.append(
-            "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "
-            "generating meanwhile (transfer_s)"
+    if train_step_s is None and rollout_batch_s is None and weight_sync_s is None:
+        raise ConfigError(
+            "calibrate needs SOURCE, or some of --train-step-s, --rollout-batch-s, --weight-sync-s with --run RUN.toml"
         )
+    result = HardwareFit(run.hardware, fixed_coefficients(run))
+    if train_step_s is not None:
+        fit_factor(result, run, "training", train_step_s, model_train_s, name="--train-step-s")
+    if rollout_batch_s is not None:
+        fit_factor(result, run, "generation", rollout_batch_s, model_rollout_s, name="--rollout-batch-s")
+    if weight_sync_s is not None:
+        take_weight_sync(result, run, weight_sync_s, name="--weight-sync-s")
     return result
+
+
+def fit_factor(
+    result: HardwareFit,
+    run: RunConfig,
+    what: Literal["training", "generation"],
+    goal_s: float,
+    model_s: Callable[[RunConfig], float],
+    *,
+    name: str,
+) -> None:
+    """Add the factor on all times of ``what`` with which the model takes ``goal_s`` for a run of this hardware.
+
+    It warns where the model just misses. ConfigError, which calls the number ``name``, if it is not above 0, shorter
+    than the hardware model allows, or so long that it must be in another unit.
+    """
+    slower = _slower_training if what == "training" else _slower_generation
+    table = run.hardware.model_dump(mode="json", exclude_none=True)
+
+    def slowed_s(factor: float) -> float:
+        hardware = HardwareConfig.model_validate(merged_tables(table, slower(run, factor)))
+        return model_s(run.model_copy(update={"hardware": hardware}))
+
+    _check_seconds(name, goal_s)
+    now_s = model_s(run)
+    result.check_number(name, goal_s, now_s)
+    factor, slope = 1.0, 1.0
+    for _ in range(TRIES):
+        if abs(now_s / goal_s - 1) < CLOSE:
+            break
+        last, last_s = factor, now_s
+        factor *= (goal_s / now_s) ** (1 / slope)
+        now_s = slowed_s(factor)
+        # Where other times stand beside these, a factor changes the sum by a smaller one.
+        slope = min(1.0, max(LEAST_SLOPE, math.log(now_s / last_s) / math.log(factor / last)))
+    missed = abs(now_s / goal_s - 1)
+    if missed > JUST_OUT:
+        raise ConfigError(
+            f"{name}={goal_s:g} is out of reach: the nearest that the hardware model gives is {now_s:.3g} s; check "
+            "the unit, and the batch, lengths, latencies and accelerators of --run"
+        )
+    if missed > WITHIN:
+        result.warnings.append(
+            f"{name}={goal_s:g} is just out of reach: the nearest that the hardware model gives is {now_s:.3g} s, taken"
+        )
+    parts = {
+        name: {key: rounded(one) if isinstance(one, float) else one for key, one in part.items()}
+        for name, part in slower(run, factor).items()
+    }
+    result.table = merged_tables(result.table, parts)
+    result.factors[what] = factor
+    result.notes.append(
+        f"{what}: one number gives one factor, {factor:.3g} on all its times; how they divide among their parts is not "
+        "determined and stays as it was"
+    )
+
+
+def take_weight_sync(result: HardwareFit, run: RunConfig, seconds: float, *, name: str) -> None:
+    """Add a weight synchronisation of so many seconds; ConfigError if they are not above 0, or in another unit."""
+    _check_seconds(name, seconds)
+    result.check_number(name, seconds, resolved_hardware(run).weights.pause_s)
+    result.table["weights"] = {"publish_s": seconds, "pause_s": seconds}
+    result.notes.append(
+        "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "
+        "generating meanwhile (transfer_s)"
+    )
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not 0 < seconds < 1e7:
+        raise ConfigError(f"{name} must be above 0 and in seconds, got {seconds:g}")
 
 
 def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
@@ -467,60 +518,9 @@ def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, fl
     }
 
 
-def _merged(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+def merged_tables(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table ``[hardware]`` with the keys of another in place of its own; coefficients one by one."""
     merged = {**table, **parts}
     if "coefficients" in parts:
         merged["coefficients"] = {**table.get("coefficients", {}), **parts["coefficients"]}
     return merged
-
-
-def _solve(
-    run: RunConfig,
-    goal_s: float,
-    model_s: Callable[[RunConfig], float],
-    slower: Slower,
-    *,
-    now_s: float,
-    name: str,
-    warnings: list[str],
-) -> float:
-    """Return the factor on the model's times that gives ``goal_s``; ``now_s`` at 1. It warns where it just misses."""
-    table = run.hardware.model_dump(mode="json", exclude_none=True)
-
-    def slowed_s(factor: float) -> float:
-        hardware = HardwareConfig.model_validate(_merged(table, slower(run, factor)))
-        return model_s(run.model_copy(update={"hardware": hardware}))
-
-    factor, slope = 1.0, 1.0
-    for _ in range(TRIES):
-        if abs(now_s / goal_s - 1) < CLOSE:
-            break
-        last, last_s = factor, now_s
-        factor *= (goal_s / now_s) ** (1 / slope)
-        now_s = slowed_s(factor)
-        # Where other times stand beside these, a factor changes the sum by a smaller one.
-        slope = min(1.0, max(LEAST_SLOPE, math.log(now_s / last_s) / math.log(factor / last)))
-    missed = abs(now_s / goal_s - 1)
-    if missed > JUST_OUT:
-        raise ConfigError(
-            f"{name}={goal_s:g} is out of reach: the nearest that the hardware model gives is {now_s:.3g} s; check "
-            "the unit, and the batch, lengths, latencies and accelerators of --run"
-        )
-    if missed > WITHIN:
-        warnings.append(
-            f"{name}={goal_s:g} is just out of reach: the nearest that the hardware model gives is {now_s:.3g} s, taken"
-        )
-    return factor
-
-
-def _scale(result: HardwareFit, parts: Mapping[str, Any], factor: float, what: str) -> None:
-    short = {
-        name: {key: rounded(one) if isinstance(one, float) else one for key, one in part.items()}
-        for name, part in parts.items()
-    }
-    result.table = _merged(result.table, short)
-    result.factors[what] = factor
-    result.notes.append(
-        f"{what}: one number gives one factor, {factor:.3g} on all its times; how they divide among their parts is not "
-        "determined and stays as it was"
-    )

@@ -121,7 +121,6 @@ class Rows:
 class StepTimes:
     """A table."""
 
-    path: Path
     kinds: dict[str, Rows]
     """Only kinds that are there."""
     series: tuple[str, str] | None = None
@@ -153,7 +152,7 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
     kinds = {kind: _as_rows(some) for kind, some in rows.items()}
     for kind, some in kinds.items():
         _check_kind(path, kind, some)
-    return StepTimes(path, kinds, found)
+    return StepTimes(kinds, found)
 
 
 def _one_series(path: Path, rows: Sequence[KernelRow], series: tuple[list[str], list[str]] | None) -> tuple[str, str]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, ratio
 
 # One engine's log as equations for its decode steps.
 
@@ -174,11 +174,11 @@ class EngineLog:
         from_P, to_P = (np.searchsorted(time_T, piece_P5[:, column]) for column in (0, 1))
         clock_T = time_T - paused_T
         first_L, last_L = np.searchsorted(time_T, join_L), np.searchsorted(time_T, end_L)
-        batch_I = _overlaps(len(time_T), first_L, last_L)
+        batch_I = _overlap_sums(len(time_T), first_L, last_L, np.ones(len(lived)))
         for _ in range(1 if step_s is None else 3):
             tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P5[:, 2:])
             if step_s is not None:
-                context_I = batch_I * np.maximum(0.0, _ratio(np.diff(context_T), np.diff(tokens_T)))
+                context_I = batch_I * np.maximum(0.0, ratio(np.diff(context_T), np.diff(tokens_T)))
                 second_I = np.diff(time_T - paused_T)
                 step_I = np.maximum(step_s(np.maximum(batch_I, 1), context_I), 1e-9)
                 clock_T = np.concatenate([[0.0], np.cumsum(np.where(batch_I > 0, second_I / step_I, 0.0))])
@@ -224,13 +224,6 @@ def _after_pauses(time_L: FloatArray, pauses: list[tuple[float, float]]) -> Floa
     return np.maximum(time_L, over_L)
 
 
-def _overlaps(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp]) -> FloatArray:
-    change_T = np.zeros(num_times)
-    np.add.at(change_T, from_P, 1)
-    np.add.at(change_T, to_P, -1)
-    return np.cumsum(change_T)[:-1]
-
-
 def _sampled(
     clock_T: FloatArray,
     from_P: NDArray[np.intp],
@@ -244,7 +237,7 @@ def _sampled(
     """
     begin_P, end_P, read_P = tokens_P3.T
     ticks_P = clock_T[to_P] - clock_T[from_P]
-    speed_P = _ratio(end_P - begin_P, ticks_P)
+    speed_P = ratio(end_P - begin_P, ticks_P)
     level_P = speed_P * (read_P + begin_P - 0.5 - speed_P * clock_T[from_P])
     tokens_I, level_I, growth_I = (
         _overlap_sums(len(clock_T), from_P, to_P, weight_P) for weight_P in (speed_P, level_P, speed_P**2)
@@ -257,14 +250,11 @@ def _sampled(
 
 
 def _overlap_sums(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp], weight_P: FloatArray) -> FloatArray:
+    """Return, for every interval between two times, the sum of the weights of the pieces that go on in it."""
     change_T = np.zeros(num_times)
     np.add.at(change_T, from_P, weight_P)
     np.add.at(change_T, to_P, -weight_P)
     return np.cumsum(change_T)[:-1]
-
-
-def _ratio(above: FloatArray, below: FloatArray) -> FloatArray:
-    return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 
 LIVES_PER_ROW = 8
@@ -298,6 +288,12 @@ class DecodeTimes:
     """Rollouts sent by the scheduler: the seconds hold the delay to the engine so many times (count)."""
     front_end: FloatArray
     """Seconds of them at the front end, known from its cost per rollout."""
+
+    @classmethod
+    def of(cls, *, seconds: FloatArray, **columns: FloatArray) -> DecodeTimes:
+        """Return stretches with these columns; the others are 0."""
+        nothing = {one.name: np.zeros(len(seconds)) for one in fields(cls)}
+        return cls(**{**nothing, **columns, "seconds": seconds})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -480,7 +476,8 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     windows = [row for log in result.engines for row in log.windows(recompute=recompute)]
     windows += [row for log in result.engines for row in log.drains()]
     if len(windows) >= MIN_WINDOWS:
-        result.windows = _decode_times(windows)
+        names = ("steps", "sequences", "context", "prefills", "prefill_tokens", "prefill_squares", "seconds")
+        result.windows = DecodeTimes.of(**dict(zip(names, np.array(windows).T, strict=True)))
     return result
 
 
@@ -535,8 +532,3 @@ def _end_life(log: EngineLog, started: _Start | None, end_s: float, spans: Versi
     if pieces:
         cached = cached if salt in (None, pieces[0][0]) else 0
         log.lived.append(Life(start_s, end_s, read, kept, cached, pieces, number))
-
-
-def _decode_times(rows: Iterable[Iterable[float]]) -> DecodeTimes:
-    rows_R7 = np.array(list(rows), dtype=np.float64)
-    return DecodeTimes(*rows_R7.T, *np.zeros((2, len(rows_R7))))
