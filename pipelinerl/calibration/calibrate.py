@@ -16,7 +16,6 @@ from pipelinerl.calibration.table import Rows, read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.records.reports import DecodeSteps, RunReport
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
@@ -160,10 +159,7 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
     result = HardwareFit(HardwareConfig.model_construct())
     if run is not None:
         result = HardwareFit(run.hardware, fixed_coefficients(run))
-    series = None
-    if result.gpu is not None and result.model is not None:
-        series = (_names(result.model), _names(result.gpu))
-    table = read_step_times(source, series=series)
+    table = read_step_times(source, named=result.named)
     if table.series is not None:
         result.notes.append("series: {} on {}".format(*table.series))
     for kind, rows in sorted(table.kinds.items(), key=lambda one: one[0] == "request"):  # these need the prefill's fit
@@ -193,7 +189,7 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
                     seconds=rows.seconds,
                 )
                 (result.prefill if kind == "prefill" else result.requests)(passes, sizes, data)
-    if result.model is None:
+    if result.named is None:
         for name in ("decode", "training"):
             if name not in result.table:
                 result.notes.append(f"{name} was not measured: a run file needs hardware.{name} from elsewhere")
@@ -201,13 +197,9 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
 
 def _engine_sizes(source: Path, rows: Rows, result: HardwareFit) -> FloatArray:
-    if result.model is None and len(np.unique(rows.accelerators)) > 1:
+    if result.named is None and len(np.unique(rows.accelerators)) > 1:
         sizes = ", ".join(f"{size:g}" for size in np.unique(rows.accelerators))
         raise ConfigError(
             f"{source} holds engines of {sizes} accelerators: give --run RUN.toml with hardware.gpu and hardware.model"
         )
     return rows.accelerators
-
-
-def _names(one: Gpu | LanguageModel) -> list[str]:
-    return [one.name, *one.aliases]

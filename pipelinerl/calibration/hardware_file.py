@@ -9,8 +9,9 @@ from typing import Any
 import tomli_w
 
 from pipelinerl.calibration.least_squares import Fit
-from pipelinerl.calibration.solve import HardwareFit, is_inverse
+from pipelinerl.calibration.solve import HardwareFit
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import SHARES_OF_PEAK
 from pipelinerl.records.run_folder import RUN_FILE
 
 HARDWARE_FILE = "hardware.toml"
@@ -78,7 +79,7 @@ def doubts(result: HardwareFit) -> list[str]:
             f"{name} came out at its bound, {value:g}: {part.what} is as fast as the accelerator can be, or faster; "
             "check units, GPU and model"
             for name, value in fitted.items()
-            if is_inverse(name) and value >= 1 - AT_PEAK
+            if name in SHARES_OF_PEAK and value >= 1 - AT_PEAK
         ]
     return lines
 

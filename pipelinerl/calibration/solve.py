@@ -59,7 +59,7 @@ def fit_parameters(
         now_R = base_R = model_s(now)
         columns = []
         for name in start:
-            inverse = is_inverse(name)
+            inverse = name in SHARES_OF_PEAK
             place, kept = (1 / one if inverse else one for one in (now[name], start[name]))
             change = PROBE * (place if place > LEAST_PLACE else 1e-3)
             moved = place + change
@@ -68,7 +68,7 @@ def fit_parameters(
             columns.append(Column(name, factor_R, kept, 1.0 if inverse else 0.0))
             base_R = base_R - factor_R * place
         found = fit([*columns[:1], *others, *columns[1:]], seconds, base_R)
-        fitted = {name: 1 / found.values[name] if is_inverse(name) else found.values[name] for name in start}
+        fitted = {name: 1 / found.values[name] if name in SHARES_OF_PEAK else found.values[name] for name in start}
         close = all(abs(fitted[name] - now[name]) <= 1e-9 * max(fitted[name], 1e-6) for name in start)
         now = fitted
         if close:
@@ -90,11 +90,6 @@ def simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool)
         name: "fitted, it explains the times hardly better: kept as given" for name in full.values if name not in kept
     }
     return replace(simple, undetermined={**others, **simple.undetermined})
-
-
-def is_inverse(name: str) -> bool:
-    """Return whether times are proportional to the inverse of a coefficient."""
-    return name in SHARES_OF_PEAK
 
 
 DECODE_COEFFICIENTS = (
@@ -144,10 +139,8 @@ class HardwareFit:
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self.factors: dict[str, float] = {}
-        self.gpu: Gpu | None = None
-        self.model: LanguageModel | None = None
-        if (named := named_hardware(hardware)) is not None:
-            self.gpu, self.model = named
+        self.named: tuple[Gpu, LanguageModel] | None = named_hardware(hardware)
+        if self.named is not None:
             self._values = coefficients(hardware.level, {**self._trainer, **hardware.coefficients})
 
     @property
@@ -173,7 +166,7 @@ class HardwareFit:
             with_dispatch: Whether to fit the dispatch latency; the times are lives of rollouts.
             always_full: Whether engines are always full: lives then do not determine sequence and context costs.
         """
-        if self.model is not None:
+        if self.named is not None:
             self._check_unit("decode", times.seconds, self._named_s({}, tensor_parallel, times))
             names = [name for name in DECODE_COEFFICIENTS if name != "allreduce_s" or (tensor_parallel > 1).any()]
             names += ["prefill_mfu"] if times.prefill_tokens.any() else []
@@ -191,7 +184,7 @@ class HardwareFit:
         if with_dispatch:
             simple = fit_parameters({sure: start[sure]}, times.seconds, model_s, way)
             found = simpler(simple, found, [sure], always_full=always_full)
-        if self.model is not None:
+        if self.named is not None:
             self._take("decode", data, found, ["decode", "prefill"] if "prefill_mfu" in start else ["decode"])
         else:
             values = {name: rounded(value) for name, value in {**start, **found.values}.items()}
@@ -207,7 +200,7 @@ class HardwareFit:
         return self.given.prefill or PrefillConfig()
 
     def _decode_s(self, values: Mapping[str, float], tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
-        if self.model is not None:
+        if self.named is not None:
             return self._named_s(values, tensor_parallel, times)
         decode = NO_DECODE.model_copy(update={name: values[name] for name in AffineDecode.SECONDS})
         token_s = values.get("token_s", self._given_prefill.token_s)
@@ -216,7 +209,7 @@ class HardwareFit:
 
     def prefill(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
         """Fit prefill to passes that do nothing else."""
-        if self.model is not None:
+        if self.named is not None:
             self._check_unit("prefill", times.seconds, self._named_s({}, tensor_parallel, times))
             start = {"prefill_mfu": self._values.prefill_mfu}
             found = fit_parameters(start, times.seconds, lambda values: self._named_s(values, tensor_parallel, times))
@@ -232,7 +225,7 @@ class HardwareFit:
         column = Column("request_s", times.prefills, self.given.latency.request_s)
         prefill_R = (
             self._named_s(self.coefficients.model_dump(), tensor_parallel, times)
-            if self.model is not None
+            if self.named is not None
             else _filled_s(PrefillConfig.model_validate(self.table.get("prefill", {})), times)
         )
         found = fit([column], times.seconds, prefill_R)
@@ -241,7 +234,7 @@ class HardwareFit:
 
     def training(self, times: TrainingTimes, accelerators: FloatArray, data: str) -> None:
         """Fit the trainer's step, on so many accelerators in each row; ConfigError if it was faster than their peak."""
-        if self.model is not None:
+        if self.named is not None:
             self._check_peak(times, accelerators)
             self._check_unit("training", times.seconds, self._training_s({}, times, accelerators))
             start = {name: getattr(self._values, name) for name in TRAINING_COEFFICIENTS}
@@ -249,7 +242,7 @@ class HardwareFit:
             before = self.given.training or TrainingConfig(token_s=0.0)
             start = {name: getattr(before, name) for name in ("token_s", "step_s", "micro_batch_s", "token_squared_s")}
         found = fit_parameters(start, times.seconds, lambda values: self._training_s(values, times, accelerators))
-        if self.model is not None:
+        if self.named is not None:
             self._take("training", data, found, ["training"])
             return
         self.table["training"] = {name: rounded(value) for name, value in found.values.items()}
@@ -259,19 +252,15 @@ class HardwareFit:
 
     def decode_s(self, times: DecodeTimes, tensor_parallel: FloatArray) -> FloatArray:
         """Return the seconds of stretches of decode with the fitted coefficients."""
-        if self.model is not None:
+        if self.named is not None:
             return self._named_s(self.coefficients.model_dump(), tensor_parallel, times)
         decode = AffineDecode.model_validate(self.table["decode"])
         prefill = PrefillConfig.model_validate(self.table.get("prefill", {}))
         return _stretches_s(decode, prefill, times, tensor_parallel=1)
 
-    def _gpu_and_model(self) -> tuple[Gpu, LanguageModel]:
-        assert self.gpu is not None
-        assert self.model is not None
-        return self.gpu, self.model
-
     def _named_s(self, changed: Mapping[str, float], tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
-        gpu, model = named_engine(self.given, *self._gpu_and_model())
+        assert self.named is not None
+        gpu, model = named_engine(self.given, *self.named)
         values = self._values.model_copy(update=dict(changed))
         seconds = np.zeros(len(times.seconds))
         for size in np.unique(tensor_parallel):
@@ -284,11 +273,10 @@ class HardwareFit:
     def _training_s(self, changed: Mapping[str, float], times: TrainingTimes, accelerators: FloatArray) -> FloatArray:
 
         def config_of(number: int) -> TrainingConfig:
-            if self.model is None:
+            if self.named is None:
                 return (self.given.training or TrainingConfig(token_s=0.0)).model_copy(update=dict(changed))
             values = self._values.model_copy(update=dict(changed))
-            gpu, model = self._gpu_and_model()
-            return derive_training(gpu, model, training_accelerators=number, coefficients=values)
+            return derive_training(*self.named, training_accelerators=number, coefficients=values)
 
         seconds = np.zeros(len(times.seconds))
         for number in np.unique(accelerators):
@@ -297,12 +285,11 @@ class HardwareFit:
         return seconds
 
     def _check_unit(self, what: str, measured: FloatArray, expected: FloatArray) -> None:
-        gpu, model = self._gpu_and_model()
-        ratio = float(np.median(measured / expected))
-        if not 1 / MOST_TIMES < ratio < MOST_TIMES:
+        times = float(np.median(measured / expected))
+        if not 1 / MOST_TIMES < times < MOST_TIMES:
             raise ConfigError(
-                f"{what} seconds have a median of {np.median(measured):.3g}, {ratio:.2g} times what {model.name} "
-                f"on {gpu.name} needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
+                f"{what} seconds have a median of {np.median(measured):.3g}, {times:.2g} times what {self._system} "
+                f"needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
             )
 
     def check_number(self, name: str, given_s: float, expected_s: float) -> None:
@@ -310,15 +297,21 @@ class HardwareFit:
 
         Seconds far below are either refused by the fit, which cannot reach them, or belong to a fast link.
         """
-        if self.gpu is not None and self.model is not None and given_s > MOST_TIMES * expected_s:
+        if self.named is not None and given_s > MOST_TIMES * expected_s:
             raise ConfigError(
-                f"{name}={given_s:g} is {given_s / expected_s:.2g} times what {self.model.name} on {self.gpu.name} "
-                f"needs by the hardware model, {expected_s:.3g} s: check unit, GPU and model"
+                f"{name}={given_s:g} is {given_s / expected_s:.2g} times what {self._system} needs by the hardware "
+                f"model, {expected_s:.3g} s: check unit, GPU and model"
             )
+
+    @property
+    def _system(self) -> str:
+        assert self.named is not None
+        return "{1.name} on {0.name}".format(*self.named)
 
     def _check_peak(self, times: TrainingTimes, accelerators: FloatArray) -> None:
         """Raise ConfigError if training was faster than the accelerator's peak: another unit, or another model."""
-        gpu, model = self._gpu_and_model()
+        assert self.named is not None
+        gpu, model = self.named
         least_s = self._training_s(FASTEST_TRAINING, times, accelerators)
         share = float(np.median(least_s / times.seconds))
         if share > 1.0:
@@ -513,7 +506,7 @@ def _dumped(table: TimedTable) -> dict[str, Any]:
 def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:
     values = coefficients(run.hardware.level, run.hardware.coefficients)
     return {
-        name: min(1.0, getattr(values, name) / factor) if is_inverse(name) else getattr(values, name) * factor
+        name: min(1.0, getattr(values, name) / factor) if name in SHARES_OF_PEAK else getattr(values, name) * factor
         for name in names
     }
 

@@ -30,6 +30,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.util.arrays import FloatArray
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
@@ -127,8 +128,8 @@ class StepTimes:
     """Model and system."""
 
 
-def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = None) -> StepTimes:
-    """Read a CSV table of step times; ``series`` names the model and accelerator wanted, where it has several.
+def read_step_times(path: Path, *, named: tuple[Gpu, LanguageModel] | None = None) -> StepTimes:
+    """Read a CSV table of step times; of several series the one of ``named`` is taken.
 
     Raises:
         ConfigError: If it cannot be read, a column or kind is unknown, a cell is missing or impossible, a kind has too
@@ -142,7 +143,7 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
     found = None
     if KERNELS in table.header.cells:
         kernels = [row for _, row in table.rows(KernelRow)]
-        found = _one_series(path, kernels, series)
+        found = _one_series(path, kernels, named)
         steps = [row.as_step() for row in kernels if (row.model, row.system) == found]
     else:
         steps = [row for _, row in table.rows(StepRow)]
@@ -155,10 +156,10 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
     return StepTimes(kinds, found)
 
 
-def _one_series(path: Path, rows: Sequence[KernelRow], series: tuple[list[str], list[str]] | None) -> tuple[str, str]:
+def _one_series(path: Path, rows: Sequence[KernelRow], named: tuple[Gpu, LanguageModel] | None) -> tuple[str, str]:
     held = sorted({(row.model, row.system) for row in rows})
-    if series is not None:
-        models, systems = ({_plain(name) for name in names} for names in series)
+    if named is not None:
+        systems, models = ({_plain(name) for name in (one.name, *one.aliases)} for one in named)
         held = [one for one in held if _plain(one[0]) in models and _plain(one[1]) in systems] or held
     if len(held) > 1:
         names = ", ".join(f"{model} on {system}" for model, system in held)

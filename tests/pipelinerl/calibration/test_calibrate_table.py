@@ -116,11 +116,10 @@ def test_two_engine_sizes_tell_weights_from_overhead(tmp_path: Path) -> None:
         NAMED, "hardware.coefficients={ weight_efficiency = 0.7, kv_efficiency = 0.6, step_overhead_s = 3e-3 }"
     )
     start = HardwareFit(run.hardware)
-    assert start.gpu is not None
-    assert start.model is not None
+    assert start.named is not None
     rows = []
     for size in (1, 2, 4):
-        decode = derive_decode(start.gpu, start.model, tensor_parallel=size, coefficients=start.coefficients)
+        decode = derive_decode(*start.named, tensor_parallel=size, coefficients=start.coefficients)
         rows += [f"decode,{size},{b},{ctx},,{decode_s(decode, size, b, b * ctx)!r}," for b, ctx in GRID]
     result = calibrate_table(table_of(tmp_path / "t.csv", *rows), run_of(NAMED))
     found = result.table["coefficients"]

@@ -4,7 +4,7 @@ import pytest
 from derived import run_data
 from run_tables import faults
 
-from pipelinerl.calibration.solve import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS, is_inverse
+from pipelinerl.calibration.solve import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients
 from pipelinerl.hardware.tables import (
     AffineDecode,
@@ -52,7 +52,6 @@ def test_every_coefficient_that_is_fitted_is_a_time_or_a_share_of_a_peak() -> No
     in_proportion = {name for name in fitted if name.endswith("_s")} | {"activation_traffic"}
     assert fitted - in_proportion == {*SHARES_OF_PEAK}
     assert fitted <= Coefficients.model_fields.keys()
-    assert {name for name in Coefficients.model_fields if is_inverse(name)} == {*SHARES_OF_PEAK}
 
 
 @pytest.mark.parametrize(
