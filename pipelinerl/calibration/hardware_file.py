@@ -20,7 +20,7 @@ AT_PEAK = 1e-6
 POOR = 0.2
 """Mean error from which on a fit is called poor (no unit): a good fit is 2 %, one on a noisy machine 10 %."""
 FAR = 2.0
-"""Factor on the hardware model's times, or its inverse, from which on a warning asks whether the input is right."""
+"""Factor on the hardware model's times, or its inverse, beyond which a warning asks to check the input."""
 
 
 def hardware_toml(result: HardwareFit, source: str) -> str:

@@ -90,7 +90,7 @@ class LoggedStep(StrictModel):
         return self.wait_s is not None or (self.step_s is not None and parts_s > OVERLAP * self.step_s)
 
     def completed(self) -> LoggedStep:
-        """Return the step with what follows from its own numbers."""
+        """Return the step with all values that follow from its own numbers."""
         now = {name: value for name, value in self if value is not None}
 
         def of(name: str) -> float:
@@ -178,14 +178,13 @@ def logged_lengths(log: LoggedRun) -> tuple[LengthConfig, str]:
     mean, longest = log.mean.length_mean, log.longest
     assert mean is not None  # a log without it is refused
     most = math.ceil(max(longest or LONGER * mean, mean + 1.0))
+    length = LengthConfig(kind="lognormal", mean=rounded(mean, 4), cv=USUAL_CV, max=most)
     for what, share, target in _points(log):
         log_sd, reached = _log_sd(mean, most, share, target)
         missed = "" if reached else ", which no log-normal of this mean reaches: the nearest is taken"
         cv = math.sqrt(math.expm1(log_sd**2))
-        return LengthConfig(kind="lognormal", mean=_short(mean), cv=_short(cv), max=most), f"{what}{missed}"
-    return LengthConfig(
-        kind="lognormal", mean=_short(mean), cv=USUAL_CV, max=most
-    ), "the mean alone; the spread is assumed"
+        return length.model_copy(update={"cv": rounded(cv, 4)}), f"{what}{missed}"
+    return length, "the mean alone; the spread is assumed"
 
 
 def quantile(length: LengthConfig, share: float) -> float:
@@ -226,10 +225,6 @@ def _log_sd(mean: float, longest: int, share: float, target: float) -> tuple[flo
     return min(misses, key=misses.__getitem__), False
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 # Run file of a log, and its hardware solved from the log's seconds.
 
 MOST_IN_FLIGHT = 256
@@ -246,7 +241,7 @@ class Models:
 
     train_step_s: Callable[[RunConfig], float]
     steps: Callable[[RunConfig], Sequence[StepRow]]
-    """Optimizer steps of a short run, without its start; the first only tells when they begin."""
+    """Optimizer steps of a short run, without its start; the first one marks the time at which the others begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,9 +365,9 @@ def _add_scheduler(data: dict[str, Any], log: LoggedRun, assumed: list[str]) -> 
 def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models: Models) -> CalibratedLog:
     """Solve the hardware of a run from the seconds of its log.
 
-    Training by one factor, so that it lasts as long as in the log; the weight synchronization as it is; what a
-    synchronous step lasts besides is the phase switch. Generation by one factor: so that the answers of a step take the
-    log's seconds, or, in an asynchronous job that waits for answers, so that a step does.
+    One factor makes training as long as in the log. Another does so for the generation of a step's answers, or, in an
+    asynchronous job that waits for answers, for the whole step. The weight synchronization is that of the log; the rest
+    of a synchronous step is the phase switch.
     Raises ConfigError if a number is out of reach.
     """
     mean, per = log.mean, _optimizer_steps(log, run)
@@ -470,7 +465,7 @@ def _sync_methods(run: RunConfig, mean: LoggedStep) -> list[str]:
 
 
 def simulated_step(run: RunConfig, rows: Sequence[StepRow], per: int = 1) -> LoggedStep:
-    """Return the mean simulated step, ``per`` optimizer steps; the first row only tells when the second began."""
+    """Return the mean simulated step, ``per`` optimizer steps; the first row marks the start of the second."""
     counted, num = rows[1:], len(rows) - 1
     step_s = per * (rows[-1].time_s - rows[0].time_s) / num
 

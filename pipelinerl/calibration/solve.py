@@ -25,13 +25,13 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
-from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TimedTable, TrainingConfig
+from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
 from pipelinerl.util.arrays import FloatArray, ratio
 
 MUCH_BETTER = 0.8
-"""Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
+"""For lives of rollouts: further coefficients are believed if the error falls below this share of it (no unit)."""
 QUIET_SHARE = 0.2
-"""The same for engines that are always full: only times free of noise fall so far (no unit)."""
+"""The same for engines that are always full: only noise-free times reach it (no unit)."""
 PROBE = 1e-4
 """Relative change by which the factor of a coefficient is found."""
 ROUNDS = 10
@@ -79,9 +79,9 @@ def fit_parameters(
 def simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool) -> Fit:
     """Return the fit of fewer coefficients unless the error is much larger.
 
-    On an engine that is always full, the tokens that others sample during a rollout are proportional to its time,
-    whatever the cause of the time: where times are noisy the error falls and nothing is learned. So lives of rollouts
-    alone must not attribute time to the others, and without need not on other engines either.
+    On an engine that is always full, the tokens that other rollouts sample meanwhile are proportional to the time of a
+    rollout, whatever its cause: with noisy times the error falls and nothing is learned. So a fit attributes time to
+    other rollouts only if the error falls far enough.
     """
     if full.mean_error < (QUIET_SHARE if always_full else MUCH_BETTER) * simple.mean_error:
         return full
@@ -221,7 +221,7 @@ class HardwareFit:
         self.parts.append(Part("prefill", data, found))
 
     def requests(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
-        """Fit the front end's cost per request to what requests take besides their decode steps, prefill included."""
+        """Fit the front end's cost per request to the seconds of requests without decode steps, prefill included."""
         column = Column("request_s", times.prefills, self.given.latency.request_s)
         prefill_R = (
             self._named_s(self.coefficients.model_dump(), tensor_parallel, times)
@@ -355,9 +355,9 @@ def fixed_coefficients(run: RunConfig) -> dict[str, float]:
     return {**fixed, **NOTHING_BESIDE} if run.colocated else fixed
 
 
-def rounded(value: float) -> float:
-    """Return a number with its significant digits."""
-    return float(f"{value:.6g}")
+def rounded(value: float, digits: int = 6) -> float:
+    """Return a number with so many significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 # Three known numbers: train step, rollout batch, weight synchronisation.
@@ -483,7 +483,7 @@ def _check_seconds(name: str, seconds: float) -> None:
 
 def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
     if run.hardware.training is not None:
-        return {"training": _dumped(run.hardware.training.with_slower_software(factor))}
+        return {"training": run.hardware.training.with_slower_software(factor).model_dump(exclude_none=True)}
     return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
 
 
@@ -491,16 +491,12 @@ def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
     hardware = run.hardware
     parts: dict[str, Any] = {}
     if hardware.decode is not None:
-        parts["decode"] = _dumped(hardware.decode.with_slower_software(factor))
+        parts["decode"] = hardware.decode.with_slower_software(factor).model_dump(exclude_none=True)
     if hardware.prefill is not None:
-        parts["prefill"] = _dumped(hardware.prefill.with_slower_software(factor))
+        parts["prefill"] = hardware.prefill.with_slower_software(factor).model_dump(exclude_none=True)
     if hardware.by_name:
         parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
     return parts
-
-
-def _dumped(table: TimedTable) -> dict[str, Any]:
-    return table.model_dump(exclude_none=True)
 
 
 def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Tables of step times: what ``measure`` writes and ``calibrate`` reads.
+"""Tables of step times, which ``measure`` writes and ``calibrate`` reads.
 
 =================  =========================================================================  ==================
 column             meaning                                                                    kinds
@@ -12,9 +12,9 @@ column             meaning                                                      
 ``utilisation``    share of the peak, in (0, 1] (no unit)                                     matmul
 =================  =========================================================================  ==================
 
-A row of ``request`` is what so many requests at a time, with ``tokens`` of prompts together, take in an engine besides
-their decode steps: prefill, and what engine and front end do once for each of them. A row of ``train`` is one whole
-optimizer step of one micro-batch on all ``accelerators``, of sequences of equal length.
+A row of ``request`` times ``batch`` requests sent together, with ``tokens`` of prompts in all, without their decode
+steps: prefill, and the work of engine and front end per request. A row of ``train`` is one whole optimizer step of one
+micro-batch on all ``accelerators``, of sequences of equal length.
 The columns ``model, system, tp, batch, ctx, tpot_ms`` of NVIDIA AIConfigurator's exports are read, too: ``decode``
 rows with ``tp`` accelerators, in milliseconds.
 """
@@ -36,7 +36,7 @@ from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
 
 KERNELS = "tpot_ms"
-"""The column that tells an export of AIConfigurator."""
+"""The column by which an export of AIConfigurator is recognised."""
 NEEDED = {
     "decode": ("batch", "ctx", "seconds"),
     "prefill": ("batch", "tokens", "seconds"),

@@ -1,13 +1,13 @@
 """The times of a run, read from its trace.
 
 Theory of operation. An engine reports which weight version sampled which tokens of every rollout. So the tokens that it
-sampled between two weight updates are known exactly, and with them, if some rollout was in progress all the time, the
-number of decode steps (one per token of that rollout), the sequences and the context of all these steps: a *window*, an
-exact equation for the coefficients of the decode step. So are stretches in which rollouts that began together, and have
-the engine to themselves, end one after the other. Where there is neither, every
-*life* of a rollout gives an equation: from its command to its last token the engine made as many steps as it has
-tokens; what the others had sampled meanwhile is interpolated between the times at which their tokens are known. The
-interpolation goes by a step clock, which runs at the speed that the last fit gives.
+sampled between two weight updates are known exactly. If some rollout was in progress all that time, so are the number
+of decode steps (one per token of that rollout), the sequences and the context of all these steps: a *window*, an exact
+equation for the coefficients of the decode step. Another is a *drain*: a stretch in which rollouts that began together,
+alone on the engine, end one after the other. Without either, every *life* of a rollout gives an equation: from its
+command to its last token the engine made as many steps as the rollout has tokens. The tokens that other rollouts
+sampled meanwhile are interpolated between the times at which they are known, on a step clock that runs at the speed of
+the last fit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Life:
     kept: int
     """Tokens that it had generated before."""
     cached: int
-    """Tokens of both whose keys and values the engine still had."""
+    """Of ``read`` and ``kept``: tokens whose KV cache the engine still had."""
     pieces: list[tuple[int, int, int]]
     """Version, first and end position of the tokens sampled in this life."""
     number: int
@@ -218,7 +218,7 @@ def _cumulated(time_T: FloatArray, pauses: list[tuple[float, float]]) -> FloatAr
 
 
 def _after_pauses(time_L: FloatArray, pauses: list[tuple[float, float]]) -> FloatArray:
-    """Return the times, each that is in a pause moved to its end: who comes in a pause joins when it is over."""
+    """Return the times at which rollouts join the batch: one that comes in a pause joins at its end."""
     begin_P, end_P = np.array([(-math.inf, -math.inf), *sorted(pauses)]).T
     over_L: FloatArray = end_P[np.searchsorted(begin_P, time_L, side="right") - 1]
     return np.maximum(time_L, over_L)
@@ -287,7 +287,7 @@ class DecodeTimes:
     lives: FloatArray
     """Rollouts sent by the scheduler: the seconds hold the delay to the engine so many times (count)."""
     front_end: FloatArray
-    """Seconds of them at the front end, known from its cost per rollout."""
+    """Seconds of these rollouts at the front end, known from its cost per rollout."""
 
     @classmethod
     def of(cls, *, seconds: FloatArray, **columns: FloatArray) -> DecodeTimes:
@@ -353,7 +353,7 @@ class TraceTimes:
         """Mean time from the last token of a rollout to its report, the rest of a step included (seconds).
 
         By Little's law: how many are on their way when a pause begins, over how many end per second of work. None: no
-        weights are loaded while rollouts are in progress, so nothing tells when a last token was sampled.
+        weights are loaded while rollouts are in progress, so the times of last tokens are unknown.
         """
         in_flight = self.config.scheduler.weight_update in (WeightUpdate.KEEP, WeightUpdate.RECOMPUTE)
         late = [number for log in self.engines if log.lived for number in log.late_reports()]
@@ -490,7 +490,7 @@ class _Start(NamedTuple):
     kept: int
     cached: int
     salt: int | None
-    """Version for which that is so, if it goes on with that; None: for all."""
+    """``cached`` holds only if the rollout goes on with this version; None: with any."""
 
 
 class _Caches:
@@ -523,12 +523,11 @@ def _end_life(log: EngineLog, started: _Start | None, end_s: float, spans: Versi
     if started is None or end_s <= started.start_s:
         return
     number, start_s, read, kept, cached, salt = started
-    pieces = []
-    begin = 0
-    for version, end in zip(spans.versions, spans.ends, strict=True):
-        if end > kept:
-            pieces.append((version, max(begin, kept), end))
-        begin = end
+    pieces = [
+        (version, max(begin, kept), end)
+        for version, (begin, end) in zip(spans.versions, pairwise((0, *spans.ends)), strict=True)
+        if end > kept
+    ]
     if pieces:
         cached = cached if salt in (None, pieces[0][0]) else 0
         log.lived.append(Life(start_s, end_s, read, kept, cached, pieces, number))

@@ -384,11 +384,11 @@ class LanguageModel(Named):
     width: int = Field(ge=1)
     """Hidden size."""
     attention_width: float = Field(gt=0)
-    """Query heads * head size (mean of those of scores and of values, where they differ), averaged over the layers:
-    those of linear attention and Mamba have none."""
+    """Query heads * head size (of scores and values the mean, where they differ), averaged over the layers; 0 in layers
+    of linear attention and Mamba."""
     feed_forward_width: float = Field(default=0.0, ge=0)
-    """Intermediate size that one token passes, of all its experts together, averaged over the layers; half of that
-    without a gate, where half as many numbers are kept for the backward pass."""
+    """Intermediate size that one token passes, of all its experts together, averaged over the layers. Without a gate it
+    counts half: half as many numbers are kept for the backward pass."""
     vocabulary: int = Field(default=0, ge=0)
     """Entries of the output head (count)."""
     weight_bytes: float = Field(default=2.0, gt=0)
@@ -515,7 +515,7 @@ def model_names() -> list[str]:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name of a run file means a file or folder: by its ending, or because it is there."""
+    """Return whether a name in a run file means a file or folder: by its form, or because it exists."""
     return name.endswith((".toml", ".json")) or ("/" in name and Path(name).exists()) or name.startswith(("/", "."))
 
 

@@ -35,7 +35,7 @@ class WeightTransferConfig(StrictModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The run, as far as the seconds of an update depend on it."""
+    """Facts of a run that the seconds of an update depend on."""
 
     num_bytes: float
     """Weights in bf16 (bytes)."""
@@ -62,7 +62,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """The part of a run that is on one machine, as far as the memory of a transport depends on it."""
+    """Facts of one machine that the memory of a transport depends on."""
 
     num_bytes: float
     """Weights in bf16 (bytes)."""
@@ -104,7 +104,7 @@ class WeightTransport:
     seconds: Callable[[Route], WeightTransferConfig] = _root_of_bytes
     """Returns who waits how long."""
     coefficients: tuple[str, ...] = (ROOT_LAW,)
-    """Coefficients that ``seconds`` reads: it is as uncertain as the least known of them."""
+    """Coefficients that ``seconds`` reads; the least known one decides its uncertainty."""
     levels: Mapping[Level, float] = field(default_factory=dict)
     """``sync_s_per_root_gb`` of a published method. Empty: that of the level."""
     source: str = ""
@@ -123,7 +123,7 @@ class WeightTransport:
     """``package.module:ATTRIBUTE`` of its ``TransportEnds``. Empty: it can be simulated only."""
 
     def stated(self, level: Level) -> dict[str, float]:
-        """Return the coefficients that the method has values of its own for, by name."""
+        """Return the method's own values of coefficients, by name."""
         return {ROOT_LAW: self.levels[level]} if self.levels else {}
 
 

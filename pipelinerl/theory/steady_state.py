@@ -1,8 +1,8 @@
 """Steady state of a run in closed form, in seconds: ``plan`` screens candidates with it.
 
 Theory of operation. ``screen`` uses means and the survivor function of the answer lengths; nothing is
-drawn and nothing is queued. It sees the same hardware numbers as the simulator, which then checks the best of what
-it finds. Let b be the sequences an engine decodes together, p the prompt, m, cv and s(l) the mean, the coefficient
+drawn and nothing is queued. It reads the same hardware numbers as the simulator, which then checks the best
+candidates. Let b be the sequences an engine decodes together, p the prompt, m, cv and s(l) the mean, the coefficient
 of variation and the share with at least l tokens of the answers, T(b, C) a decode step with C tokens of context.
 
 ==============  ====================================================================================================
@@ -13,13 +13,13 @@ refill          more sequences than slots: where one ends the next begins, until
                 each piece of the grid of lengths s(l) are left l later; it is a drain of their sum
 conventional    refill + prefill, then G optimizer steps, publication and phase switches
 one step off    the longer of the two, and the publication
-pipeline        the slowest of: generation at full slots, training, and what ``max_lag`` leaves: a rollout lives for
+pipeline        the slowest of generation at full slots, training, and the bound of ``max_lag``: a rollout lives for
                 at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
                 (on average; the rule itself: ``pipelinerl.scheduler.lag_bound``)
 turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
                 for Z seconds. Of E environments on n engines each has E/n, and as many at a time as chance has it
-                (``Engines.of_rollouts``). They begin where contexts fit on the emptiest. KV caches between turns go
-                where they do not fit, least recent first, and at updates; a prefill holds up who comes meanwhile.
+                (``Engines.of_rollouts``). They begin where contexts fit on the emptiest. KV caches between turns are
+                dropped where they do not fit, least recent first, and at updates; a prefill holds up turns that come.
                 Drain, and longest of B: of lives, tokens * T + Z of the same rollout. While it drains, T is that of the
                 rollouts that still generate.
 ==============  ====================================================================================================
@@ -373,7 +373,7 @@ def _with_turns(
 def _kept(turns: TurnMeans, *, running: float, idle: float, room: float) -> float:
     """Return the share of turns that find the KV cache of their rollout, by the room for it.
 
-    Contexts differ, so what all of an engine need changes slowly, by the root of their number; it is normal.
+    Contexts differ, so the room that all rollouts of an engine need is normal, with the root of their number.
     """
     wanted, held = running * turns.context + idle * turns.held, max(idle * turns.held, 1e-9)
     sd = turns.held_sd * math.sqrt(running + idle)
@@ -444,7 +444,7 @@ def _pipeline(config: RunConfig, times: _Times) -> Estimate:
     wait_s = hardware.latency.reward_s + hardware.latency.preprocess_s + engines.report_s
 
     def filled(step_s: float) -> float:
-        """Slots of an engine that are full when it is asked for a batch per step."""
+        """Return the slots of an engine that must be full for a batch per step."""
         return _root(lambda slots: engines.batch_s(batch, slots) + pause_s - step_s, high=engines.slots)
 
     full = filled(step_s) if trainer_s > generation_s else engines.slots

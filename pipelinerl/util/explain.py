@@ -1,4 +1,4 @@
-"""Words for wrong input, one line per fault with key, rule and value, and for files that cannot be written."""
+"""Messages for wrong input, one line per fault with key, rule and value, and for files that cannot be written."""
 
 from __future__ import annotations
 

@@ -316,9 +316,17 @@ def test_a_number_just_out_of_reach_is_taken_with_a_warning_and_another_is_refus
 
     result = calibrate_log(log(0.97), run, [], MODELS)
     assert any("training_s of the log" in line and "just out of reach" in line for line in doubts(result.fit))
-    assert any(line.startswith("generation: not in the log") for line in result.assumed)
     with pytest.raises(ConfigError, match=r"training_s of the log=.* is out of reach"):
         calibrate_log(log(0.8), run, [], MODELS)
+
+
+def test_parts_that_a_log_lacks_are_those_of_the_hardware_model() -> None:
+    run = run_of(NAMED, "scheduler.kind=conventional")
+    mean = LoggedStep(step=9, step_s=100.0, samples=256.0, length_mean=1500.0)
+    result = calibrate_log(LoggedRun(9, 1, mean, 8000.0), run, [], MODELS)
+    lacking = [line.partition(":")[0] for line in result.assumed]
+    assert lacking == ["training", "weight synchronization", "phase switch", "generation"]
+    assert result.run == run
 
 
 def test_a_batch_of_another_size_than_the_run_files_is_warned_of(synchronous: list[LoggedStep]) -> None:
