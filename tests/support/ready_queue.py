@@ -1,4 +1,4 @@
-"""Staleness in the ready queue by the fluctuations of generation: what Applied Compute's closed form leaves out.
+"""Staleness in the ready queue by the fluctuations of generation, which Applied Compute's closed form omits.
 
 Derivation. Versions change when a training ends. A group in the queue at that moment gets a version staler, so with k
 groups per batch the mean staleness in the queue is E[groups in the queue at the end of a training] / k (Little's law,

@@ -1,4 +1,4 @@
-"""Run files for tests: a small one, one with every key, and the lines for what is wrong with one."""
+"""Run files for tests: a small one, one with every key, and the lines for the faults of one."""
 
 from __future__ import annotations
 

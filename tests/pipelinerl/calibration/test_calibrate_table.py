@@ -85,7 +85,7 @@ def test_prefill_rows_give_the_share_of_the_peak(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [None, NAMED], ids=["tables", "names"])
-def test_what_requests_take_besides_prefill_is_the_front_ends(tmp_path: Path, data: dict[str, Any] | None) -> None:
+def test_seconds_of_requests_besides_prefill_are_the_front_ends(tmp_path: Path, data: dict[str, Any] | None) -> None:
     """1.5 ms for each request, and prefill as in the rows of prefill."""
     prefill = PrefillConfig(token_s=2e-5)
     run = None if data is None else run_of(data, "hardware.coefficients.prefill_mfu=0.5")

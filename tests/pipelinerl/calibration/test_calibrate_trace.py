@@ -69,7 +69,7 @@ def test_the_answer_to_the_last_turn_counts_as_scoring(tmp_path: Path) -> None:
     assert read_times(Trace(tmp_path / "trace.jsonl.gz")).score_s == [1.0, 1.5]
 
 
-def test_what_was_calibrated_simulates_as_the_run_did(pipeline_folder: Path) -> None:
+def test_calibrated_hardware_simulates_like_the_run(pipeline_folder: Path) -> None:
     result = calibrate_trace(pipeline_folder)
     again = simulate(run_of({**RUN, "hardware": result.table}))
     before = RunReport.read(pipeline_folder / "summary.json")
@@ -143,7 +143,7 @@ def measured(folder: Path, **more: Any) -> Path:
     return folder
 
 
-def test_what_a_real_run_measured_of_its_front_end_is_taken(tmp_path: Path) -> None:
+def test_the_measured_front_end_of_a_real_run_is_taken(tmp_path: Path) -> None:
     """2 ms per rollout of the driver, which serves both engines, is more than 3 ms of each of them."""
     folder = measured(tmp_path / "run", driver_busy_s_per_rollout=0.002, front_end_busy_s_per_rollout=0.003)
     assert calibrate_trace(folder).table["latency"]["request_s"] == pytest.approx(2 * 0.002)
@@ -178,7 +178,7 @@ def test_rollouts_that_come_in_a_pause_share_the_first_step_after_it() -> None:
     assert list(squares) == [75, 50, 50]
 
 
-def test_the_way_back_comes_back(tmp_path: Path) -> None:
+def test_the_report_latency_comes_back(tmp_path: Path) -> None:
     folder = traced(tmp_path / "run", run_of(RUN, "hardware.latency.report_s=0.4"))
     latency = calibrate_trace(folder, run_of(RUN, BLANK)).table["latency"]
     assert latency["report_s"] == pytest.approx(0.4, rel=0.15)
@@ -187,7 +187,7 @@ def test_the_way_back_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [RUN, NAMED], ids=["tables", "names"])
 def test_mean_batches_below_one_are_not_raised_to_one(data: dict[str, Any]) -> None:
-    """Where the KV cache is full a life can hold fewer tokens than steps: what they cost is linear there too."""
+    """Where the KV cache is full a life can hold fewer tokens than steps: their cost is linear there, too."""
     run = run_of({**data, "hardware": {**data["hardware"], "latency": {}}})
     decode = resolved_hardware(run).decode
     empty_s = 2 * decode_s(decode, 1, 1, 0) - decode_s(decode, 1, 2, 0)
@@ -272,7 +272,7 @@ def test_packs_are_calibrated_for_the_longest_rollout_that_is_simulated() -> Non
 
 
 @pytest.mark.slow
-def test_what_the_trainer_of_the_run_file_does_is_no_slowness(tmp_path: Path) -> None:
+def test_recomputation_in_the_run_file_is_not_taken_for_slowness(tmp_path: Path) -> None:
     """Recomputing or not is read from train.trainer: the same speed of the products comes back either way."""
     task = {"name": "math", "settings": {}}
     train = {"model": {"path": "m"}, "task": task, "optimizer": {"learning_rate": 1e-6}}

@@ -1,4 +1,4 @@
-"""Logs of other systems: what is read from each, and the hardware that a simulation of known hardware gets back."""
+"""Logs of other systems: a step of each format, and known hardware that comes back from simulated steps."""
 
 import json
 from pathlib import Path
@@ -174,7 +174,7 @@ def test_a_log_tells_its_step(tmp_path: Path, system: str, files: dict[str, str]
 # ------------------------------------------------------------------------------------- the hardware comes back
 
 GENERATION, TRAINING = 2.0, 1.6
-"""Times as long as the hardware model says that generation and training of the true system last."""
+"""Factors of the true system on the hardware model's seconds of generation and training."""
 SLOW = {
     "kv_efficiency": 0.75 / GENERATION,
     "weight_efficiency": 0.91 / GENERATION,
@@ -197,7 +197,7 @@ SIZES = (
 
 
 def true_run(*overrides: str) -> RunConfig:
-    """Return a run of known hardware, which the logs are of."""
+    """Return a run of known hardware."""
     hardware = {
         **NAMED["hardware"],
         "coefficients": SLOW,
@@ -208,7 +208,7 @@ def true_run(*overrides: str) -> RunConfig:
 
 
 def steps_of(run: RunConfig) -> list[LoggedStep]:
-    """Return the steps of a simulation of it, with what a log tells of lengths."""
+    """Return simulated steps, with the facts of lengths that a log has."""
     rows, workload = measured_steps(run), Workload(run.workload, seed=run.seed)
     groups = [workload.group(one, one).lengths for one in range(200)]
     drawn = sorted(length for lengths in groups for length in lengths)
@@ -242,7 +242,7 @@ def assert_close(found: dict[str, float], truth: dict[str, float], *, by: float)
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole step", "parts only"])
 def test_a_synchronous_job_gives_its_hardware_back(synchronous: list[LoggedStep], whole: bool) -> None:
-    """Simulated with known hardware: seconds within 3 %, also where the log says nothing: at another batch."""
+    """Simulated with known hardware: seconds within 3 %, also at a batch that is not in the log."""
     steps = [step.model_copy(update={"accelerators": 16.0}) for step in synchronous]
     if not whole:
         seconds = [step.generation_s + step.training_s + step.sync_s for step in synchronous]
@@ -390,7 +390,7 @@ def test_a_spread_that_no_log_normal_has_is_named() -> None:
 # ---------------------------------------------------------------------------------------- steps by hand
 
 
-def test_what_follows_from_a_step_by_hand() -> None:
+def test_missing_values_of_a_step_by_hand() -> None:
     step = LoggedStep(step=3, step_s=20.0, training_s=6.0, sync_s=1.0, generation_s=18.0, total_tokens=12_000,
                       sequence_mean=120.0, prompt_mean=20.0)  # fmt: skip
     done = step.completed()

@@ -173,7 +173,7 @@ def test_a_model_that_contradicts_itself_is_one_line(tmp_path, changed, line):
     assert message(find_model, path) == f"hardware.model {path}: {line}"
 
 
-def test_files_that_are_none(tmp_path):
+def test_missing_and_broken_files_are_refused(tmp_path):
     broken = tmp_path / "broken.toml"
     broken.write_text("a = ", encoding="utf-8")
     assert message(find_gpu, str(tmp_path / "no.toml")).endswith("no.toml: No such file or directory")

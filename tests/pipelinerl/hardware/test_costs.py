@@ -154,7 +154,7 @@ def test_more_accelerators_are_never_slower(lengths, accelerators, more, shared)
 
 @settings(derandomize=True, deadline=None)
 @given(lengths=LENGTHS, ranks=st.integers(1, 30), shared=st.integers(1, 9))
-def test_a_micro_batch_is_between_what_is_needed_and_what_the_greedy_spread_takes(lengths, ranks, shared):
+def test_a_micro_batch_is_between_the_least_time_and_the_greedy_spread(lengths, ranks, shared):
     """No faster than the longest, or all divided; no slower than if each, longest first, goes to the emptiest rank."""
     cost = trainer(ranks * shared, shared, token_squared_s=1e-6)
     seconds = cost.seconds(lengths, completes_step=True)
@@ -176,7 +176,7 @@ def test_as_many_equal_sequences_on_every_rank_are_as_if_divided(length, ranks, 
 
 @pytest.mark.parametrize("sequences", [16, 24, 32, 48, 64, 128, 256])
 def test_our_own_packing_is_as_balanced_as_the_simulator_takes_it_for(sequences):
-    """16 ranks, log-normal lengths: the fullest rank has what the simulator says or a little more, 13 % at most."""
+    """16 ranks, log-normal lengths: the fullest rank has the simulated load or a little more, 13 % at most."""
     lengths = np.random.default_rng(sequences).lognormal(6.0, 0.6, sequences).astype(int) + 2
     samples = [
         Sample(

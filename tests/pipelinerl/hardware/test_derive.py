@@ -217,7 +217,7 @@ def test_the_switch_moves_the_trainers_states():
     assert derived(values=values).switch == PhaseSwitchConfig()
 
 
-def test_a_trainer_apart_lasts_longer_by_what_it_does_besides():
+def test_a_separate_trainer_takes_longer_by_its_other_work():
     """All its seconds, by the same share; a colocated one has that in the phase switch."""
     values = coefficients(Level.CENTRAL, {"training_rest_share": 0.25})
     apart, alone = (derived(values=values, colocated=colocated).training for colocated in (False, True))

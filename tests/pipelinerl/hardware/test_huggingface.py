@@ -40,7 +40,7 @@ def test_experts_in_every_second_layer_only():
     assert half.feed_forward_width == (24 * 8 * 768 + 24 * 6144) / 48
 
 
-def test_the_text_part_of_a_model_that_also_sees():
+def test_the_text_part_of_a_multimodal_model_is_counted():
     config, _, _ = ARCHITECTURES["Qwen2.5-7B"]
     assert model_from_huggingface({"text_config": config, "vision_config": {}}, "it").parameters == 7_615_616_512
 
@@ -119,7 +119,7 @@ def test_linear_attention_of_another_kind_than_delta_nets_is_refused(more):
     assert line.startswith("model it: config.json must have linear_num_value_heads, a whole number of at least 1; ")
 
 
-def test_kinds_of_other_many_layers_are_refused():
+def test_layer_types_of_another_length_are_refused():
     line = message(model_from_huggingface, ARCHITECTURES["Qwen3-8B"][0] | {"layer_types": ["full_attention"]}, "it")
     assert line == ("model it: layer_types of config.json must have as many entries as num_hidden_layers=36, got 1")
 
@@ -136,13 +136,13 @@ def test_long_sliding_windows_count_as_full_attention_and_short_ones_as_none():
     assert short.parameters == whole.parameters
 
 
-def test_layers_without_experts_that_are_no_list_are_none():
+def test_mlp_only_layers_that_are_no_list_count_as_none():
     config = ARCHITECTURES["Qwen3-30B-A3B"][0]
     assert model_from_huggingface(config | {"mlp_only_layers": 3}, "it") == model_from_huggingface(config, "it")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_shipped_model_is_what_its_architecture_gives_and_what_is_published(name):
+def test_a_shipped_model_has_the_counts_of_its_architecture_and_its_publication(name):
     config, parameters, active = ARCHITECTURES[name]
     counted, shipped = model_from_huggingface(config, name), find_model(name)
     same = {"source": "", "aliases": []}
@@ -153,7 +153,7 @@ def test_a_shipped_model_is_what_its_architecture_gives_and_what_is_published(na
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_shipped_model_is_what_transformers_counts_and_what_is_published(name):
+def test_a_shipped_model_has_the_counts_of_transformers_and_its_publication(name):
     config, exact, parameters, active, left_out = COUNTED[name]
     counted, shipped = model_from_huggingface(config, name), find_model(name)
     same = {"source": "", "aliases": []}
@@ -178,7 +178,7 @@ def test_a_model_from_its_folder_or_config_file(tmp_path):
         assert (model.name, model.parameters) == ("My-7B", 7_615_616_512)
 
 
-def test_a_config_that_is_none_is_one_line(tmp_path):
+def test_a_config_that_is_no_json_object_is_one_line(tmp_path):
     path = tmp_path / "config.json"
     for text, line in (("[]", "must hold a JSON object"), ("{", "is not valid JSON")):
         path.write_text(text, encoding="utf-8")
@@ -193,7 +193,7 @@ def test_a_config_without_a_key_names_it(key):
 
 
 @pytest.mark.parametrize("text", [None, [], "x"])
-def test_a_config_whose_text_part_is_none_is_one_line(text):
+def test_a_text_part_that_is_no_table_is_one_line(text):
     assert message(model_from_huggingface, {"text_config": text}, "it").startswith("model it: config.json must have ")
 
 

@@ -22,7 +22,7 @@ from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
     ],
 )  # fmt: skip
 def test_fitted_curve_has_the_printed_values(h, printed, digits):
-    """Half a digit, plus what a = 467.1 flashes leaves open by its own rounding: 0.05/467.1."""
+    """Half a digit, plus the rounding of a = 467.1 flashes: 0.05/467.1."""
     rounding = 0.5 * 10**-digits + printed * 0.05 / 467.1
     assert fitted_utilisation().utilisation(h) == pytest.approx(printed, abs=rounding)
 
@@ -35,7 +35,7 @@ def test_step_of_no_sequence_costs_nothing_and_has_no_utilisation():
 
 
 @pytest.mark.parametrize("h", [-1, math.nan, math.inf])
-def test_curve_refuses_what_is_no_number_of_sequences(h):
+def test_curve_refuses_numbers_that_cannot_count_sequences(h):
     with pytest.raises(ValueError, match="h must be finite and at least 0, got"):
         fitted_utilisation().step_flashes(h)
     with pytest.raises(ValueError, match="h must be finite and at least 0, got"):

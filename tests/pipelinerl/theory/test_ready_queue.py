@@ -29,7 +29,7 @@ def simulated_staleness(rate_ratio, capacity, groups, *, trainings, seed=0):
 
 
 @pytest.mark.parametrize(("rate_ratio", "batches"), [(0.6, 1), (0.9, 1), (0.9, 2), (0.95, 4)])
-def test_it_is_what_a_queue_of_groups_gives(rate_ratio, batches):
+def test_the_chain_agrees_with_a_simulated_queue(rate_ratio, batches):
     expected = simulated_staleness(rate_ratio, batches * 16, 16, trainings=20_000)
     staleness = poisson_queue_staleness(rate_ratio=rate_ratio, queue_batches=batches, groups_per_batch=16)
     assert staleness == pytest.approx(expected, rel=0.03)

@@ -11,16 +11,12 @@ from hypothesis import strategies as st
 from pipelinerl.hardware.utilisation import UtilisationCurve, fitted_utilisation
 from pipelinerl.theory.lengths import lengths_from, uniform_lengths
 from pipelinerl.theory.paper import (
-    LagPoint,
-    PipelineChoice,
-    Rates,
     Setting,
     conventional_rates,
     largest_lag,
     pipeline_rates,
     search_pipeline,
     staleness_applied_compute,
-    throughput_against_lag,
 )
 
 
@@ -103,18 +99,6 @@ def test_pipeline_rate_is_the_slower_side_and_generation_rises_with_batch(settin
     assert more.generation > one.generation
     used = one.training * setting.training_flashes_per_token + generators
     assert used == pytest.approx(setting.accelerators)
-
-
-def test_speedup_compares_totals():
-    choice = PipelineChoice(8, 4, 3, Rates(generation=7.0, training=6.0, total=6.0))
-    assert LagPoint(3, choice, Rates(generation=6.0, training=3.0, total=2.0)).speedup == 3.0
-
-
-def test_points_come_in_the_given_order_with_one_step_more_than_the_lag():
-    setting = case_study()
-    points = throughput_against_lag(setting, [64, 8])
-    assert [point.max_lag for point in points] == [64, 8]
-    assert points[1].conventional == conventional_rates(setting, optimizer_steps_per_rl_step=9)
 
 
 VALID = {
