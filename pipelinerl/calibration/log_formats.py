@@ -245,8 +245,6 @@ DURATIONS = re.compile(r"([\d.]+)(ms|[dhms])")
 UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 RUN_PREFIX = " - "
 """Separates the name of a run from that of a metric where W&B exports a chart."""
-EXTREMES = ("__MIN", "__MAX")
-"""Ends of the columns of such an export that are extremes, not values."""
 MAY_BE_0 = ("generation_s", "training_s", "sync_s", "wait_s", "clipped_share", "prompt_mean", "lag_mean", "lag_max")
 """Columns in which 0 is a value; elsewhere it means not measured."""
 
@@ -366,11 +364,8 @@ def _from_csv(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dic
             f"{path} must number its steps in a column {', '.join(format_.steps)} or Step, got none of them"
         )
     for cells in reader:
-        values = {
-            name: value
-            for name, cell in zip(header, cells, strict=False)
-            if not name.endswith(EXTREMES) and (value := _number(cell)) is not None
-        }
+        pairs = zip(header, cells, strict=False)
+        values = {name: value for name, cell in pairs if (value := _number(cell)) is not None}
         step = _number(cells[place]) if place < len(cells) else None
         if step is not None:
             yield int(step), values

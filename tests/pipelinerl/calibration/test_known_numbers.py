@@ -71,3 +71,5 @@ def test_numbers_must_be_given_and_positive() -> None:
         numbers(run_of(RUN))
     with pytest.raises(ConfigError, match="--weight-sync-s must be above 0 and in seconds, got -1"):
         numbers(run_of(RUN), weight_sync_s=-1.0)
+    with pytest.raises(ConfigError, match="--train-step-s must be above 0 and in seconds, got 0"):
+        numbers(run_of(RUN), train_step_s=0.0)

@@ -113,13 +113,14 @@ def charts(metrics: dict[str, float]) -> str:
     return f'"Step",{",".join(names)}\n"7",{",".join(f"{value},0,1e9" for value in metrics.values())}\n'
 
 
-def areal_trace(rank: int) -> str:
+def areal_trace() -> str:
     """Return a Chrome trace, a line per event; the spans of rank 1 are shorter."""
-    names = {"train_step": "ppo_update"}
     text = json.dumps({"name": "process_name", "ph": "M", "pid": 7, "args": {"name": "rank 0"}}) + "\n"
-    for name, seconds in AREAL_SECONDS.items():
-        span = {"name": f"train.{names.get(name, name)}", "ph": "X", "ts": 0, "dur": int(1e6 * seconds) - 1000 * rank}
-        text += json.dumps({**span, "args": {"global_step": 7, "rank": rank}}) + "\n"
+    for rank, speed in ((0, 1.0), (1, 2.0)):
+        for name, seconds in AREAL_SECONDS.items():
+            span = "train.ppo_update" if name == "train_step" else f"train.{name}"
+            event = {"name": span, "ph": "X", "ts": 0, "dur": int(1e6 * seconds / speed), "args": {"global_step": 7}}
+            text += json.dumps(event | {"rank": rank}) + "\n"
     return text
 
 
@@ -148,7 +149,7 @@ LOGS: dict[str, tuple[str, dict[str, str], dict[str, float]]] = {
     ),
     "areal trace": (
         "areal",
-        {"rank1.jsonl": areal_trace(1), "traces.jsonl": areal_trace(0), "a.csv": history(AREAL_LENGTHS)},
+        {"traces.jsonl": areal_trace(), "a.csv": history(AREAL_LENGTHS)},
         SYNCHRONOUS | {"generation_s": 13.0},
     ),
     "plain": (
@@ -396,6 +397,8 @@ def test_missing_values_of_a_step_by_hand() -> None:
     done = step.completed()
     assert (done.length_mean, done.samples, done.tokens, done.tokens_per_s) == (100, 100, 10_000, 500)
     assert done.wait_s == 13  # 18 + 6 + 1 > 20: side by side
+    done = LoggedStep(step=3, step_s=2.0, tokens_per_s=500.0, samples=10).completed()
+    assert (done.tokens, done.length_mean) == (1000, 100)
 
 
 def test_steps_with_an_evaluation_are_left_out() -> None:
