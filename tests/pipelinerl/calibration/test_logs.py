@@ -152,6 +152,11 @@ LOGS: dict[str, tuple[str, dict[str, str], dict[str, float]]] = {
         {"traces.jsonl": areal_trace(), "a.csv": history(AREAL_LENGTHS)},
         SYNCHRONOUS | {"generation_s": 13.0},
     ),
+    "areal trace asynchronous": (
+        "areal",
+        {"traces.jsonl": areal_trace(), "a.csv": history(AREAL_LENGTHS | AREAL_STALENESS)},
+        ASYNCHRONOUS,
+    ),
     "plain": (
         "csv",
         {"a.csv": f"step,{','.join(SYNCHRONOUS)},length_p95\n7,{','.join(map(str, SYNCHRONOUS.values()))},\n"},
