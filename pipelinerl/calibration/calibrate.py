@@ -7,21 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelinerl.calibration.solve import (
-    HardwareFit,
-    fixed_coefficients,
-    rounded,
-)
+from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients, rounded
 from pipelinerl.calibration.table import Rows, read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.records.reports import DecodeSteps, RunReport
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, ratio
 
 ROWS = 200
 """Rows of measured decode steps, about (count)."""
@@ -30,10 +25,10 @@ QUIET = 0.02
 
 
 def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
-    """Fit the hardware to a trace, or a run's folder; GPU and model, or tables, are those of ``run``, else the trace's.
+    """Fit the hardware to a trace or a run folder; GPU and model, or tables, are those of ``run`` (None: of the trace).
 
-    An engine is taken to have its accelerator, or core, to itself. Where its front end works on the same core, as on a
-    CPU with few, steps last longer by the requests sent meanwhile, and the fit is off by as much.
+    An engine is taken to have its accelerator, or core, to itself. Where its front end works on the same core, the
+    requests sent meanwhile lengthen the steps, and the fit is off by as much.
 
     Raises:
         TraceError: If the trace is missing or broken.
@@ -56,13 +51,20 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
 
 def _measured(sums: list[DecodeSteps]) -> DecodeTimes:
-    """Return the decode steps that a real run has measured; a size with more of them has more rows."""
+    """Return the decode steps that a real run measured, each batch size with rows in proportion to its steps."""
     columns = ("steps", "sequences", "context", "started", "read_tokens", "seconds")
     some = np.array([[getattr(one, name) for name in columns] for one in sums], dtype=np.float64)
     some = np.repeat(some, np.ceil(ROWS * some[:, 0] / some[:, 0].sum()).astype(int), axis=0)
-    steps, sequences, context, requests, read_tokens, seconds = some.T
-    squares = np.divide(read_tokens**2, requests, out=np.zeros(len(some)), where=requests > 0)
-    return DecodeTimes(steps, sequences, context, requests, read_tokens, squares, seconds, *np.zeros((2, len(some))))
+    steps, sequences, context, started, read_tokens, seconds = some.T
+    return DecodeTimes.of(
+        steps=steps,
+        sequences=sequences,
+        context=context,
+        prefills=started,
+        prefill_tokens=read_tokens,
+        prefill_squares=ratio(read_tokens**2, started),
+        seconds=seconds,
+    )
 
 
 def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:
@@ -73,13 +75,13 @@ def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:
 
 
 def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | None = None) -> float:
-    """Fit decode step, prefill and the way to the engine; return half a step (s). ``front_end_s`` None: run file's."""
+    """Fit decode step, prefill and latency; return half a decode step (s). ``front_end_s`` None: as in the run file."""
     size = float(times.config.cluster.tensor_parallel)
     request_s = result.given.latency.request_s if front_end_s is None else front_end_s
     always_full = not times.config.scheduler.schedule.has_rl_steps
 
     def step_s(batch: FloatArray, context: FloatArray) -> FloatArray:
-        one = DecodeTimes(np.ones_like(batch), batch, context, *np.zeros((6, len(batch))))
+        one = DecodeTimes.of(steps=np.ones(len(batch)), sequences=batch, context=context, seconds=np.zeros(len(batch)))
         return result.decode_s(one, np.full(len(batch), size))
 
     if times.windows is not None:
@@ -92,7 +94,7 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
         for _ in range(4):
             lives = times.lives(max(0.0, way_s), step_s, request_s=request_s)
             rest_s = lives.seconds - lives.front_end - result.decode_s(lives, np.full(len(lives.seconds), size))
-            # Nobody is longer on the way than the shortest life; without that, errors in the rest can grow by turns.
+            # No delay exceeds the shortest life; without this limit, errors in the rest can grow from round to round.
             way_s = min(times.shortest_life_s, float(rest_s.sum() / lives.lives.sum()))
     else:
         table = dict(result.table)
@@ -113,10 +115,10 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
 
 
 def _take_way(result: HardwareFit, times: TraceTimes, way_s: float, half_step_s: float, request_s: float) -> None:
-    """Split a rollout's ``way_s``, there and back, beside its steps; ``request_s`` is the front end, not part of it."""
+    """Split a rollout's delay ``way_s`` into dispatch and report; the front end, ``request_s``, is not part of it."""
     latency = result.given.latency.model_dump(exclude={"dispatch_jitter_s"}, exclude_defaults=True)
     if times.late_s is not None:
-        # When the pause begins a step is running, and those whose last it is are counted, too: half a step too much.
+        # Rollouts whose last step is running when the pause begins are counted, too: half a step too much.
         latency["report_s"] = rounded(min(max(0.0, times.late_s - half_step_s), max(0.0, way_s)))
     if request_s:
         latency["request_s"] = rounded(request_s)
@@ -127,7 +129,7 @@ def _take_waits(result: HardwareFit, times: TraceTimes, half_step_s: float) -> N
     if times.publish_s and times.pause_s:
         weights = {"publish_s": _mean(times.publish_s), "pause_s": _mean(times.pause_s)}
         if times.transfer_s:
-            # The wait for the running step to end is in it: half a step in the mean.
+            # It includes the wait for the running step to end: half a step on average.
             weights["transfer_s"] = rounded(max(0.0, _mean(times.transfer_s) - half_step_s))
         result.table["weights"] = weights
     else:
@@ -153,15 +155,14 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
     result = HardwareFit(HardwareConfig.model_construct())
     if run is not None:
         result = HardwareFit(run.hardware, fixed_coefficients(run))
-    series = None
-    if result.gpu is not None and result.model is not None:
-        series = (_names(result.model), _names(result.gpu))
-    table = read_step_times(source, series=series)
+    table = read_step_times(source, named=result.named)
     if table.series is not None:
         result.notes.append("series: {} on {}".format(*table.series))
-    for kind, rows in sorted(table.kinds.items(), key=lambda one: one[0] == "request"):  # these need the prefill's fit
+    for kind, rows in sorted(
+        table.kinds.items(), key=lambda one: one[0] == "request"
+    ):  # last: they need the fitted prefill
         data = f"{len(rows.batch)} rows of {source.name}"
-        nothing, ones = np.zeros(len(rows.batch)), np.ones(len(rows.batch))
+        ones = np.ones(len(rows.batch))
         if kind == "matmul":
             best = int(rows.utilisation.argmax())
             result.notes.append(
@@ -176,18 +177,17 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
             sizes = _engine_sizes(source, rows, result)
             if kind == "decode":
                 context = rows.batch * rows.ctx
-                result.decode(
-                    DecodeTimes(ones, rows.batch, context, nothing, nothing, nothing, rows.seconds, nothing, nothing),
-                    sizes,
-                    data,
-                )
+                steps = DecodeTimes.of(steps=ones, sequences=rows.batch, context=context, seconds=rows.seconds)
+                result.decode(steps, sizes, data)
             else:
-                squares = rows.tokens**2 / rows.batch
-                passes = DecodeTimes(
-                    nothing, nothing, nothing, rows.batch, rows.tokens, squares, rows.seconds, nothing, nothing
+                passes = DecodeTimes.of(
+                    prefills=rows.batch,
+                    prefill_tokens=rows.tokens,
+                    prefill_squares=rows.tokens**2 / rows.batch,
+                    seconds=rows.seconds,
                 )
                 (result.prefill if kind == "prefill" else result.requests)(passes, sizes, data)
-    if result.model is None:
+    if result.named is None:
         for name in ("decode", "training"):
             if name not in result.table:
                 result.notes.append(f"{name} was not measured: a run file needs hardware.{name} from elsewhere")
@@ -195,13 +195,9 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
 
 def _engine_sizes(source: Path, rows: Rows, result: HardwareFit) -> FloatArray:
-    if result.model is None and len(np.unique(rows.accelerators)) > 1:
+    if result.named is None and len(np.unique(rows.accelerators)) > 1:
         sizes = ", ".join(f"{size:g}" for size in np.unique(rows.accelerators))
         raise ConfigError(
             f"{source} holds engines of {sizes} accelerators: give --run RUN.toml with hardware.gpu and hardware.model"
         )
     return rows.accelerators
-
-
-def _names(one: Gpu | LanguageModel) -> list[str]:
-    return [one.name, *one.aliases]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from pipelinerl.calibration.least_squares import Fit
-from pipelinerl.calibration.solve import HardwareFit, is_inverse
+from pipelinerl.calibration.solve import HardwareFit
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import SHARES_OF_PEAK
 from pipelinerl.records.run_folder import RUN_FILE
 
 HARDWARE_FILE = "hardware.toml"
@@ -18,7 +20,7 @@ AT_PEAK = 1e-6
 POOR = 0.2
 """Mean error from which on a fit is called poor (no unit): a good fit is 2 %, one on a noisy machine 10 %."""
 FAR = 2.0
-"""Factor on the hardware model's times, or its inverse, from which on a warning asks whether the input is right."""
+"""Factor on the hardware model's times, or its inverse, beyond which a warning asks to check the input."""
 
 
 def hardware_toml(result: HardwareFit, source: str) -> str:
@@ -77,24 +79,12 @@ def doubts(result: HardwareFit) -> list[str]:
             f"{name} came out at its bound, {value:g}: {part.what} is as fast as the accelerator can be, or faster; "
             "check units, GPU and model"
             for name, value in fitted.items()
-            if is_inverse(name) and value >= 1 - AT_PEAK
+            if name in SHARES_OF_PEAK and value >= 1 - AT_PEAK
         ]
     return lines
 
 
 def as_json(result: HardwareFit) -> dict[str, Any]:
     """Return plain values: table, fits, notes, warnings."""
-    fits = [
-        {
-            "what": part.what,
-            "data": part.data,
-            "rows": part.fit.rows,
-            "values": part.fit.values,
-            "undetermined": part.fit.undetermined,
-            "mean_error": part.fit.mean_error,
-            "max_error": part.fit.max_error,
-            "held_out_error": part.fit.held_out_error,
-        }
-        for part in result.parts
-    ]
+    fits = [{"what": part.what, "data": part.data, **asdict(part.fit)} for part in result.parts]
     return {"hardware": result.table, "fits": fits, "notes": result.notes, "warnings": doubts(result)}

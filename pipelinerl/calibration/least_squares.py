@@ -47,12 +47,12 @@ class Column:
 class Fit:
     """Coefficients and how good they are."""
 
+    rows: int
+    """Measurements (count)."""
     values: dict[str, float]
     """Fitted or kept."""
     undetermined: dict[str, str]
     """Kept coefficients, each with the reason."""
-    rows: int
-    """Measurements (count)."""
     mean_error: float
     """Mean of |fitted / measured - 1| (no unit)."""
     max_error: float
@@ -89,9 +89,9 @@ def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None 
     error_R = np.abs(fitted_R / seconds - 1)
     kept = {index for index, column in enumerate(columns) if column.name in undetermined}
     return Fit(
+        rows=len(seconds),
         values={column.name: float(value) for column, value in zip(columns, values_C, strict=True)},
         undetermined=undetermined,
-        rows=len(seconds),
         mean_error=float(error_R.mean()),
         max_error=float(error_R.max()),
         held_out_error=_held_out(

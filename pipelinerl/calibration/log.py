@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from pipelinerl.calibration.solve import HardwareFit, calibrate_numbers, rounded
+from pipelinerl.calibration.solve import HardwareFit, fit_factor, fixed_coefficients, rounded, take_weight_sync
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import LengthConfig, RunConfig
 from pipelinerl.config.run_file import make_paths_absolute, parse_run, with_overrides
@@ -90,38 +90,28 @@ class LoggedStep(StrictModel):
         return self.wait_s is not None or (self.step_s is not None and parts_s > OVERLAP * self.step_s)
 
     def completed(self) -> LoggedStep:
-        """Return the step with what follows from its own numbers."""
+        """Return the step with all values that follow from its own numbers."""
         now = {name: value for name, value in self if value is not None}
 
-        def known(name: str, value: float | None) -> None:
-            if name not in now and value is not None and value > 0:
+        def of(name: str) -> float:
+            return float(now.get(name, math.nan))
+
+        def known(name: str, value: float) -> None:
+            if name not in now and value > 0:  # NaN, from an unknown number, is not
                 now[name] = value
 
-        def quotient(above: float | None, below: float | None) -> float | None:
-            return None if above is None or not below else above / below
-
-        def difference(whole: float | None, *parts: float | None) -> float | None:
-            return None if whole is None or None in parts else whole - sum(one or 0.0 for one in parts)
-
-        def product(one: float | None, other: float | None) -> float | None:
-            return None if one is None or other is None else one * other
-
-        known("prompt_mean", difference(now.get("sequence_mean"), now.get("length_mean")))
-        known("length_mean", difference(now.get("sequence_mean"), now.get("prompt_mean")))
-        known("length_max", difference(now.get("sequence_max"), now.get("prompt_mean")))
-        known("samples", product(now.get("samples_per_s"), now.get("step_s")))
-        known("tokens", product(now.get("tokens_per_s"), now.get("step_s")))
-        known("samples", quotient(now.get("tokens"), now.get("length_mean")))
-        sequence = now.get("sequence_mean")
-        if sequence is None and "length_mean" in now and "prompt_mean" in now:
-            sequence = now["length_mean"] + now["prompt_mean"]
-        known("samples", quotient(now.get("total_tokens"), sequence))
-        known("tokens", product(now.get("samples"), now.get("length_mean")))
-        known("length_mean", quotient(now.get("tokens"), now.get("samples")))
-        known("tokens_per_s", quotient(now.get("tokens"), now.get("step_s")))
+        known("prompt_mean", of("sequence_mean") - of("length_mean"))
+        known("length_mean", of("sequence_mean") - of("prompt_mean"))
+        known("length_max", of("sequence_max") - of("prompt_mean"))
+        known("samples", of("samples_per_s") * of("step_s"))
+        known("tokens", of("tokens_per_s") * of("step_s"))
+        known("samples", of("tokens") / of("length_mean"))
+        known("samples", of("total_tokens") / now.get("sequence_mean", of("length_mean") + of("prompt_mean")))
+        known("tokens", of("samples") * of("length_mean"))
+        known("length_mean", of("tokens") / of("samples"))
+        known("tokens_per_s", of("tokens") / of("step_s"))
         if self.side_by_side and "training_s" in now and "wait_s" not in now:
-            rest_s = difference(now.get("step_s"), now["training_s"], now.get("sync_s", 0.0))
-            now["wait_s"] = max(0.0, rest_s or 0.0)
+            now["wait_s"] = max(0.0, now["step_s"] - (now["training_s"] + now.get("sync_s", 0.0)))
         return LoggedStep(**now)
 
 
@@ -188,14 +178,13 @@ def logged_lengths(log: LoggedRun) -> tuple[LengthConfig, str]:
     mean, longest = log.mean.length_mean, log.longest
     assert mean is not None  # a log without it is refused
     most = math.ceil(max(longest or LONGER * mean, mean + 1.0))
+    length = LengthConfig(kind="lognormal", mean=rounded(mean, 4), cv=USUAL_CV, max=most)
     for what, share, target in _points(log):
         log_sd, reached = _log_sd(mean, most, share, target)
         missed = "" if reached else ", which no log-normal of this mean reaches: the nearest is taken"
         cv = math.sqrt(math.expm1(log_sd**2))
-        return LengthConfig(kind="lognormal", mean=_short(mean), cv=_short(cv), max=most), f"{what}{missed}"
-    return LengthConfig(
-        kind="lognormal", mean=_short(mean), cv=USUAL_CV, max=most
-    ), "the mean alone; the spread is assumed"
+        return length.model_copy(update={"cv": rounded(cv, 4)}), f"{what}{missed}"
+    return length, "the mean alone; the spread is assumed"
 
 
 def quantile(length: LengthConfig, share: float) -> float:
@@ -236,10 +225,6 @@ def _log_sd(mean: float, longest: int, share: float, target: float) -> tuple[flo
     return min(misses, key=misses.__getitem__), False
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 # Run file of a log, and its hardware solved from the log's seconds.
 
 MOST_IN_FLIGHT = 256
@@ -248,10 +233,6 @@ WAITS = 0.05
 """Share of the step that the trainer waits from which on generation, and not training, sets the pace (no unit)."""
 ALIKE = 0.05
 """Share by which a batch of the log may differ from that of the run file (no unit)."""
-LOGGED = {"train_step_s": "training_s of the log", "rollout_batch_s": "generation_s of the log",
-          "weight_sync_s": "sync_s of the log"}  # fmt: skip
-PACED = {**LOGGED, "rollout_batch_s": "step_s of the log"}
-"""Of an asynchronous job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +241,7 @@ class Models:
 
     train_step_s: Callable[[RunConfig], float]
     steps: Callable[[RunConfig], Sequence[StepRow]]
-    """Optimizer steps of a short run, without its start; the first only tells when they begin."""
+    """Optimizer steps of a short run, without its start; the first one marks the time at which the others begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,9 +365,9 @@ def _add_scheduler(data: dict[str, Any], log: LoggedRun, assumed: list[str]) -> 
 def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models: Models) -> CalibratedLog:
     """Solve the hardware of a run from the seconds of its log.
 
-    Training by one factor, so that it lasts as long as in the log; the weight synchronization as it is; what a
-    synchronous step lasts besides is the phase switch. Generation by one factor: so that the answers of a step take the
-    log's seconds, or, in an asynchronous job that waits for answers, so that a step does.
+    One factor makes training as long as in the log. Another does so for the generation of a step's answers, or, in an
+    asynchronous job that waits for answers, for the whole step. The weight synchronization is that of the log; the rest
+    of a synchronous step is the phase switch.
     Raises ConfigError if a number is out of reach.
     """
     mean, per = log.mean, _optimizer_steps(log, run)
@@ -399,28 +380,19 @@ def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models
     training_s = mean.training_s
     if log.asynchronous and mean.step_s is not None and mean.wait_s is not None:
         training_s = max(training_s or 0.0, mean.step_s - mean.wait_s - (mean.sync_s or 0.0))
-    fit = HardwareFit(run.hardware)
-    if training_s or mean.sync_s:
-        fit = calibrate_numbers(
-            run,
-            train_step_s=training_s / per if training_s else None,
-            weight_sync_s=mean.sync_s or None,
-            model_train_s=models.train_step_s,
-            model_rollout_s=models.train_step_s,
-            names=LOGGED,
-        )
-    for name, known in (("training", training_s), ("weight synchronization", mean.sync_s)):
-        if not known:
-            notes.append(f"{name}: not in the log, that of the hardware model")
+    fit = HardwareFit(run.hardware, fixed_coefficients(run))
+    if training_s:
+        fit_factor(fit, run, "training", training_s / per, models.train_step_s, name="training_s of the log")
+    else:
+        notes.append("training: not in the log, that of the hardware model")
+    if mean.sync_s:
+        take_weight_sync(fit, run, mean.sync_s, name="sync_s of the log")
+    else:
+        notes.append("weight synchronization: not in the log, that of the hardware model")
     if not log.asynchronous:
         _take_rest(fit, log, notes)
+    _fit_generation(fit, log, _with_hardware(run, fit.table), simulated, notes)
     now = _with_hardware(run, fit.table)
-    generation = _generation(log, now, simulated, notes)
-    if generation is not None:
-        before, fit = fit, generation
-        fit.notes, fit.warnings = before.notes + fit.notes, before.warnings + fit.warnings
-        fit.factors = before.factors | fit.factors
-        now = _with_hardware(run, fit.table)
     if mean.samples is not None and abs(mean.samples / (per * run.scheduler.train_batch_size) - 1) > ALIKE:
         fit.warnings.append(
             f"a step of the log has {mean.samples:.0f} answers, {per} optimizer steps of the run file have "
@@ -451,28 +423,26 @@ def _take_rest(fit: HardwareFit, log: LoggedRun, assumed: list[str]) -> None:
     fit.notes.append(f"switch: all that a step lasts besides its parts, {rest_s:.3g} s: rewards, offloading, logging")
 
 
-def _generation(
-    log: LoggedRun, run: RunConfig, simulated: Callable[[RunConfig], LoggedStep], notes: list[str]
-) -> HardwareFit | None:
-    """Return the hardware with generation solved; None where the log does not determine it."""
-    mean = log.mean
-    goal_s, column, names = mean.generation_s, "generation_s", LOGGED
-    if log.asynchronous:
-        goal_s, column, names = mean.step_s, "step_s", PACED
-
-    def model_s(config: RunConfig) -> float:
-        return float(getattr(simulated(config), column))
-
+def _fit_generation(
+    fit: HardwareFit,
+    log: LoggedRun,
+    run: RunConfig,
+    simulated: Callable[[RunConfig], LoggedStep],
+    notes: list[str],
+) -> None:
+    """Add the factor of generation, or a note why the log does not determine it."""
+    column = "step_s" if log.asynchronous else "generation_s"
+    goal_s = getattr(log.mean, column)
     if not goal_s:
         notes.append("generation: not in the log, that of the hardware model")
-        return None
-    if log.asynchronous and not _waits(mean) and not _waits(simulated(run)):
+    elif log.asynchronous and not _waits(log.mean) and not _waits(simulated(run)):
         notes.append(
             "generation: the trainer hardly ever waits, so the log says only that generation keeps up; that of the "
             "hardware model is taken"
         )
-        return None
-    return calibrate_numbers(run, rollout_batch_s=goal_s, model_train_s=model_s, model_rollout_s=model_s, names=names)
+    else:
+        name = f"{column} of the log"
+        fit_factor(fit, run, "generation", goal_s, lambda config: getattr(simulated(config), column), name=name)
 
 
 def _waits(step: LoggedStep) -> bool:
@@ -495,7 +465,7 @@ def _sync_methods(run: RunConfig, mean: LoggedStep) -> list[str]:
 
 
 def simulated_step(run: RunConfig, rows: Sequence[StepRow], per: int = 1) -> LoggedStep:
-    """Return the mean simulated step, ``per`` optimizer steps; the first row only tells when the second began."""
+    """Return the mean simulated step, ``per`` optimizer steps; the first row marks the start of the second."""
     counted, num = rows[1:], len(rows) - 1
     step_s = per * (rows[-1].time_s - rows[0].time_s) / num
 

@@ -28,7 +28,7 @@ Alternatives = tuple[tuple[str, ...], ...]
 
 NUMBER = r"(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 NUMPY = r"(?:np\.\w+\()?"
-"""What NumPy 2 prints before a number in a dictionary."""
+"""Printed by NumPy 2 before a number in a dictionary."""
 DURATION = r"(\d[\d.]*(?:ms|[dhms])(?: \d+[hms])?)"
 """Seconds in units: 15m 56s."""
 
@@ -48,11 +48,11 @@ class Format:
     asynchronous: tuple[str, ...] = ()
     """Metrics that only an asynchronous job has, or has above 0."""
     asynchronous_columns: Mapping[str, Alternatives] = field(default_factory=dict)
-    """Columns that mean something else there."""
+    """Columns with other metrics in an asynchronous job."""
     console_step: re.Pattern[str] | None = None
     """A line of the console that begins a step; its group is the number."""
     console: tuple[tuple[re.Pattern[str], str], ...] = ()
-    """Numbers of a line, and the metric each is: ``{0}`` stands for the first group, the last group is the value."""
+    """Patterns of numbers and their metrics: ``{0}`` stands for the first group, the last group is the value."""
     console_wraps: re.Pattern[str] | None = None
     """A line's end that a terminal put in, not the system."""
     besides: tuple[str, ...] = ()
@@ -244,9 +244,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 DURATIONS = re.compile(r"([\d.]+)(ms|[dhms])")
 UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 RUN_PREFIX = " - "
-"""What stands between the name of a run and that of a metric where W&B exports a chart."""
-EXTREMES = ("__MIN", "__MAX")
-"""Columns of such an export that are no values."""
+"""Separates the name of a run from that of a metric where W&B exports a chart."""
 MAY_BE_0 = ("generation_s", "training_s", "sync_s", "wait_s", "clipped_share", "prompt_mean", "lag_mean", "lag_max")
 """Columns in which 0 is a value; elsewhere it means not measured."""
 
@@ -274,16 +272,12 @@ def read_log(paths: Sequence[Path], name: str) -> list[LoggedStep]:
             raise ConfigError(f"{path} must hold steps as {name} logs them, got none; is it of another system?")
     steps = [step for number in sorted(metrics) if (step := _step(number, metrics[number], format_)) is not None]
     if not steps:
+        columns = (format_.columns.get(name) for name in ("step_s", "training_s", "length_mean"))
+        examples = ", ".join(alternatives[0][0] for alternatives in columns if alternatives)
         raise ConfigError(
-            f"{', '.join(map(str, paths))} must hold metrics of {name}, such as {_examples(format_)}, got none of them"
+            f"{', '.join(map(str, paths))} must hold metrics of {name}, such as {examples}, got none of them"
         )
     return steps
-
-
-def _examples(format_: Format) -> str:
-    return ", ".join(
-        format_.columns[name][0][0] for name in ("step_s", "training_s", "length_mean") if name in format_.columns
-    )
 
 
 def _step(number: int, metrics: Mapping[str, float], format_: Format) -> LoggedStep | None:
@@ -308,7 +302,7 @@ def _step(number: int, metrics: Mapping[str, float], format_: Format) -> LoggedS
 
 
 def _without(besides_s: float, found: Mapping[str, float | None]) -> float:
-    """Return the seconds of a step without its evaluation and checkpoint, if they fit into what its parts leave."""
+    """Return the seconds of a step without evaluation and checkpoint, if its parts leave room for them."""
     waits = "generation_s" if found.get("wait_s") is None else "wait_s"
     step_s, *parts_s = (found.get(name) or 0.0 for name in ("step_s", waits, "training_s", "sync_s"))
     return step_s - besides_s if sum(parts_s) + besides_s <= step_s else step_s
@@ -370,11 +364,8 @@ def _from_csv(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dic
             f"{path} must number its steps in a column {', '.join(format_.steps)} or Step, got none of them"
         )
     for cells in reader:
-        values = {
-            name: value
-            for name, cell in zip(header, cells, strict=False)
-            if not name.endswith(EXTREMES) and (value := _number(cell)) is not None
-        }
+        pairs = zip(header, cells, strict=False)
+        values = {name: value for name, cell in pairs if (value := _number(cell)) is not None}
         step = _number(cells[place]) if place < len(cells) else None
         if step is not None:
             yield int(step), values

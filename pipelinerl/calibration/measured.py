@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
-from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, HardwareFit
+from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, read_hardware
 from pipelinerl.errors import ConfigError
@@ -29,18 +29,18 @@ CONDITIONS_FILE = "conditions.json"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What of a run file's numbers has been measured, besides what its ``[hardware]`` states."""
+    """Measurements besides the table ``[hardware]``."""
 
     weights: Mapping[bool, WeightTransferConfig] = field(default_factory=dict)
     """Weight transfer by arm: True for colocated accelerators."""
     answers: bool = False
-    """Whether the mean answer is that of a run of the task."""
+    """Whether the mean answer was measured in a run of the task."""
     doubts: tuple[str, ...] = ()
-    """Fits that are poor, a line each."""
+    """A line per poor fit."""
 
 
 def merged(config: RunConfig, sources: Sequence[Path]) -> tuple[RunConfig, Measured]:
-    """Return a run file with measurements merged into it; of two of the same thing the later one counts.
+    """Return a run file with measurements merged into it; a later one replaces an earlier one of the same quantity.
 
     ``sources``: folders of ``measure`` or of runs with a trace, step-time tables, ``hardware.toml`` of ``calibrate``.
     Raises ConfigError if one is unknown or broken, or of another GPU or model.
@@ -52,7 +52,7 @@ def merged(config: RunConfig, sources: Sequence[Path]) -> tuple[RunConfig, Measu
 
 
 def of_its_arm(config: RunConfig, sources: Sequence[Path]) -> RunConfig:
-    """Return ``merged``, with its errors; weight transfer only if measured alike, apart or colocated."""
+    """Return the run file of ``merged``, with the weight transfer of its own arm (colocated or not) if measured."""
     config, measured = merged(config, sources)
     weights = measured.weights.get(config.colocated)
     if weights is None:
@@ -67,7 +67,7 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
     if table.suffix == ".csv" and table.exists():
         result = calibrate_table(table, config)
         found = result.table if table is source else _of_an_engine(result.table, config, source)
-        return _with_hardware(config, found, table), _doubted(measured, result)
+        return _with_hardware(config, found, table), replace(measured, doubts=(*measured.doubts, *doubts(result)))
     file = source / HARDWARE_FILE if source.is_dir() else source
     if file.suffix != ".toml" or not file.exists():
         raise ConfigError(
@@ -109,21 +109,15 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
         arms[run.colocated] = WeightTransferConfig.model_validate(weights)
     if not run.colocated:
         table.pop("switch", None)
-    merged_config = _with_hardware(config, table, source)
+    config = _with_hardware(config, table, source)
+    measured = replace(measured, weights=arms, doubts=(*measured.doubts, *doubts(result)))
     length, rows = config.workload.length, read_steps(source / STEPS_FILE)
-    known = measured.answers
     if run.colocated and not run.scheduler.schedule.carries_over and rows and length.kind in ("lognormal", "empirical"):
         mean = sum(row.length_mean * row.samples for row in rows) / sum(row.samples for row in rows)
         length = length.model_copy(update={"mean": min(mean, length.max - 1.0)})
-        merged_config = merged_config.model_copy(
-            update={"workload": config.workload.model_copy(update={"length": length})}
-        )
-        known = True
-    return merged_config, _doubted(Measured(arms, known, measured.doubts), result)
-
-
-def _doubted(measured: Measured, result: HardwareFit) -> Measured:
-    return Measured(measured.weights, measured.answers, (*measured.doubts, *doubts(result)))
+        workload = config.workload.model_copy(update={"length": length})
+        return config.model_copy(update={"workload": workload}), replace(measured, answers=True)
+    return config, measured
 
 
 def _with_hardware(config: RunConfig, table: Mapping[str, Any], source: Path) -> RunConfig:
@@ -131,11 +125,8 @@ def _with_hardware(config: RunConfig, table: Mapping[str, Any], source: Path) ->
     for key in ("gpu", "model"):
         if key in table and key in given and table[key] != given[key]:
             raise ConfigError(f"--measured {source} is of {key}={table[key]!r}, the run file has {given[key]!r}")
-    together = {**given, **table}
-    if "coefficients" in given or "coefficients" in table:
-        together["coefficients"] = {**given.get("coefficients", {}), **table.get("coefficients", {})}
     try:
-        hardware = HardwareConfig.model_validate(together)
+        hardware = HardwareConfig.model_validate(merged_tables(given, table))
     except ValidationError as error:
         raise ConfigError(f"--measured {source}: hardware.{explain(error, StrictModel)[0]}") from None
     return config.model_copy(update={"hardware": hardware})

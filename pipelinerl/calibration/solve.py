@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,13 +25,13 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
-from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TimedTable, TrainingConfig
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
+from pipelinerl.util.arrays import FloatArray, ratio
 
 MUCH_BETTER = 0.8
-"""Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
+"""For lives of rollouts: further coefficients are believed if the error falls below this share of it (no unit)."""
 QUIET_SHARE = 0.2
-"""The same for engines that are always full: only times free of noise fall so far (no unit)."""
+"""The same for engines that are always full: only noise-free times reach it (no unit)."""
 PROBE = 1e-4
 """Relative change by which the factor of a coefficient is found."""
 ROUNDS = 10
@@ -59,7 +59,7 @@ def fit_parameters(
         now_R = base_R = model_s(now)
         columns = []
         for name in start:
-            inverse = is_inverse(name)
+            inverse = name in SHARES_OF_PEAK
             place, kept = (1 / one if inverse else one for one in (now[name], start[name]))
             change = PROBE * (place if place > LEAST_PLACE else 1e-3)
             moved = place + change
@@ -68,7 +68,7 @@ def fit_parameters(
             columns.append(Column(name, factor_R, kept, 1.0 if inverse else 0.0))
             base_R = base_R - factor_R * place
         found = fit([*columns[:1], *others, *columns[1:]], seconds, base_R)
-        fitted = {name: 1 / found.values[name] if is_inverse(name) else found.values[name] for name in start}
+        fitted = {name: 1 / found.values[name] if name in SHARES_OF_PEAK else found.values[name] for name in start}
         close = all(abs(fitted[name] - now[name]) <= 1e-9 * max(fitted[name], 1e-6) for name in start)
         now = fitted
         if close:
@@ -79,9 +79,9 @@ def fit_parameters(
 def simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool) -> Fit:
     """Return the fit of fewer coefficients unless the error is much larger.
 
-    On an engine that is always full, the tokens that others sample during a rollout are proportional to its time,
-    whatever the cause of the time: where times are noisy the error falls and nothing is learned. So lives of rollouts
-    alone must not attribute time to the others, and without need not on other engines either.
+    On an engine that is always full, the tokens that other rollouts sample meanwhile are proportional to the time of a
+    rollout, whatever its cause: with noisy times the error falls and nothing is learned. So a fit attributes time to
+    other rollouts only if the error falls far enough.
     """
     if full.mean_error < (QUIET_SHARE if always_full else MUCH_BETTER) * simple.mean_error:
         return full
@@ -90,11 +90,6 @@ def simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool)
         name: "fitted, it explains the times hardly better: kept as given" for name in full.values if name not in kept
     }
     return replace(simple, undetermined={**others, **simple.undetermined})
-
-
-def is_inverse(name: str) -> bool:
-    """Return whether times are proportional to the inverse of a coefficient."""
-    return name in SHARES_OF_PEAK
 
 
 DECODE_COEFFICIENTS = (
@@ -144,10 +139,8 @@ class HardwareFit:
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self.factors: dict[str, float] = {}
-        self.gpu: Gpu | None = None
-        self.model: LanguageModel | None = None
-        if (named := named_hardware(hardware)) is not None:
-            self.gpu, self.model = named
+        self.named: tuple[Gpu, LanguageModel] | None = named_hardware(hardware)
+        if self.named is not None:
             self._values = coefficients(hardware.level, {**self._trainer, **hardware.coefficients})
 
     @property
@@ -173,7 +166,7 @@ class HardwareFit:
             with_dispatch: Whether to fit the dispatch latency; the times are lives of rollouts.
             always_full: Whether engines are always full: lives then do not determine sequence and context costs.
         """
-        if self.model is not None:
+        if self.named is not None:
             self._check_unit("decode", times.seconds, self._named_s({}, tensor_parallel, times))
             names = [name for name in DECODE_COEFFICIENTS if name != "allreduce_s" or (tensor_parallel > 1).any()]
             names += ["prefill_mfu"] if times.prefill_tokens.any() else []
@@ -191,7 +184,7 @@ class HardwareFit:
         if with_dispatch:
             simple = fit_parameters({sure: start[sure]}, times.seconds, model_s, way)
             found = simpler(simple, found, [sure], always_full=always_full)
-        if self.model is not None:
+        if self.named is not None:
             self._take("decode", data, found, ["decode", "prefill"] if "prefill_mfu" in start else ["decode"])
         else:
             values = {name: rounded(value) for name, value in {**start, **found.values}.items()}
@@ -207,7 +200,7 @@ class HardwareFit:
         return self.given.prefill or PrefillConfig()
 
     def _decode_s(self, values: Mapping[str, float], tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
-        if self.model is not None:
+        if self.named is not None:
             return self._named_s(values, tensor_parallel, times)
         decode = NO_DECODE.model_copy(update={name: values[name] for name in AffineDecode.SECONDS})
         token_s = values.get("token_s", self._given_prefill.token_s)
@@ -216,7 +209,7 @@ class HardwareFit:
 
     def prefill(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
         """Fit prefill to passes that do nothing else."""
-        if self.model is not None:
+        if self.named is not None:
             self._check_unit("prefill", times.seconds, self._named_s({}, tensor_parallel, times))
             start = {"prefill_mfu": self._values.prefill_mfu}
             found = fit_parameters(start, times.seconds, lambda values: self._named_s(values, tensor_parallel, times))
@@ -228,11 +221,11 @@ class HardwareFit:
         self.parts.append(Part("prefill", data, found))
 
     def requests(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
-        """Fit the front end's cost per request to what requests take besides their decode steps, prefill included."""
+        """Fit the front end's cost per request to the seconds of requests without decode steps, prefill included."""
         column = Column("request_s", times.prefills, self.given.latency.request_s)
         prefill_R = (
             self._named_s(self.coefficients.model_dump(), tensor_parallel, times)
-            if self.model is not None
+            if self.named is not None
             else _filled_s(PrefillConfig.model_validate(self.table.get("prefill", {})), times)
         )
         found = fit([column], times.seconds, prefill_R)
@@ -241,7 +234,7 @@ class HardwareFit:
 
     def training(self, times: TrainingTimes, accelerators: FloatArray, data: str) -> None:
         """Fit the trainer's step, on so many accelerators in each row; ConfigError if it was faster than their peak."""
-        if self.model is not None:
+        if self.named is not None:
             self._check_peak(times, accelerators)
             self._check_unit("training", times.seconds, self._training_s({}, times, accelerators))
             start = {name: getattr(self._values, name) for name in TRAINING_COEFFICIENTS}
@@ -249,7 +242,7 @@ class HardwareFit:
             before = self.given.training or TrainingConfig(token_s=0.0)
             start = {name: getattr(before, name) for name in ("token_s", "step_s", "micro_batch_s", "token_squared_s")}
         found = fit_parameters(start, times.seconds, lambda values: self._training_s(values, times, accelerators))
-        if self.model is not None:
+        if self.named is not None:
             self._take("training", data, found, ["training"])
             return
         self.table["training"] = {name: rounded(value) for name, value in found.values.items()}
@@ -259,19 +252,15 @@ class HardwareFit:
 
     def decode_s(self, times: DecodeTimes, tensor_parallel: FloatArray) -> FloatArray:
         """Return the seconds of stretches of decode with the fitted coefficients."""
-        if self.model is not None:
+        if self.named is not None:
             return self._named_s(self.coefficients.model_dump(), tensor_parallel, times)
         decode = AffineDecode.model_validate(self.table["decode"])
         prefill = PrefillConfig.model_validate(self.table.get("prefill", {}))
         return _stretches_s(decode, prefill, times, tensor_parallel=1)
 
-    def _gpu_and_model(self) -> tuple[Gpu, LanguageModel]:
-        assert self.gpu is not None
-        assert self.model is not None
-        return self.gpu, self.model
-
     def _named_s(self, changed: Mapping[str, float], tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
-        gpu, model = named_engine(self.given, *self._gpu_and_model())
+        assert self.named is not None
+        gpu, model = named_engine(self.given, *self.named)
         values = self._values.model_copy(update=dict(changed))
         seconds = np.zeros(len(times.seconds))
         for size in np.unique(tensor_parallel):
@@ -284,11 +273,10 @@ class HardwareFit:
     def _training_s(self, changed: Mapping[str, float], times: TrainingTimes, accelerators: FloatArray) -> FloatArray:
 
         def config_of(number: int) -> TrainingConfig:
-            if self.model is None:
+            if self.named is None:
                 return (self.given.training or TrainingConfig(token_s=0.0)).model_copy(update=dict(changed))
             values = self._values.model_copy(update=dict(changed))
-            gpu, model = self._gpu_and_model()
-            return derive_training(gpu, model, training_accelerators=number, coefficients=values)
+            return derive_training(*self.named, training_accelerators=number, coefficients=values)
 
         seconds = np.zeros(len(times.seconds))
         for number in np.unique(accelerators):
@@ -297,12 +285,11 @@ class HardwareFit:
         return seconds
 
     def _check_unit(self, what: str, measured: FloatArray, expected: FloatArray) -> None:
-        gpu, model = self._gpu_and_model()
-        ratio = float(np.median(measured / expected))
-        if not 1 / MOST_TIMES < ratio < MOST_TIMES:
+        times = float(np.median(measured / expected))
+        if not 1 / MOST_TIMES < times < MOST_TIMES:
             raise ConfigError(
-                f"{what} seconds have a median of {np.median(measured):.3g}, {ratio:.2g} times what {model.name} "
-                f"on {gpu.name} needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
+                f"{what} seconds have a median of {np.median(measured):.3g}, {times:.2g} times what {self._system} "
+                f"needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
             )
 
     def check_number(self, name: str, given_s: float, expected_s: float) -> None:
@@ -310,15 +297,21 @@ class HardwareFit:
 
         Seconds far below are either refused by the fit, which cannot reach them, or belong to a fast link.
         """
-        if self.gpu is not None and self.model is not None and given_s > MOST_TIMES * expected_s:
+        if self.named is not None and given_s > MOST_TIMES * expected_s:
             raise ConfigError(
-                f"{name}={given_s:g} is {given_s / expected_s:.2g} times what {self.model.name} on {self.gpu.name} "
-                f"needs by the hardware model, {expected_s:.3g} s: check unit, GPU and model"
+                f"{name}={given_s:g} is {given_s / expected_s:.2g} times what {self._system} needs by the hardware "
+                f"model, {expected_s:.3g} s: check unit, GPU and model"
             )
+
+    @property
+    def _system(self) -> str:
+        assert self.named is not None
+        return "{1.name} on {0.name}".format(*self.named)
 
     def _check_peak(self, times: TrainingTimes, accelerators: FloatArray) -> None:
         """Raise ConfigError if training was faster than the accelerator's peak: another unit, or another model."""
-        gpu, model = self._gpu_and_model()
+        assert self.named is not None
+        gpu, model = self.named
         least_s = self._training_s(FASTEST_TRAINING, times, accelerators)
         share = float(np.median(least_s / times.seconds))
         if share > 1.0:
@@ -341,7 +334,7 @@ class HardwareFit:
 
 def _stretches_s(decode: Decode, prefill: PrefillConfig, times: DecodeTimes, *, tensor_parallel: int) -> FloatArray:
     """Return the seconds of stretches of decode, in each of which all steps are taken to hold the mean batch."""
-    batch = np.divide(times.sequences, times.steps, out=np.zeros(len(times.steps)), where=times.steps > 0)
+    batch = ratio(times.sequences, times.steps)
     context_s = context_token_s(decode, tensor_parallel) * times.context
     return times.steps * batch_s(decode, tensor_parallel, batch) + context_s + _filled_s(prefill, times)
 
@@ -362,18 +355,13 @@ def fixed_coefficients(run: RunConfig) -> dict[str, float]:
     return {**fixed, **NOTHING_BESIDE} if run.colocated else fixed
 
 
-def rounded(value: float) -> float:
-    """Return a number with its significant digits."""
-    return float(f"{value:.6g}")
+def rounded(value: float, digits: int = 6) -> float:
+    """Return a number with so many significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 # Three known numbers: train step, rollout batch, weight synchronisation.
 
-Slower = Callable[[RunConfig, float], dict[str, Any]]
-
-OPTIONS = {
-    "train_step_s": "--train-step-s", "rollout_batch_s": "--rollout-batch-s", "weight_sync_s": "--weight-sync-s",
-}  # fmt: skip
 TRIES = 12
 """Simulations to find a factor, at most (count)."""
 CLOSE = 1e-3
@@ -394,7 +382,6 @@ def calibrate_numbers(
     weight_sync_s: float | None = None,
     model_train_s: Callable[[RunConfig], float],
     model_rollout_s: Callable[[RunConfig], float],
-    names: Mapping[str, str] = OPTIONS,
 ) -> HardwareFit:
     """Fit one speed factor of the trainer and one of generation to numbers that a user knows.
 
@@ -405,92 +392,48 @@ def calibrate_numbers(
         weight_sync_s: Seconds from the end of an optimizer step to engines with its weights.
         model_train_s: Simulated seconds of an optimizer step.
         model_rollout_s: Simulated seconds of such a batch.
-        names: Name of the numbers in messages.
 
     Raises:
-        ConfigError: If no number is given, one is not above 0, one is shorter than the hardware model allows, or one is
-            so long that it must be in another unit.
+        ConfigError: If no number is given, or for the reasons of ``fit_factor`` and ``take_weight_sync``.
     """
-    numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
-    if all(value is None for value in numbers.values()):
-        raise ConfigError(f"calibrate needs SOURCE, or some of {', '.join(OPTIONS.values())} with --run RUN.toml")
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < 1e7:
-            raise ConfigError(f"{names[name]} must be above 0 and in seconds, got {value:g}")
-    result = HardwareFit(run.hardware, fixed_coefficients(run))
-    for name, goal_s, model_s, slower, what in (
-        ("train_step_s", train_step_s, model_train_s, _slower_training, "training"),
-        ("rollout_batch_s", rollout_batch_s, model_rollout_s, _slower_generation, "generation"),
-    ):
-        if goal_s is not None:
-            now_s = model_s(run)
-            result.check_number(names[name], goal_s, now_s)
-            factor = _solve(run, goal_s, model_s, slower, now_s=now_s, name=names[name], warnings=result.warnings)
-            _scale(result, slower(run, factor), factor, what)
-    if weight_sync_s is not None:
-        result.check_number(names["weight_sync_s"], weight_sync_s, resolved_hardware(run).weights.pause_s)
-        result.table["weights"] = {"publish_s": weight_sync_s, "pause_s": weight_sync_s}
-        result.notes.append(
-            "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "
-            "generating meanwhile (transfer_s)"
+    if train_step_s is None and rollout_batch_s is None and weight_sync_s is None:
+        raise ConfigError(
+            "calibrate needs SOURCE, or some of --train-step-s, --rollout-batch-s, --weight-sync-s with --run RUN.toml"
         )
+    result = HardwareFit(run.hardware, fixed_coefficients(run))
+    if train_step_s is not None:
+        fit_factor(result, run, "training", train_step_s, model_train_s, name="--train-step-s")
+    if rollout_batch_s is not None:
+        fit_factor(result, run, "generation", rollout_batch_s, model_rollout_s, name="--rollout-batch-s")
+    if weight_sync_s is not None:
+        take_weight_sync(result, run, weight_sync_s, name="--weight-sync-s")
     return result
 
 
-def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
-    if run.hardware.training is not None:
-        return {"training": _dumped(run.hardware.training.with_slower_software(factor))}
-    return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
-
-
-def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
-    hardware = run.hardware
-    parts: dict[str, Any] = {}
-    if hardware.decode is not None:
-        parts["decode"] = _dumped(hardware.decode.with_slower_software(factor))
-    if hardware.prefill is not None:
-        parts["prefill"] = _dumped(hardware.prefill.with_slower_software(factor))
-    if hardware.by_name:
-        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
-    return parts
-
-
-def _dumped(table: TimedTable) -> dict[str, Any]:
-    return table.model_dump(exclude_none=True)
-
-
-def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:
-    values = coefficients(run.hardware.level, run.hardware.coefficients)
-    return {
-        name: min(1.0, getattr(values, name) / factor) if is_inverse(name) else getattr(values, name) * factor
-        for name in names
-    }
-
-
-def _merged(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**table, **parts}
-    if "coefficients" in parts:
-        merged["coefficients"] = {**table.get("coefficients", {}), **parts["coefficients"]}
-    return merged
-
-
-def _solve(
+def fit_factor(
+    result: HardwareFit,
     run: RunConfig,
+    what: Literal["training", "generation"],
     goal_s: float,
     model_s: Callable[[RunConfig], float],
-    slower: Slower,
     *,
-    now_s: float,
     name: str,
-    warnings: list[str],
-) -> float:
-    """Return the factor on the model's times that gives ``goal_s``; ``now_s`` at 1. It warns where it just misses."""
+) -> None:
+    """Add the factor on all times of ``what`` with which the model takes ``goal_s`` for a run of this hardware.
+
+    It warns where the model just misses. ConfigError, which calls the number ``name``, if it is not above 0, shorter
+    than the hardware model allows, or so long that it must be in another unit.
+    """
+    slower = _slower_training if what == "training" else _slower_generation
     table = run.hardware.model_dump(mode="json", exclude_none=True)
 
     def slowed_s(factor: float) -> float:
-        hardware = HardwareConfig.model_validate(_merged(table, slower(run, factor)))
+        hardware = HardwareConfig.model_validate(merged_tables(table, slower(run, factor)))
         return model_s(run.model_copy(update={"hardware": hardware}))
 
+    _check_seconds(name, goal_s)
+    now_s = model_s(run)
+    result.check_number(name, goal_s, now_s)
     factor, slope = 1.0, 1.0
     for _ in range(TRIES):
         if abs(now_s / goal_s - 1) < CLOSE:
@@ -507,20 +450,66 @@ def _solve(
             "the unit, and the batch, lengths, latencies and accelerators of --run"
         )
     if missed > WITHIN:
-        warnings.append(
+        result.warnings.append(
             f"{name}={goal_s:g} is just out of reach: the nearest that the hardware model gives is {now_s:.3g} s, taken"
         )
-    return factor
-
-
-def _scale(result: HardwareFit, parts: Mapping[str, Any], factor: float, what: str) -> None:
-    short = {
+    parts = {
         name: {key: rounded(one) if isinstance(one, float) else one for key, one in part.items()}
-        for name, part in parts.items()
+        for name, part in slower(run, factor).items()
     }
-    result.table = _merged(result.table, short)
+    result.table = merged_tables(result.table, parts)
     result.factors[what] = factor
     result.notes.append(
         f"{what}: one number gives one factor, {factor:.3g} on all its times; how they divide among their parts is not "
         "determined and stays as it was"
     )
+
+
+def take_weight_sync(result: HardwareFit, run: RunConfig, seconds: float, *, name: str) -> None:
+    """Add a weight synchronisation of so many seconds; ConfigError if they are not above 0, or in another unit."""
+    _check_seconds(name, seconds)
+    result.check_number(name, seconds, resolved_hardware(run).weights.pause_s)
+    result.table["weights"] = {"publish_s": seconds, "pause_s": seconds}
+    result.notes.append(
+        "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "
+        "generating meanwhile (transfer_s)"
+    )
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not 0 < seconds < 1e7:
+        raise ConfigError(f"{name} must be above 0 and in seconds, got {seconds:g}")
+
+
+def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
+    if run.hardware.training is not None:
+        return {"training": run.hardware.training.with_slower_software(factor).model_dump(exclude_none=True)}
+    return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
+
+
+def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
+    hardware = run.hardware
+    parts: dict[str, Any] = {}
+    if hardware.decode is not None:
+        parts["decode"] = hardware.decode.with_slower_software(factor).model_dump(exclude_none=True)
+    if hardware.prefill is not None:
+        parts["prefill"] = hardware.prefill.with_slower_software(factor).model_dump(exclude_none=True)
+    if hardware.by_name:
+        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
+    return parts
+
+
+def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:
+    values = coefficients(run.hardware.level, run.hardware.coefficients)
+    return {
+        name: min(1.0, getattr(values, name) / factor) if name in SHARES_OF_PEAK else getattr(values, name) * factor
+        for name in names
+    }
+
+
+def merged_tables(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table ``[hardware]`` with the keys of another in place of its own; coefficients one by one."""
+    merged = {**table, **parts}
+    if "coefficients" in parts:
+        merged["coefficients"] = {**table.get("coefficients", {}), **parts["coefficients"]}
+    return merged

@@ -1,4 +1,4 @@
-"""Tables of step times: what ``measure`` writes and ``calibrate`` reads.
+"""Tables of step times, which ``measure`` writes and ``calibrate`` reads.
 
 =================  =========================================================================  ==================
 column             meaning                                                                    kinds
@@ -12,9 +12,9 @@ column             meaning                                                      
 ``utilisation``    share of the peak, in (0, 1] (no unit)                                     matmul
 =================  =========================================================================  ==================
 
-A row of ``request`` is what so many requests at a time, with ``tokens`` of prompts together, take in an engine besides
-their decode steps: prefill, and what engine and front end do once for each of them. A row of ``train`` is one whole
-optimizer step of one micro-batch on all ``accelerators``, of sequences of equal length.
+A row of ``request`` times ``batch`` requests sent together, with ``tokens`` of prompts in all, without their decode
+steps: prefill, and the work of engine and front end per request. A row of ``train`` is one whole optimizer step of one
+micro-batch on all ``accelerators``, of sequences of equal length.
 The columns ``model, system, tp, batch, ctx, tpot_ms`` of NVIDIA AIConfigurator's exports are read, too: ``decode``
 rows with ``tp`` accelerators, in milliseconds.
 """
@@ -30,12 +30,13 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.util.arrays import FloatArray
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
 
 KERNELS = "tpot_ms"
-"""The column that tells an export of AIConfigurator."""
+"""The column by which an export of AIConfigurator is recognised."""
 NEEDED = {
     "decode": ("batch", "ctx", "seconds"),
     "prefill": ("batch", "tokens", "seconds"),
@@ -121,15 +122,14 @@ class Rows:
 class StepTimes:
     """A table."""
 
-    path: Path
     kinds: dict[str, Rows]
     """Only kinds that are there."""
     series: tuple[str, str] | None = None
     """Model and system."""
 
 
-def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = None) -> StepTimes:
-    """Read a CSV table of step times; ``series`` names the model and accelerator wanted, where it has several.
+def read_step_times(path: Path, *, named: tuple[Gpu, LanguageModel] | None = None) -> StepTimes:
+    """Read a CSV table of step times; of several series the one of ``named`` is taken.
 
     Raises:
         ConfigError: If it cannot be read, a column or kind is unknown, a cell is missing or impossible, a kind has too
@@ -143,7 +143,7 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
     found = None
     if KERNELS in table.header.cells:
         kernels = [row for _, row in table.rows(KernelRow)]
-        found = _one_series(path, kernels, series)
+        found = _one_series(path, kernels, named)
         steps = [row.as_step() for row in kernels if (row.model, row.system) == found]
     else:
         steps = [row for _, row in table.rows(StepRow)]
@@ -153,13 +153,13 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
     kinds = {kind: _as_rows(some) for kind, some in rows.items()}
     for kind, some in kinds.items():
         _check_kind(path, kind, some)
-    return StepTimes(path, kinds, found)
+    return StepTimes(kinds, found)
 
 
-def _one_series(path: Path, rows: Sequence[KernelRow], series: tuple[list[str], list[str]] | None) -> tuple[str, str]:
+def _one_series(path: Path, rows: Sequence[KernelRow], named: tuple[Gpu, LanguageModel] | None) -> tuple[str, str]:
     held = sorted({(row.model, row.system) for row in rows})
-    if series is not None:
-        models, systems = ({_plain(name) for name in names} for names in series)
+    if named is not None:
+        systems, models = ({_plain(name) for name in (one.name, *one.aliases)} for one in named)
         held = [one for one in held if _plain(one[0]) in models and _plain(one[1]) in systems] or held
     if len(held) > 1:
         names = ", ".join(f"{model} on {system}" for model, system in held)

@@ -1,13 +1,13 @@
 """The times of a run, read from its trace.
 
 Theory of operation. An engine reports which weight version sampled which tokens of every rollout. So the tokens that it
-sampled between two weight updates are known exactly, and with them, if some rollout was in progress all the time, the
-number of decode steps (one per token of that rollout), the sequences and the context of all these steps: a *window*, an
-exact equation for the coefficients of the decode step. So are stretches in which rollouts that began together, and have
-the engine to themselves, end one after the other. Where there is neither, every
-*life* of a rollout gives an equation: from its command to its last token the engine made as many steps as it has
-tokens; what the others had sampled meanwhile is interpolated between the times at which their tokens are known. The
-interpolation goes by a step clock, which runs at the speed that the last fit gives.
+sampled between two weight updates are known exactly. If some rollout was in progress all that time, so are the number
+of decode steps (one per token of that rollout), the sequences and the context of all these steps: a *window*, an exact
+equation for the coefficients of the decode step. Another is a *drain*: a stretch in which rollouts that began together,
+alone on the engine, end one after the other. Without either, every *life* of a rollout gives an equation: from its
+command to its last token the engine made as many steps as the rollout has tokens. The tokens that other rollouts
+sampled meanwhile are interpolated between the times at which they are known, on a step clock that runs at the speed of
+the last fit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, ratio
 
 # One engine's log as equations for its decode steps.
 
@@ -65,7 +65,7 @@ class Life:
     kept: int
     """Tokens that it had generated before."""
     cached: int
-    """Tokens of both whose keys and values the engine still had."""
+    """Of ``read`` and ``kept``: tokens whose KV cache the engine still had."""
     pieces: list[tuple[int, int, int]]
     """Version, first and end position of the tokens sampled in this life."""
     number: int
@@ -174,11 +174,11 @@ class EngineLog:
         from_P, to_P = (np.searchsorted(time_T, piece_P5[:, column]) for column in (0, 1))
         clock_T = time_T - paused_T
         first_L, last_L = np.searchsorted(time_T, join_L), np.searchsorted(time_T, end_L)
-        batch_I = _overlaps(len(time_T), first_L, last_L)
+        batch_I = _overlap_sums(len(time_T), first_L, last_L, np.ones(len(lived)))
         for _ in range(1 if step_s is None else 3):
             tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P5[:, 2:])
             if step_s is not None:
-                context_I = batch_I * np.maximum(0.0, _ratio(np.diff(context_T), np.diff(tokens_T)))
+                context_I = batch_I * np.maximum(0.0, ratio(np.diff(context_T), np.diff(tokens_T)))
                 second_I = np.diff(time_T - paused_T)
                 step_I = np.maximum(step_s(np.maximum(batch_I, 1), context_I), 1e-9)
                 clock_T = np.concatenate([[0.0], np.cumsum(np.where(batch_I > 0, second_I / step_I, 0.0))])
@@ -218,17 +218,10 @@ def _cumulated(time_T: FloatArray, pauses: list[tuple[float, float]]) -> FloatAr
 
 
 def _after_pauses(time_L: FloatArray, pauses: list[tuple[float, float]]) -> FloatArray:
-    """Return the times, each that is in a pause moved to its end: who comes in a pause joins when it is over."""
+    """Return the times at which rollouts join the batch: one that comes in a pause joins at its end."""
     begin_P, end_P = np.array([(-math.inf, -math.inf), *sorted(pauses)]).T
     over_L: FloatArray = end_P[np.searchsorted(begin_P, time_L, side="right") - 1]
     return np.maximum(time_L, over_L)
-
-
-def _overlaps(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp]) -> FloatArray:
-    change_T = np.zeros(num_times)
-    np.add.at(change_T, from_P, 1)
-    np.add.at(change_T, to_P, -1)
-    return np.cumsum(change_T)[:-1]
 
 
 def _sampled(
@@ -244,7 +237,7 @@ def _sampled(
     """
     begin_P, end_P, read_P = tokens_P3.T
     ticks_P = clock_T[to_P] - clock_T[from_P]
-    speed_P = _ratio(end_P - begin_P, ticks_P)
+    speed_P = ratio(end_P - begin_P, ticks_P)
     level_P = speed_P * (read_P + begin_P - 0.5 - speed_P * clock_T[from_P])
     tokens_I, level_I, growth_I = (
         _overlap_sums(len(clock_T), from_P, to_P, weight_P) for weight_P in (speed_P, level_P, speed_P**2)
@@ -257,14 +250,11 @@ def _sampled(
 
 
 def _overlap_sums(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp], weight_P: FloatArray) -> FloatArray:
+    """Return, for every interval between two times, the sum of the weights of the pieces that go on in it."""
     change_T = np.zeros(num_times)
     np.add.at(change_T, from_P, weight_P)
     np.add.at(change_T, to_P, -weight_P)
     return np.cumsum(change_T)[:-1]
-
-
-def _ratio(above: FloatArray, below: FloatArray) -> FloatArray:
-    return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 
 LIVES_PER_ROW = 8
@@ -297,7 +287,13 @@ class DecodeTimes:
     lives: FloatArray
     """Rollouts sent by the scheduler: the seconds hold the delay to the engine so many times (count)."""
     front_end: FloatArray
-    """Seconds of them at the front end, known from its cost per rollout."""
+    """Seconds of these rollouts at the front end, known from its cost per rollout."""
+
+    @classmethod
+    def of(cls, *, seconds: FloatArray, **columns: FloatArray) -> DecodeTimes:
+        """Return stretches with these columns; the others are 0."""
+        nothing = {one.name: np.zeros(len(seconds)) for one in fields(cls)}
+        return cls(**{**nothing, **columns, "seconds": seconds})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -357,7 +353,7 @@ class TraceTimes:
         """Mean time from the last token of a rollout to its report, the rest of a step included (seconds).
 
         By Little's law: how many are on their way when a pause begins, over how many end per second of work. None: no
-        weights are loaded while rollouts are in progress, so nothing tells when a last token was sampled.
+        weights are loaded while rollouts are in progress, so the times of last tokens are unknown.
         """
         in_flight = self.config.scheduler.weight_update in (WeightUpdate.KEEP, WeightUpdate.RECOMPUTE)
         late = [number for log in self.engines if log.lived for number in log.late_reports()]
@@ -480,7 +476,8 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     windows = [row for log in result.engines for row in log.windows(recompute=recompute)]
     windows += [row for log in result.engines for row in log.drains()]
     if len(windows) >= MIN_WINDOWS:
-        result.windows = _decode_times(windows)
+        names = ("steps", "sequences", "context", "prefills", "prefill_tokens", "prefill_squares", "seconds")
+        result.windows = DecodeTimes.of(**dict(zip(names, np.array(windows).T, strict=True)))
     return result
 
 
@@ -493,7 +490,7 @@ class _Start(NamedTuple):
     kept: int
     cached: int
     salt: int | None
-    """Version for which that is so, if it goes on with that; None: for all."""
+    """``cached`` holds only if the rollout goes on with this version; None: with any."""
 
 
 class _Caches:
@@ -526,17 +523,11 @@ def _end_life(log: EngineLog, started: _Start | None, end_s: float, spans: Versi
     if started is None or end_s <= started.start_s:
         return
     number, start_s, read, kept, cached, salt = started
-    pieces = []
-    begin = 0
-    for version, end in zip(spans.versions, spans.ends, strict=True):
-        if end > kept:
-            pieces.append((version, max(begin, kept), end))
-        begin = end
+    pieces = [
+        (version, max(begin, kept), end)
+        for version, (begin, end) in zip(spans.versions, pairwise((0, *spans.ends)), strict=True)
+        if end > kept
+    ]
     if pieces:
         cached = cached if salt in (None, pieces[0][0]) else 0
         log.lived.append(Life(start_s, end_s, read, kept, cached, pieces, number))
-
-
-def _decode_times(rows: Iterable[Iterable[float]]) -> DecodeTimes:
-    rows_R7 = np.array(list(rows), dtype=np.float64)
-    return DecodeTimes(*rows_R7.T, *np.zeros((2, len(rows_R7))))

@@ -384,11 +384,11 @@ class LanguageModel(Named):
     width: int = Field(ge=1)
     """Hidden size."""
     attention_width: float = Field(gt=0)
-    """Query heads * head size (mean of those of scores and of values, where they differ), averaged over the layers:
-    those of linear attention and Mamba have none."""
+    """Query heads * head size (of scores and values the mean, where they differ), averaged over the layers; 0 in layers
+    of linear attention and Mamba."""
     feed_forward_width: float = Field(default=0.0, ge=0)
-    """Intermediate size that one token passes, of all its experts together, averaged over the layers; half of that
-    without a gate, where half as many numbers are kept for the backward pass."""
+    """Intermediate size that one token passes, of all its experts together, averaged over the layers. Without a gate it
+    counts half: half as many numbers are kept for the backward pass."""
     vocabulary: int = Field(default=0, ge=0)
     """Entries of the output head (count)."""
     weight_bytes: float = Field(default=2.0, gt=0)
@@ -467,7 +467,7 @@ def find_gpu(name: str, *, key: str = "hardware.gpu") -> Gpu:
     """
     if is_path(name):
         return _from_file(Gpu, Path(name), key)
-    return _found(_gpus_by_name(), name, key)
+    return _found(_gpus(), name, key)
 
 
 def find_model(name: str) -> LanguageModel:
@@ -477,7 +477,7 @@ def find_model(name: str) -> LanguageModel:
     Raises ConfigError if the name is unknown, or the file is wrong.
     """
     if not is_path(name):
-        return _found(_models_by_name(), _base_name(name), "hardware.model")
+        return _found(_models(), _base_name(name), "hardware.model")
     path = Path(name)
     if path.is_dir():
         path /= "config.json"
@@ -500,22 +500,22 @@ def model_from_huggingface(config: Mapping[str, Any], name: str) -> LanguageMode
 
 def gpu_names() -> list[str]:
     """Return the names of the accelerators in the catalogue."""
-    return [gpu.name for gpu in _gpus()]
+    return _names(_gpus())
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
     """Return a GPU by the name of its driver, such as ``NVIDIA H100 80GB HBM3``; None: the catalogue has it not."""
-    named = [gpu for gpu in _gpus() if gpu.name.casefold() in device_name.casefold()]
-    return max(named, key=lambda gpu: len(gpu.name), default=None)
+    named = [name for name in gpu_names() if name.casefold() in device_name.casefold()]
+    return find_gpu(max(named, key=len)) if named else None
 
 
 def model_names() -> list[str]:
     """Return the names of the models in the catalogue."""
-    return [model.name for model in _models()]
+    return _names(_models())
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name of a run file means a file or folder: by its ending, or because it is there."""
+    """Return whether a name in a run file means a file or folder: by its form, or because it exists."""
     return name.endswith((".toml", ".json")) or ("/" in name and Path(name).exists()) or name.startswith(("/", "."))
 
 
@@ -528,41 +528,33 @@ def _base_name(name: str) -> str:
 
 
 @functools.cache
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus() -> Mapping[str, Gpu]:
     return _shipped(Gpu, "gpus.toml")
 
 
 @functools.cache
-def _models() -> tuple[LanguageModel, ...]:
+def _models() -> Mapping[str, LanguageModel]:
     return _shipped(LanguageModel, "models.toml")
 
 
-def _shipped(kind: type[Entry], file: str) -> tuple[Entry, ...]:
+def _shipped(kind: type[Entry], file: str) -> Mapping[str, Entry]:
+    """Return the entries of a shipped file by name and alias, in lower case."""
     text = (resources.files("pipelinerl.hardware") / "data" / file).read_text(encoding="utf-8")
-    return tuple(_checked(kind, {"name": name, **table}, name) for name, table in tomllib.loads(text).items())
-
-
-@functools.cache
-def _gpus_by_name() -> Mapping[str, Gpu]:
-    return _by_name(_gpus())
-
-
-@functools.cache
-def _models_by_name() -> Mapping[str, LanguageModel]:
-    return _by_name(_models())
-
-
-def _by_name(entries: Iterable[Entry]) -> Mapping[str, Entry]:
+    entries = [_checked(kind, {"name": name, **table}, name) for name, table in tomllib.loads(text).items()]
     return {known.casefold(): one for one in entries for known in (*one.aliases, one.name)}
 
 
-def _found(by_name: Mapping[str, Entry], name: str, key: str) -> Entry:
-    found = by_name.get(name.casefold())
+def _names(entries: Mapping[str, Named]) -> list[str]:
+    return list(dict.fromkeys(one.name for one in entries.values()))
+
+
+def _found(entries: Mapping[str, Entry], name: str, key: str) -> Entry:
+    found = entries.get(name.casefold())
     if found is not None:
         return found
-    shown = {known: its.name for known, its in by_name.items()}
+    shown = {known: one.name for known, one in entries.items()}
     hint = did_you_mean(name.casefold(), shown, shown_as=shown, num_names=3, cutoff=0.4)
-    known_names = ", ".join(dict.fromkeys(shown.values()))
+    known_names = ", ".join(_names(entries))
     raise ConfigError(f"{key} must be a name of the catalogue or a file, got {name!r}; {hint}known: {known_names}")
 
 

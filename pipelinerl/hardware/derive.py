@@ -43,7 +43,7 @@ def derive_hardware(
         training_accelerators: Accelerators that train (count).
         colocated: Whether the same accelerators generate and train in turn.
         coefficients: The empirical numbers.
-        zero_stage: As far as the phase switch moves its states; the trainer's steps are those of stage 3.
+        zero_stage: ZeRO stage of the states that the phase switch moves; the trainer's step is always that of stage 3.
         engine: Accelerator and model as an engine has them (``in_engine``). None: as the trainer has them.
         sequences: Sequences of one engine, at most (count).
         longest: Tokens of the longest rollout, which always has room.
@@ -61,6 +61,14 @@ def derive_hardware(
     fits = kv_cache_tokens(
         *engine, tensor_parallel=tensor_parallel, coefficients=coefficients, sequences=sequences, longest=longest
     )
+    switch = PhaseSwitchConfig()
+    if colocated:  # the trainer's states come from the host's memory, and go back there
+        states = training_memory(model, accelerators=training_accelerators, zero_stage=zero_stage).states
+        moved_s = states / coefficients.host_bandwidth
+        switch = PhaseSwitchConfig(
+            to_training_s=coefficients.switch_to_training_s + moved_s,
+            to_generation_s=coefficients.switch_to_generation_s + moved_s,
+        )
     return ResolvedHardware(
         decode=derive_decode(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
         prefill=derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
@@ -77,18 +85,14 @@ def derive_hardware(
             coefficients=coefficients,
             link=link,
         ),
-        switch=derive_switch(
-            model, training_accelerators=training_accelerators, coefficients=coefficients, zero_stage=zero_stage
-        )
-        if colocated
-        else PhaseSwitchConfig(),
+        switch=switch,
     )
 
 
 def derive_decode(
     gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
 ) -> RooflineDecode:
-    """Return the decode step of an engine: of a mixture what is read anyway, and its experts apart."""
+    """Return the decode step of an engine; routed experts are apart from the parameters that every step reads."""
     reductions = ALLREDUCES_PER_LAYER * model.layers if tensor_parallel > 1 else 0
     in_node = tensor_parallel <= gpu.gpus_per_node
     dense = model.parameters - model.embedding_parameters - model.expert_parameters
@@ -147,7 +151,7 @@ def derive_training(
     Per token matrix products, moving activations through the memory, the exchange with experts (which recomputing is
     taken not to repeat), and a share of the gathers of a pass; per squared token attention; per micro-batch half a
     pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory. All of
-    it lasts longer by what a trainer does besides while generation goes on (``training_rest_share``).
+    it lasts longer by a trainer's other work while generation goes on (``training_rest_share``).
     """
     passes = 3 + coefficients.recomputation + coefficients.log_probability_cost * coefficients.extra_forward_passes
     small = coefficients.expert_mfu_factor if model.experts else 1.0
@@ -170,7 +174,7 @@ def derive_training(
 
 
 NOTHING_BESIDE = {"training_rest_share": 0.0}
-"""Of a colocated trainer: what its step lasts besides is in the phase switch."""
+"""Of a colocated trainer: its other work is in the phase switch."""
 
 
 GATHERED_BYTES = 8
@@ -188,7 +192,7 @@ def gather_seconds(gpu: Gpu, model: LanguageModel, *, accelerators: int) -> floa
 
 
 def ring_bytes_s(gpu: Gpu, *, one_node: bool) -> float:
-    """Return the bytes/s of a collective of many accelerators: of NVLink, between nodes at most of all their links."""
+    """Return the bytes/s of a collective: those of NVLink, between nodes at most those of all links of a node."""
     inside = gpu.nvlink or gpu.network
     return inside if one_node else min(inside, gpu.gpus_per_node * gpu.network)
 
@@ -234,16 +238,4 @@ def derive_transport(
             link=link,
             coefficients=coefficients,
         )
-    )
-
-
-def derive_switch(
-    model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients, zero_stage: int = ZERO_STAGE
-) -> PhaseSwitchConfig:
-    """Return the phase switch: the trainer's states come from the host's memory, and go back there."""
-    states = training_memory(model, accelerators=training_accelerators, zero_stage=zero_stage).states
-    moved_s = states / coefficients.host_bandwidth
-    return PhaseSwitchConfig(
-        to_training_s=coefficients.switch_to_training_s + moved_s,
-        to_generation_s=coefficients.switch_to_generation_s + moved_s,
     )

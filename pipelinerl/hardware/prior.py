@@ -33,21 +33,21 @@ SYNC_ARM_SD = 1.1
 SWITCH_SD = 0.7
 """Of each arm's own factor on the phase switch: 3 to 50 s beside the parts, in 11 published rows."""
 RUN_SD = 0.15
-"""Of each arm's seconds about the model: run-to-run spread, and what the model leaves out."""
+"""Of each arm's seconds about the model: run-to-run spread, and effects that the model omits."""
 REST_SD = 1.0
 """Of the factor on the weights and the switch of a row together, for rows of one system that inform each other."""
 SEVERAL_NODES_FACTOR = 2
-"""On those of generation, training and rest where engines span nodes: nothing is published of what crosses nodes."""
+"""Factor on the deviations of generation, training and rest where engines span nodes: nothing is published on these."""
 ANSWERS_SD = 0.35
-"""Of the factor on a mean answer that a run file states and that no run of the task has shown: J."""
+"""Of the factor on a mean answer that a run file states and no run of the task has measured: a judgement."""
 MEMORY_SD = 0.1
-"""Of the factor on the bytes that engines and trainer need: J, fragmentation, graphs, buffers of libraries."""
+"""Of the factor on the bytes that engines and trainer need (fragmentation, graphs, libraries): a judgement."""
 MEASURED_SD = 0.05
-"""Of the factor on what was measured or calibrated (docs/calibration.md)."""
+"""Of the factor on measured or calibrated seconds (docs/calibration.md)."""
 CERTAIN = 0.95
 """Probability from which on an order, such as of two schedules, counts as certain."""
 END_SDS = 1.2816
-"""Standard deviations from the middle of a normal distribution to the ends that hold 80 %, which the levels are."""
+"""Standard deviations from the central level to either end: the levels hold 80 % of a normal distribution."""
 
 
 def between_levels(values: Mapping[Level, float], normal: FloatArray) -> FloatArray:

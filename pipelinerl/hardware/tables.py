@@ -14,7 +14,7 @@ from pipelinerl.util.strict_model import CachedTokens, Count, PositiveSeconds, S
 
 
 class TimedTable(StrictModel):
-    """A table of times; each field is in one of four tuples, which say how it changes when the work is slower."""
+    """A table of times; each field is in one of four tuples, by how it changes when the work is slower."""
 
     SECONDS: ClassVar[tuple[str, ...]] = ()
     """Fields that grow in proportion to all times."""

@@ -35,7 +35,7 @@ class WeightTransferConfig(StrictModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The run, as far as the seconds of an update depend on it."""
+    """Facts of a run that the seconds of an update depend on."""
 
     num_bytes: float
     """Weights in bf16 (bytes)."""
@@ -62,7 +62,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """The part of a run that is on one machine, as far as the memory of a transport depends on it."""
+    """Facts of one machine that the memory of a transport depends on."""
 
     num_bytes: float
     """Weights in bf16 (bytes)."""
@@ -104,7 +104,7 @@ class WeightTransport:
     seconds: Callable[[Route], WeightTransferConfig] = _root_of_bytes
     """Returns who waits how long."""
     coefficients: tuple[str, ...] = (ROOT_LAW,)
-    """Coefficients that ``seconds`` reads: it is as uncertain as the least known of them."""
+    """Coefficients that ``seconds`` reads; the least known one decides its uncertainty."""
     levels: Mapping[Level, float] = field(default_factory=dict)
     """``sync_s_per_root_gb`` of a published method. Empty: that of the level."""
     source: str = ""
@@ -123,57 +123,32 @@ class WeightTransport:
     """``package.module:ATTRIBUTE`` of its ``TransportEnds``. Empty: it can be simulated only."""
 
     def stated(self, level: Level) -> dict[str, float]:
-        """Return the coefficients that the method has values of its own for, by name."""
+        """Return the method's own values of coefficients, by name."""
         return {ROOT_LAW: self.levels[level]} if self.levels else {}
 
 
 UNKNOWN = WeightTransport(name="unknown", description="a published method, with the wide band of all of them")
 
 
-def _published(name: str, description: str, seconds: tuple[float, float, float], source: str) -> WeightTransport:
-    levels = dict(zip(Level, seconds, strict=True))
-    return WeightTransport(name=name, description=description, levels=levels, source=source)
-
-
-PUBLISHED = (
-    _published(
-        "reshard",
-        "shard to shard over NCCL",
-        (0.06, 0.09, 0.63),
-        "NeMo-RL: 4B to 671B in 0.3 to 2.8 s, fp8 30B in 3.5 s",
-    ),
-    _published(
-        "checkpoint_engine",
-        "MoonshotAI's checkpoint-engine",
-        (0.24, 0.39, 1.1),
-        "106B to 671B in 3.5 to 12 s; inside verl 30B in 4.4 s, 235B in 24 s",
-    ),
-    _published("delta", "changed values only", (0.6, 0.84, 1.0), "verl: 8B to 72B in 2.2 to 12.5 s"),
-    _published(
-        "refit",
-        "colocated: gathered, and handed over by CUDA IPC",
-        (0.34, 1.3, 2.2),
-        "27B in 2.5 s (miles), 70B in 14 to 26 s (NeMo-RL)",
-    ),
-    _published(
-        "bucketed",
-        "buckets of tensors, one after another",
-        (1.1, 2.0, 7.6),
-        "30B in 16 s, 355B in 48 s, 1T in 190 to 240 s (slime), 975B in 49 s (miles)",
-    ),
-    _published(
-        "tensor_by_tensor",
-        "one tensor after another",
-        (1.0, 2.4, 35.0),
-        "0.6B in 1.2 s (MarinSkyRL), 30B in 16 s, 235B in 59 s (verl), 16B in 200 s",
-    ),
-    _published(
-        "full_broadcast",
-        "everything from one rank to every engine",
-        (1.5, 4.1, 9.6),
-        "verl: 7B in 5.8 s, 8B in 10 to 39 s, 30B in 32 to 43 s, 72B in 29 s",
-    ),
-)
+PUBLISHED = tuple(
+    WeightTransport(name=name, description=description, levels=dict(zip(Level, seconds, strict=True)), source=source)
+    for name, seconds, description, source in (
+        ("reshard", (0.06, 0.09, 0.63), "shard to shard over NCCL",
+         "NeMo-RL: 4B to 671B in 0.3 to 2.8 s, fp8 30B in 3.5 s"),
+        ("checkpoint_engine", (0.24, 0.39, 1.1), "MoonshotAI's checkpoint-engine",
+         "106B to 671B in 3.5 to 12 s; inside verl 30B in 4.4 s, 235B in 24 s"),
+        ("delta", (0.6, 0.84, 1.0), "changed values only",
+         "verl: 8B to 72B in 2.2 to 12.5 s"),
+        ("refit", (0.34, 1.3, 2.2), "colocated: gathered, and handed over by CUDA IPC",
+         "27B in 2.5 s (miles), 70B in 14 to 26 s (NeMo-RL)"),
+        ("bucketed", (1.1, 2.0, 7.6), "buckets of tensors, one after another",
+         "30B in 16 s, 355B in 48 s, 1T in 190 to 240 s (slime), 975B in 49 s (miles)"),
+        ("tensor_by_tensor", (1.0, 2.4, 35.0), "one tensor after another",
+         "0.6B in 1.2 s (MarinSkyRL), 30B in 16 s, 235B in 59 s (verl), 16B in 200 s"),
+        ("full_broadcast", (1.5, 4.1, 9.6), "everything from one rank to every engine",
+         "verl: 7B in 5.8 s, 8B in 10 to 39 s, 30B in 32 to 43 s, 72B in 29 s"),
+    )
+)  # fmt: skip
 """Methods of other systems, which can be simulated: ``hardware.weight_sync``. Sources: docs/hardware.md."""
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 from pydantic import Field
@@ -25,30 +24,20 @@ class UtilisationCurve:
     cost: Callable[[FloatArray], FloatArray]
     """Flashes of a decode step with h > 0 sequences, elementwise."""
 
-    @overload
-    def step_flashes(self, h: float) -> float: ...
-    @overload
-    def step_flashes(self, h: RealArray) -> FloatArray: ...
-    def step_flashes(self, h: float | RealArray) -> float | FloatArray:
+    def step_flashes(self, h: float | RealArray) -> FloatArray:
         """Return h/U(h), the flashes of one decode step of h >= 0 sequences on one accelerator; a fraction is a mean.
 
-        Any shape; a float for a number. 0 sequences make no step and cost 0.
-        Raises ValueError if any entry is negative or not finite.
+        Any shape. 0 sequences make no step and cost 0. Raises ValueError if any entry is negative or not finite.
         """
         batch = np.asarray(h, dtype=np.float64)
         check(bool(np.all((batch >= 0) & np.isfinite(batch))), "h must be finite and at least 0", h)
-        flashes = np.where(batch > 0, self.cost(batch), 0.0)
-        return flashes if flashes.ndim else float(flashes)
+        return np.where(batch > 0, self.cost(batch), 0.0)
 
-    @overload
-    def utilisation(self, h: float) -> float: ...
-    @overload
-    def utilisation(self, h: RealArray) -> FloatArray: ...
-    def utilisation(self, h: float | RealArray) -> float | FloatArray:
+    def utilisation(self, h: float | RealArray) -> FloatArray:
         """Return U(h), the share of peak FLOP/s: tokens per flash; input, shape and errors as of ``step_flashes``."""
         batch = np.asarray(h, dtype=np.float64)
-        share = batch / np.where(batch > 0, self.step_flashes(batch), 1.0)
-        return share if share.ndim else float(share)
+        share: FloatArray = batch / np.where(batch > 0, self.step_flashes(batch), 1.0)
+        return share
 
 
 class UtilisationRow(StrictModel):

@@ -75,7 +75,7 @@ def lengths_from(tokens: Sequence[int] | npt.NDArray[np.int64]) -> Lengths:
 
 @dataclass(frozen=True, eq=False)
 class LengthStatistics:
-    """Prompts and answers, as far as the steady state depends on them."""
+    """Facts of prompts and answers that the steady state depends on."""
 
     lengths: Lengths
     prompt_tokens: float
@@ -108,7 +108,7 @@ class LengthStatistics:
     def begun(self) -> FloatArray:
         """Answers that a slot begins in each piece of the grid, the first at once, each where one ends (mean).
 
-        Renewals: the sum over what was begun of the share that is not finished stays 1.
+        A renewal process: at any time the shares of all begun answers that are not finished sum to 1.
         """
         begun = np.zeros(max(len(self.share), math.ceil(MIXED_MEANS * self.mean / self.width)))
         for piece in range(len(begun)):
@@ -123,7 +123,7 @@ class LengthStatistics:
 
     @cached_property
     def spread(self) -> float:
-        """1 + cv^2: what the mean remaining length is longer than half the mean by."""
+        """1 + cv^2: the mean remaining length over half the mean."""
         return 1 + self.lengths.cv**2
 
     @cached_property

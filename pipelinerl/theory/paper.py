@@ -15,7 +15,7 @@ L, L̄    longest and mean answer, in tokens                           ``Lengths
 h(l)    sequences still unfinished at decode step l                  B·G times the share unfinished
 U(h)    share of peak FLOP/s at h sequences per accelerator          ``UtilisationCurve``
 τ       training time per token on one accelerator, in flashes       ``training_flashes_per_token``
-g       lag bound; rounded up it is g_max                            ``lag_estimate``, ``largest_lag``
+g_max   lag while one longest answer decodes, rounded up             ``largest_lag``
 ======  ===========================================================  ===============================
 
 Slips of the paper that are not copied: A.2 and A.3 bound the lag of conventional RL by S - 1, where S = B·G
@@ -35,20 +35,6 @@ import numpy as np
 from pipelinerl.hardware.utilisation import UtilisationCurve
 from pipelinerl.theory.lengths import Lengths
 from pipelinerl.util.arrays import check
-
-# ----------------------------------------------------------------------------- cost of a decode step
-
-
-def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
-    """Return the seconds of one flash, F_gen/M (eq. 9): K tokens need at least K flashes on one accelerator.
-
-    ``flops_per_token``: of a forward pass, about 2 per parameter; ``peak_flops``: of one accelerator (FLOP/s).
-    Raises ValueError if either is not positive.
-    """
-    check(flops_per_token > 0, "flops_per_token must be above 0", flops_per_token)
-    check(peak_flops > 0, "peak_flops must be above 0", peak_flops)
-    return flops_per_token / peak_flops
-
 
 # -------------------------------------------------------------------------------------------- rates
 
@@ -105,7 +91,7 @@ def pipeline_rates(setting: Setting, *, generation_batch_size: int, generation_a
     check(batch >= 1, "generation_batch_size must be at least 1", batch)
     rule = f"generation_accelerators must be at least 1 and below accelerators={setting.accelerators}"
     check(1 <= generators < setting.accelerators, rule, generators)
-    generation = setting.curve.utilisation(batch) * generators
+    generation = float(setting.curve.utilisation(batch)) * generators
     training = (setting.accelerators - generators) / setting.training_flashes_per_token
     return Rates(generation, training, min(generation, training))
 
@@ -113,53 +99,16 @@ def pipeline_rates(setting: Setting, *, generation_batch_size: int, generation_a
 # --------------------------------------------------------------------------------------------- lags
 
 
-def lag_estimate(
+def largest_lag(
     lengths: Lengths, *, train_batch_size: int, generation_batch_size: int, generation_accelerators: int
-) -> float:
-    """Return g = H·I·L/(L̄·B), the optimizer steps made while one sequence of L tokens decodes (A.3, form 2).
+) -> int:
+    """Return g_max = ceil(H·I·L/(L̄·B)): optimizer steps while one sequence of L tokens decodes, rounded up (A.3).
 
     It holds where generation is the bottleneck. It is an estimate, not a bound: fluctuations pass it by one or
     two steps, a trainer that is busy or has a queue adds more.
     """
     in_flight_tokens = generation_batch_size * generation_accelerators * lengths.max_tokens
-    return in_flight_tokens * lengths.num_sequences / (train_batch_size * lengths.num_tokens)
-
-
-def largest_lag(
-    lengths: Lengths, *, train_batch_size: int, generation_batch_size: int, generation_accelerators: int
-) -> int:
-    """Return g_max = ceil(H·I·L/(L̄·B)): ``lag_estimate`` rounded up, in whole numbers (A.3)."""
-    in_flight_tokens = generation_batch_size * generation_accelerators * lengths.max_tokens
     return -(-in_flight_tokens * lengths.num_sequences // (train_batch_size * lengths.num_tokens))
-
-
-def mean_lag_pipeline(
-    *,
-    train_batch_size: int,
-    generation_batch_size: int,
-    generation_accelerators: int,
-    length_cv: float,
-    training_share: float = 0.0,
-) -> float:
-    """Return the mean token lag of PipelineRL, (H·I/B)·(1 + cv²)/2 + ρ (optimizer steps).
-
-    Derived, not printed in the paper: steady state, generation the bottleneck, so that a token at position p
-    of l has lag (l - p)·g/L. Near ρ = 1 the queue wanders and the true mean is larger. ρ, ``training_share``, is
-    the share of the time in which the trainer is busy; ValueError if outside [0, 1].
-    """
-    check(0 <= training_share <= 1, "training_share must be at least 0 and at most 1", training_share)
-    in_flight_steps = generation_batch_size * generation_accelerators / train_batch_size
-    return in_flight_steps * (1 + length_cv**2) / 2 + training_share
-
-
-def mean_lag_conventional(optimizer_steps_per_rl_step: int) -> float:
-    """Return the mean token lag of conventional RL, (G - 1)/2 optimizer steps: batch k of 0..G-1 is trained at lag k.
-
-    Source: Algorithm 1. Raises ValueError if G is below 1.
-    """
-    steps = optimizer_steps_per_rl_step
-    check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
-    return (steps - 1) / 2
 
 
 # ---------------------------------------------------------------------------------------- comparison
@@ -195,53 +144,43 @@ class LagPoint:
         return self.pipeline.rates.total / self.conventional.total
 
 
-def search_pipeline(
-    setting: Setting, *, max_lag: int, generation_batch_limit: int = 1024, generation_batch_multiple: int = 1
-) -> PipelineChoice:
-    """Return the fastest (H, I) with g_max within a bound, by exhaustive search (A.4).
+def search_pipeline(setting: Setting, *, max_lag: int, generation_batch_limit: int = 1024) -> PipelineChoice:
+    """Return the fastest (H, I) with g_max within a bound, by exhaustive search up to a largest H (A.4).
 
     Ties in the rate go to the least H·I (least lag), then to the least H. While generation is the bottleneck,
-    many (H, I) with the same product are near-ties, so the pair says less than the rate. H is tried up to
-    ``generation_batch_limit``, in multiples of ``generation_batch_multiple``. Raises ValueError if there are fewer
-    than 2 accelerators, no H to try, or nothing within ``max_lag`` (optimizer steps).
+    many (H, I) with the same product are near-ties, so the pair says less than the rate. Raises ValueError if there
+    are fewer than 2 accelerators, no H to try, or nothing within ``max_lag`` (optimizer steps).
     """
-    lengths, accelerators, multiple = setting.lengths, setting.accelerators, generation_batch_multiple
+    lengths, accelerators = setting.lengths, setting.accelerators
     check(accelerators >= 2, "accelerators must be at least 2 to generate and train at once", accelerators)
-    check(multiple >= 1, "generation_batch_multiple must be at least 1", multiple)
-    rule = f"generation_batch_limit must be at least generation_batch_multiple={multiple}"
-    check(generation_batch_limit >= multiple, rule, generation_batch_limit)
+    check(generation_batch_limit >= 1, "generation_batch_limit must be at least 1", generation_batch_limit)
     tokens_within = max_lag * setting.train_batch_size * lengths.num_tokens
     most_in_flight = tokens_within // (lengths.max_tokens * lengths.num_sequences)  # the bound on g_max, for H·I
-    batches = np.arange(multiple, generation_batch_limit + 1, multiple)
-    per_generator = setting.curve.utilisation(batches)
+    per_generator = setting.curve.utilisation(np.arange(1, generation_batch_limit + 1))
     candidates: list[tuple[float, int, int, int]] = []
-    for generators in range(1, accelerators):
-        num_within = most_in_flight // generators // multiple
-        if num_within < 1:
-            break  # more accelerators have even more in flight
+    for generators in range(1, min(accelerators, most_in_flight + 1)):
         training = (accelerators - generators) / setting.training_flashes_per_token
-        rate = np.minimum(per_generator[:num_within] * generators, training)
+        rate = np.minimum(per_generator[: most_in_flight // generators] * generators, training)
         best = int(rate.argmax())  # the first of equals: the least H
-        batch = int(batches[best])
-        candidates.append((-float(rate[best]), batch * generators, batch, generators))
+        candidates.append((-float(rate[best]), (best + 1) * generators, best + 1, generators))
+
+    def lag(batch: int, generators: int) -> int:
+        sizes = {"generation_batch_size": batch, "generation_accelerators": generators}
+        return largest_lag(lengths, train_batch_size=setting.train_batch_size, **sizes)
+
     if not candidates:
-        sizes = {"generation_batch_size": multiple, "generation_accelerators": 1}
-        least = largest_lag(lengths, train_batch_size=setting.train_batch_size, **sizes)
-        raise ValueError(f"max_lag must be at least {least}, the g_max of H={multiple}, I=1, got {max_lag}")
+        raise ValueError(f"max_lag must be at least {lag(1, 1)}, the g_max of H=1, I=1, got {max_lag}")
     _, _, batch, generators = min(candidates)
-    sizes = {"generation_batch_size": batch, "generation_accelerators": generators}
-    lag = largest_lag(lengths, train_batch_size=setting.train_batch_size, **sizes)
-    return PipelineChoice(batch, generators, lag, pipeline_rates(setting, **sizes))
+    rates = pipeline_rates(setting, generation_batch_size=batch, generation_accelerators=generators)
+    return PipelineChoice(batch, generators, lag(batch, generators), rates)
 
 
-def throughput_against_lag(
-    setting: Setting, max_lags: Sequence[int], *, generation_batch_limit: int = 1024
-) -> list[LagPoint]:
+def throughput_against_lag(setting: Setting, max_lags: Sequence[int]) -> list[LagPoint]:
     """Return both methods at each largest lag g: fastest (H, I), and G = g + 1 (A.4, Fig. 9); ValueError if none."""
     return [
         LagPoint(
             lag,
-            search_pipeline(setting, max_lag=lag, generation_batch_limit=generation_batch_limit),
+            search_pipeline(setting, max_lag=lag),
             conventional_rates(setting, optimizer_steps_per_rl_step=lag + 1),
         )
         for lag in max_lags

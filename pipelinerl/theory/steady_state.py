@@ -1,8 +1,8 @@
 """Steady state of a run in closed form, in seconds: ``plan`` screens candidates with it.
 
 Theory of operation. ``screen`` uses means and the survivor function of the answer lengths; nothing is
-drawn and nothing is queued. It sees the same hardware numbers as the simulator, which then checks the best of what
-it finds. Let b be the sequences an engine decodes together, p the prompt, m, cv and s(l) the mean, the coefficient
+drawn and nothing is queued. It reads the same hardware numbers as the simulator, which then checks the best
+candidates. Let b be the sequences an engine decodes together, p the prompt, m, cv and s(l) the mean, the coefficient
 of variation and the share with at least l tokens of the answers, T(b, C) a decode step with C tokens of context.
 
 ==============  ====================================================================================================
@@ -13,13 +13,13 @@ refill          more sequences than slots: where one ends the next begins, until
                 each piece of the grid of lengths s(l) are left l later; it is a drain of their sum
 conventional    refill + prefill, then G optimizer steps, publication and phase switches
 one step off    the longer of the two, and the publication
-pipeline        the slowest of: generation at full slots, training, and what ``max_lag`` leaves: a rollout lives for
+pipeline        the slowest of generation at full slots, training, and the bound of ``max_lag``: a rollout lives for
                 at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
                 (on average; the rule itself: ``pipelinerl.scheduler.lag_bound``)
 turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
                 for Z seconds. Of E environments on n engines each has E/n, and as many at a time as chance has it
-                (``Engines.of_rollouts``). They begin where contexts fit on the emptiest. KV caches between turns go
-                where they do not fit, least recent first, and at updates; a prefill holds up who comes meanwhile.
+                (``Engines.of_rollouts``). They begin where contexts fit on the emptiest. KV caches between turns are
+                dropped where they do not fit, least recent first, and at updates; a prefill holds up turns that come.
                 Drain, and longest of B: of lives, tokens * T + Z of the same rollout. While it drains, T is that of the
                 rollouts that still generate.
 ==============  ====================================================================================================
@@ -41,7 +41,7 @@ from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
-from pipelinerl.hardware.tables import LatencyConfig, PrefillConfig, ResolvedHardware
+from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.scheduler.kinds import SteadyState
 from pipelinerl.theory.lengths import LengthStatistics
@@ -226,23 +226,28 @@ LAG_ROUNDS = 20
 """Trials of a step time that keeps to ``max_lag``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """A steady state. Times are seconds per optimizer step."""
 
+    step_tokens: float
+    """Answer tokens that an optimizer step trains on."""
     step_s: float
     generation_s: float
     """Colocated: the generation phase and the switches."""
     training_s: float
     publishing_s: float
-    tokens_per_s: float
-    """Trained answer tokens per second."""
     lag_mean: float
     """Mean lag of a trained token (optimizer steps)."""
     lag_max: float
     """Largest lag of a trained token (optimizer steps)."""
-    start_s: float
+    start_s: float = 0.0
     """Seconds by which a run exceeds its optimizer steps: rollouts in flight at its end are lost."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained answer tokens per second."""
+        return self.step_tokens / self.step_s
 
 
 def screen(
@@ -274,15 +279,14 @@ def screen(
     )
     if answers.turns is not None:
         engines = _with_turns(engines, answers.turns, config, hardware, training_s)
-    schedule = scheduler.schedule
+    schedule, times = scheduler.schedule, _Times(scheduler, training_s, hardware, engines)
     if schedule.steady_state is not None:
-        times = _Times(scheduler, training_s, loading_s(hardware.weights), engines, hardware.latency)
-        return _of_its_kind(config, hardware, times, schedule.steady_state(times))
+        return _of_its_kind(times, schedule.steady_state(times))
     if schedule.colocated:
-        return _conventional(config, hardware, engines, training_s)
+        return _conventional(config, times)
     if schedule.has_rl_steps:
-        return _one_step_off(config, hardware, engines, training_s)
-    return _pipeline(config, hardware, engines, training_s)
+        return _one_step_off(config, times)
+    return _pipeline(config, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,23 +295,38 @@ class _Times:
 
     settings: SchedulerConfig
     training_s: float
-    loading_s: float
+    hardware: ResolvedHardware
     engines: Engines
-    latency: LatencyConfig
+
+    @property
+    def loading_s(self) -> float:
+        return loading_s(self.hardware.weights)
+
+    @property
+    def step_tokens(self) -> float:
+        return self.settings.train_batch_size * self.engines.answers.mean
 
     def generation_s(self, sequences: int) -> float:
-        phase_s = max(self.engines.phase_s(sequences), _scored_s(self.latency, sequences))
-        return phase_s + self.latency.reward_s + self.latency.preprocess_s
+        return self.prepared_s(self.engines.phase_s(sequences), sequences)
+
+    def prepared_s(self, generated_s: float, sequences: int) -> float:
+        """Return the seconds until so many sequences, generated in ``generated_s``, are ready to be trained on."""
+        latency = self.hardware.latency
+        return max(generated_s, self.rewards_s(sequences)) + latency.reward_s + latency.preprocess_s
+
+    def rewards_s(self, sequences: int) -> float:
+        """Return the seconds in which ``reward_workers`` score so many sequences."""
+        latency = self.hardware.latency
+        return 0.0 if latency.reward_workers is None else sequences * latency.reward_s / latency.reward_workers
 
 
-def _of_its_kind(config: RunConfig, hardware: ResolvedHardware, times: _Times, state: SteadyState) -> Estimate:
-    return _estimate(
-        config,
-        times.engines,
+def _of_its_kind(times: _Times, state: SteadyState) -> Estimate:
+    return Estimate(
+        step_tokens=times.step_tokens,
         step_s=state.step_s,
         generation_s=times.generation_s(times.settings.train_batch_size),
         training_s=times.training_s,
-        publishing_s=hardware.weights.publish_s,
+        publishing_s=times.hardware.weights.publish_s,
         lag_mean=state.lag_mean,
         lag_max=state.lag_max,
     )
@@ -354,16 +373,16 @@ def _with_turns(
 def _kept(turns: TurnMeans, *, running: float, idle: float, room: float) -> float:
     """Return the share of turns that find the KV cache of their rollout, by the room for it.
 
-    Contexts differ, so what all of an engine need changes slowly, by the root of their number; it is normal.
+    Contexts differ, so the room that all rollouts of an engine need is normal, with the root of their number.
     """
     wanted, held = running * turns.context + idle * turns.held, max(idle * turns.held, 1e-9)
     sd = turns.held_sd * math.sqrt(running + idle)
     return 1.0 - float(turns.dropped(np.minimum((wanted + sd * DEVIATIONS - room) / held, 1.0)).mean())
 
 
-def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: Engines, training_s: float) -> Estimate:
+def _conventional(config: RunConfig, times: _Times) -> Estimate:
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
-    latency, weights, switch, answers = hardware.latency, hardware.weights, hardware.switch, engines.answers
+    hardware, engines, answers = times.hardware, times.engines, times.engines.answers
     number = steps * config.scheduler.train_batch_size
     carried = 0.0
     if config.scheduler.schedule.carries_over:
@@ -372,48 +391,43 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: Engine
         phase_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
         wait = answers.group_wait * engines.step_s(engines.busy(engines.slots)) / phase_s
         carried = engines.number * engines.slots / number * answers.spread / 2 + wait  # RL steps a token is carried on
+        phase_s = times.prepared_s(phase_s, number)
     else:
-        phase_s = engines.phase_s(number)
-    phase_s = max(phase_s, _scored_s(latency, number)) + latency.reward_s + latency.preprocess_s
-    switch_s = switch.to_training_s + switch.to_generation_s
+        phase_s = times.generation_s(number)
+    idle_s = phase_s + (hardware.switch.to_training_s + hardware.switch.to_generation_s) + times.loading_s
     lag_mean, lag_max = (steps - 1) / 2 + steps * carried, steps - 1 + steps * math.ceil(2 * carried)
     max_lag = config.scheduler.max_lag
     if max_lag is not None:
         lag_mean, lag_max = min(lag_mean, max_lag), min(lag_max, max_lag)
-    return _estimate(
-        config,
-        engines,
-        step_s=(phase_s + switch_s + loading_s(weights)) / steps + training_s,
-        generation_s=(phase_s + switch_s + loading_s(weights) - weights.publish_s) / steps,
-        training_s=training_s,
-        publishing_s=weights.publish_s / steps,
+    return Estimate(
+        step_tokens=times.step_tokens,
+        step_s=idle_s / steps + times.training_s,
+        generation_s=(idle_s - hardware.weights.publish_s) / steps,
+        training_s=times.training_s,
+        publishing_s=hardware.weights.publish_s / steps,
         lag_mean=lag_mean,
         lag_max=lag_max,
     )
 
 
-def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: Engines, training_s: float) -> Estimate:
+def _one_step_off(config: RunConfig, times: _Times) -> Estimate:
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
-    latency, weights = hardware.latency, hardware.weights
-    phase_s = _Times(config.scheduler, training_s, loading_s(weights), engines, latency).generation_s(
-        steps * config.scheduler.train_batch_size
-    )
-    return _estimate(
-        config,
-        engines,
-        step_s=(max(phase_s, steps * training_s) + loading_s(weights)) / steps,
-        generation_s=(phase_s + loading_s(weights)) / steps,
-        training_s=training_s,
-        publishing_s=weights.publish_s / steps,
+    phase_s = times.generation_s(steps * config.scheduler.train_batch_size)
+    return Estimate(
+        step_tokens=times.step_tokens,
+        step_s=(max(phase_s, steps * times.training_s) + times.loading_s) / steps,
+        generation_s=(phase_s + times.loading_s) / steps,
+        training_s=times.training_s,
+        publishing_s=times.hardware.weights.publish_s / steps,
         lag_mean=(3 * steps - 1) / 2,
         lag_max=2 * steps - 1,
     )
 
 
-def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: Engines, training_s: float) -> Estimate:
-    scheduler, weights, answers = config.scheduler, hardware.weights, engines.answers
+def _pipeline(config: RunConfig, times: _Times) -> Estimate:
+    scheduler, hardware, engines, training_s = config.scheduler, times.hardware, times.engines, times.training_s
+    weights, answers = hardware.weights, engines.answers
     batch, max_lag = scheduler.train_batch_size, scheduler.max_lag
-    scored_s = _scored_s(hardware.latency, batch)
     update_s, every, more = weights.pause_s, 0, scheduler.publish_every
     if scheduler.weight_update is WeightUpdate.RECOMPUTE:
         update_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
@@ -421,14 +435,16 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: Engines, t
         every = more
         pause_s, publishing_s = update_s / every, weights.publish_s / every
         trainer_s = training_s + publishing_s
-        generation_s = max(engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch), scored_s)
+        generation_s = max(
+            engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch), times.rewards_s(batch)
+        )
         step_s = max(trainer_s, generation_s)
         more = math.ceil((weights.transfer_s + update_s) / step_s * (1 - TOLERANCE)) if step_s else 0
     behind = max(0.0, weights.transfer_s - weights.publish_s) / step_s  # optimizer steps, while weights travel
     wait_s = hardware.latency.reward_s + hardware.latency.preprocess_s + engines.report_s
 
     def filled(step_s: float) -> float:
-        """Slots of an engine that are full when it is asked for a batch per step."""
+        """Return the slots of an engine that must be full for a batch per step."""
         return _root(lambda slots: engines.batch_s(batch, slots) + pause_s - step_s, high=engines.slots)
 
     full = filled(step_s) if trainer_s > generation_s else engines.slots
@@ -457,9 +473,8 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: Engines, t
     if max_lag is not None:
         held = max_lag + 0.5 - in_flight / batch * answers.spread / 2  # all are trained when they are about that old
         lag_mean, lag_max = min(lag_mean, max(held, 0.0), float(max_lag)), min(lag_max, max_lag)
-    return _estimate(
-        config,
-        engines,
+    return Estimate(
+        step_tokens=times.step_tokens,
         step_s=step_s,
         generation_s=generation_s,
         training_s=training_s,
@@ -483,33 +498,5 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
     return high
 
 
-def _scored_s(latency: LatencyConfig, number: float) -> float:
-    return 0.0 if latency.reward_workers is None else number * latency.reward_s / latency.reward_workers
-
-
 def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:
     return prefill_s(prefill, sequences=float(tokens > 0), tokens=tokens, squares=tokens**2)
-
-
-def _estimate(
-    config: RunConfig,
-    engines: Engines,
-    *,
-    step_s: float,
-    generation_s: float,
-    training_s: float,
-    publishing_s: float,
-    lag_mean: float,
-    lag_max: float,
-    start_s: float = 0.0,
-) -> Estimate:
-    return Estimate(
-        step_s=step_s,
-        generation_s=generation_s,
-        training_s=training_s,
-        publishing_s=publishing_s,
-        tokens_per_s=config.scheduler.train_batch_size * engines.answers.mean / step_s,
-        lag_mean=lag_mean,
-        lag_max=lag_max,
-        start_s=start_s,
-    )

@@ -1,4 +1,4 @@
-"""Turns, as far as the steady state of a run depends on them."""
+"""Turns of rollouts: the means that the steady state of a run depends on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Turn:
     before_T: IntArray
     """Context before each turn, its observation included (tokens)."""
     observed_T: IntArray
-    """New tokens of it: the prompt, then the observations."""
+    """New tokens of this context: the prompt, then the observations."""
     generated_T: IntArray
     acting_T: FloatArray
     """Time in which the environment acts before each turn (s)."""
@@ -43,7 +43,7 @@ class TurnMeans:
     reset_s: float
     """Of these, before the first turn (s)."""
     gap_s: float
-    """Time in which it acts before a turn but the first, of those gaps (s)."""
+    """Mean time in which it acts before a turn that is not the first (s)."""
     context: float
     """Context of a token that is generated (tokens)."""
     held: float
@@ -53,9 +53,9 @@ class TurnMeans:
     gap_quantiles: tuple[float, ...]
     """Gaps of equal probability, rising (s)."""
     observed: tuple[float, float, float]
-    """Of the prefills of a rollout whose KV cache is there: their number, tokens, and squares."""
+    """Number, tokens and squared tokens of a rollout's prefills if its KV cache is kept."""
     whole: tuple[float, float, float]
-    """The same without any cache: every turn prefills all that came before it."""
+    """The same without a cache: every turn prefills the whole context."""
     generated_R: FloatArray
     """Tokens that each rollout generates (count)."""
     acting_R: FloatArray

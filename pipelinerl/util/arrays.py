@@ -1,4 +1,4 @@
-"""Array types, a running mean, and the check of an argument that all numeric modules share."""
+"""Array types, a running mean, quotients, and the check of an argument that all numeric modules share."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class RunningMean:
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 RealArray = npt.NDArray[np.integer[Any] | np.floating[Any]]
+
+
+def ratio(above: FloatArray, below: FloatArray) -> FloatArray:
+    """Return the quotients, 0 where the divisor is not above 0."""
+    return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 
 def check(holds: bool, rule: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Words for wrong input, one line per fault with key, rule and value, and for files that cannot be written."""
+"""Messages for wrong input, one line per fault with key, rule and value, and for files that cannot be written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -91,7 +91,7 @@ def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] 
             return f"{key} must be a string, {got}"
         case "bool_type":
             return f"{key} must be true or false, {got}"
-        case "list_type":
+        case "list_type" | "tuple_type":
             return f"{key} must be a list, {got}"
         case "model_type" | "dict_type":
             return f"{key} must be a table, {got}"
@@ -113,15 +113,18 @@ def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] 
 def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, list[type[BaseModel]]]:
     """Return the dotted key of a fault, without tags of unions, and the models of its value (unknown: of its table)."""
     key: list[str] = []
-    models = [model]
+    models, in_dict = [model], False
     for part in loc:
         tagged = [one for one in models if len(models) > 1 and _tag(one) == part]
         if tagged:
             models = tagged
             continue
         key.append(str(part))
-        if isinstance(part, str) and models and part in models[0].model_fields:
-            models = _models_in(models[0].model_fields[part].annotation)
+        if isinstance(part, str) and models and part in models[0].model_fields and not in_dict:
+            annotation = models[0].model_fields[part].annotation
+            models, in_dict = _models_in(annotation), get_origin(annotation) is dict
+        else:
+            in_dict = False
     return ".".join(key) or "the root", models
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
-from pydantic_core import ErrorDetails
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import explain
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -57,37 +57,14 @@ class Report(StrictModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise ConfigError(_complaint(error.errors(include_url=False)[0], name)) from None
-
-
-def _complaint(fault: ErrorDetails, name: str) -> str:
-    key, kind, ctx = ".".join(map(str, fault["loc"])), fault["type"], fault.get("ctx", {})
-    match kind:
-        case "json_invalid":
-            return f"{name} is not valid JSON: {ctx['error']}"
-        case "model_type" if not key:
-            return f"{name} must hold a table, got {type(fault['input']).__name__}"
-        case "missing":
-            return f"{name}: {key} is missing"
-        case "extra_forbidden":
-            return f"{name}: {key} is an unknown key"
-        case "value_error":
-            return f"{name}: {key}{'.' if key else ''}{ctx['error']}"  # the rule's text begins with a key
-        case "float_type" | "finite_number":
-            rule = "a number"
-        case "int_type" | "int_from_float":
-            rule = "a whole number"
-        case "string_type":
-            rule = "a string"
-        case "bool_type":
-            rule = "true or false"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            rule = "a table"
-        case "list_type" | "tuple_type":
-            rule = "a list"
-        case _:
-            return f"{name}: {key}: {fault['msg']}"
-    return f"{name}: {key} must be {rule}, got {json.dumps(fault['input'])}"
+            fault = error.errors(include_url=False)[0]
+            if fault["type"] == "json_invalid":
+                line = f" is not valid JSON: {fault['ctx']['error']}"
+            elif fault["type"] == "model_type" and not fault["loc"]:
+                line = f" must hold a table, got {type(fault['input']).__name__}"
+            else:
+                line = f": {explain(error, cls)[0]}"
+            raise ConfigError(name + line) from None
 
 
 def data_frame(rows: Any) -> Any:

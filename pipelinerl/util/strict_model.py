@@ -19,8 +19,8 @@ MOST_TOKENS = 1_000_000_000
 MOST_CACHED_TOKENS = 1_000_000_000_000
 """Largest KV cache of an engine (tokens)."""
 LONGEST_S = 1e5
-"""Longest time of a part of a run that a key gives: 28 hours (seconds). The simulator counts in picoseconds; a delay
-drawn at random with this mean still fits into 64 bits."""
+"""Longest time that a key may give: 28 hours (seconds). The simulator counts in picoseconds; a delay drawn at random
+with this mean still fits into 64 bits."""
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST)]

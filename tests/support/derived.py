@@ -64,12 +64,12 @@ def run_data(**hardware):
 
 
 def by_name(**more):
-    """A run on H100s, and what else its [hardware] says."""
+    """A run on H100s, with more keys of [hardware]."""
     return parse_run(run_data(gpu="H100", model="Qwen2.5-7B", **more))
 
 
 def trained(level="central", trainer=None, **hardware):
-    """A run file on 16 H100s, 8 of which train, with a table [train] if there is something about its trainer."""
+    """A run file on 16 H100s, 8 of which train, with a table [train] if ``trainer`` has keys."""
     tables = run_data(gpu="H100", model="Qwen2.5-7B", level=level, **hardware)
     if trainer is not None:
         tables["train"] = {

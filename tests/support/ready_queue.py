@@ -1,4 +1,4 @@
-"""Staleness in the ready queue by the fluctuations of generation: what Applied Compute's closed form leaves out.
+"""Staleness in the ready queue by the fluctuations of generation, which Applied Compute's closed form omits.
 
 Derivation. Versions change when a training ends. A group in the queue at that moment gets a version staler, so with k
 groups per batch the mean staleness in the queue is E[groups in the queue at the end of a training] / k (Little's law,
@@ -18,8 +18,6 @@ import math
 
 import numpy as np
 
-from pipelinerl.util.arrays import check
-
 
 def poisson_queue_staleness(*, rate_ratio: float, queue_batches: float, groups_per_batch: int) -> float:
     """Return the mean staleness in the ready queue if groups come as a Poisson process (optimizer steps).
@@ -30,12 +28,7 @@ def poisson_queue_staleness(*, rate_ratio: float, queue_batches: float, groups_p
         rate_ratio: rho, sequences per second of generation over those of training; above 0, at most 1.
         queue_batches: q, capacity of the ready queue over the batch; less than 1 counts as 1.
         groups_per_batch: k (count).
-
-    Raises:
-        ValueError: If ``rate_ratio`` or ``groups_per_batch`` is out of range.
     """
-    check(0 < rate_ratio <= 1, "rate_ratio must be above 0 and at most 1", rate_ratio)
-    check(groups_per_batch >= 1, "groups_per_batch must be at least 1", groups_per_batch)
     k, mean = groups_per_batch, rate_ratio * groups_per_batch
     capacity = max(k, round(queue_batches * k))
     states = capacity - k + 1

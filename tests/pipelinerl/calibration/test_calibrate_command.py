@@ -66,7 +66,7 @@ def test_a_share_of_the_peak_that_is_all_of_it_is_warned_of(tmp_path: Path) -> N
     assert line.startswith("prefill_mfu came out at its bound, 1: prefill is as fast as the accelerator can be")
 
 
-def test_what_simulated_traces_and_kernels_give_is_not_doubted(pipeline_folder: Path) -> None:
+def test_fits_of_simulated_traces_and_kernels_are_not_doubted(pipeline_folder: Path) -> None:
     assert doubts(calibrate_trace(pipeline_folder)) == []
     kernels = calibrate_table(Path(__file__).parents[2] / "data" / "decode_step_kernels.csv", run_of(NAMED))
     assert doubts(kernels) == []

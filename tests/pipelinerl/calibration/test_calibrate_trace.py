@@ -69,7 +69,7 @@ def test_the_answer_to_the_last_turn_counts_as_scoring(tmp_path: Path) -> None:
     assert read_times(Trace(tmp_path / "trace.jsonl.gz")).score_s == [1.0, 1.5]
 
 
-def test_what_was_calibrated_simulates_as_the_run_did(pipeline_folder: Path) -> None:
+def test_calibrated_hardware_simulates_like_the_run(pipeline_folder: Path) -> None:
     result = calibrate_trace(pipeline_folder)
     again = simulate(run_of({**RUN, "hardware": result.table}))
     before = RunReport.read(pipeline_folder / "summary.json")
@@ -136,42 +136,27 @@ def test_a_trace_of_one_h_predicts_another_if_the_front_end_is_known(tmp_path: P
     assert max(errors[0.0, one] for one in (64, 32)) < -0.4
 
 
-def test_what_a_real_run_measured_of_its_front_end_is_taken(tmp_path: Path) -> None:
+def measured(folder: Path, **more: Any) -> Path:
+    """Return the folder of a simulated run whose summary also has keys of a real one."""
+    summary = traced(folder, run_of(RUN)) / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), **more}))
+    return folder
+
+
+def test_the_measured_front_end_of_a_real_run_is_taken(tmp_path: Path) -> None:
     """2 ms per rollout of the driver, which serves both engines, is more than 3 ms of each of them."""
-    folder = traced(tmp_path / "run", run_of(RUN))
-    summary = folder / "summary.json"
-    report = json.loads(summary.read_text())
-    busy = {"driver_busy_s_per_rollout": 0.002, "front_end_busy_s_per_rollout": 0.003}
-    summary.write_text(json.dumps({**report, **busy}))
-    engines = run_of(RUN).num_engines
-    assert calibrate_trace(folder).table["latency"]["request_s"] == pytest.approx(max(0.003, 0.002 * engines))
+    folder = measured(tmp_path / "run", driver_busy_s_per_rollout=0.002, front_end_busy_s_per_rollout=0.003)
+    assert calibrate_trace(folder).table["latency"]["request_s"] == pytest.approx(2 * 0.002)
 
 
-def test_decode_steps_that_a_real_run_measured_tell_what_a_sequence_costs(tmp_path: Path) -> None:
-    """A pipeline's batch is always full: its trace cannot. Measured: 10 ms, 1 ms a sequence; 9 of 10 steps have 16."""
-    folder = traced(tmp_path / "run", run_of(RUN))
-    summary = folder / "summary.json"
-    steps = [
-        {"steps": num, "sequences": num * size, "context": num * size * 40, "started": 0, "read_tokens": 0,
-         "seconds": num * (0.010 + 0.001 * size)}
-        for num, size in ((10, 1), (20, 2), (30, 5), (40, 9), (900, 16))
-    ]  # fmt: skip
-    summary.write_text(json.dumps({**json.loads(summary.read_text()), "decode_steps": steps}))
-    decode = calibrate_trace(folder, run_of(RUN, BLANK)).table["decode"]
-    expected = {"step_s": 0.010, "sequence_s": 0.001, "context_token_s": 0.0}
-    assert numbers_of(decode) == pytest.approx(expected, abs=1e-9)
-
-
-def test_prompts_are_fitted_to_the_measured_steps_that_read_them(tmp_path: Path) -> None:
-    """10 ms, 1 ms a sequence and 0.1 ms a token of a prompt."""
-    folder = traced(tmp_path / "run", run_of(RUN))
-    summary = folder / "summary.json"
+def test_decode_steps_that_a_real_run_measured_tell_what_a_sequence_and_a_prompt_cost(tmp_path: Path) -> None:
+    """10 ms, 1 ms a sequence, 0.1 ms a token of a prompt. A pipeline's batch is always full: its trace cannot tell."""
     steps = []
     for num, size, started in ((10, 1, 0), (20, 2, 1), (30, 5, 2), (40, 9, 4), (900, 16, 3)):
         each = {"steps": 1, "sequences": size, "context": 40 * size, "started": started, "read_tokens": 20 * started}
         seconds = 0.010 + 0.001 * size + 0.0001 * 20 * started
         steps.append({name: num * value for name, value in {**each, "seconds": seconds}.items()})
-    summary.write_text(json.dumps({**json.loads(summary.read_text()), "decode_steps": steps}))
+    folder = measured(tmp_path / "run", decode_steps=steps)
     result = calibrate_trace(folder, run_of(RUN, BLANK, "hardware.prefill={ token_s = 0.5 }"))
     expected = {"step_s": 0.010, "sequence_s": 0.001, "context_token_s": 0.0}
     assert numbers_of(result.table["decode"]) == pytest.approx(expected, abs=1e-7)
@@ -193,7 +178,7 @@ def test_rollouts_that_come_in_a_pause_share_the_first_step_after_it() -> None:
     assert list(squares) == [75, 50, 50]
 
 
-def test_the_way_back_comes_back(tmp_path: Path) -> None:
+def test_the_report_latency_comes_back(tmp_path: Path) -> None:
     folder = traced(tmp_path / "run", run_of(RUN, "hardware.latency.report_s=0.4"))
     latency = calibrate_trace(folder, run_of(RUN, BLANK)).table["latency"]
     assert latency["report_s"] == pytest.approx(0.4, rel=0.15)
@@ -202,23 +187,23 @@ def test_the_way_back_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [RUN, NAMED], ids=["tables", "names"])
 def test_mean_batches_below_one_are_not_raised_to_one(data: dict[str, Any]) -> None:
-    """Where the KV cache is full a life can hold fewer tokens than steps: what they cost is linear there too."""
+    """Where the KV cache is full a life can hold fewer tokens than steps: their cost is linear there, too."""
     run = run_of({**data, "hardware": {**data["hardware"], "latency": {}}})
     decode = resolved_hardware(run).decode
     empty_s = 2 * decode_s(decode, 1, 1, 0) - decode_s(decode, 1, 2, 0)
-    sequence_s, context_token_s = (
-        decode_s(decode, 1, 1, 0) - empty_s,
-        decode_s(decode, 1, 1, 1) - decode_s(decode, 1, 1, 0),
-    )
+    sequence_s = decode_s(decode, 1, 1, 0) - empty_s
+    context_token_s = decode_s(decode, 1, 1, 1) - decode_s(decode, 1, 1, 0)
     rows = [
         (steps, steps * mean, steps * 900.0 * (1 + index % 3))
         for index, steps in enumerate((200.0, 500.0, 800.0, 1100.0))
         for mean in (0.25, 0.5, 2.0)
     ]
     steps, sequences, context = np.array(rows).T
-    nothing, lives = np.zeros(len(rows)), np.arange(1.0, len(rows) + 1)
+    lives = np.arange(1.0, len(rows) + 1)
     work_s = empty_s * steps + sequence_s * sequences + context_token_s * context
-    times = DecodeTimes(steps, sequences, context, nothing, nothing, nothing, work_s + 66.0 * lives, lives, nothing)
+    times = DecodeTimes.of(
+        steps=steps, sequences=sequences, context=context, seconds=work_s + 66.0 * lives, lives=lives
+    )
     result, ones = HardwareFit(run.hardware), np.ones(len(rows))
     assert result.decode(times, ones, "lives", with_dispatch=True) == pytest.approx(66.0, rel=1e-6)
     assert result.decode_s(times, ones) == pytest.approx(work_s, rel=1e-4)
@@ -287,7 +272,7 @@ def test_packs_are_calibrated_for_the_longest_rollout_that_is_simulated() -> Non
 
 
 @pytest.mark.slow
-def test_what_the_trainer_of_the_run_file_does_is_no_slowness(tmp_path: Path) -> None:
+def test_recomputation_in_the_run_file_is_not_taken_for_slowness(tmp_path: Path) -> None:
     """Recomputing or not is read from train.trainer: the same speed of the products comes back either way."""
     task = {"name": "math", "settings": {}}
     train = {"model": {"path": "m"}, "task": task, "optimizer": {"learning_rate": 1e-6}}

@@ -18,9 +18,7 @@ def numbers(run: RunConfig, **values: float) -> HardwareFit:
 def test_a_speed_factor_does_not_change_how_sequences_are_shared() -> None:
     config = run_of(RUN, "hardware.training.sequence_accelerators=2")
     goal_s = 3 * train_step_s(config)
-    table = calibrate_numbers(
-        config, train_step_s=goal_s, model_train_s=train_step_s, model_rollout_s=rollout_batch_s
-    ).table
+    table = numbers(config, train_step_s=goal_s).table
     assert table["training"]["sequence_accelerators"] == 2
     assert train_step_s(run_of({**RUN, "hardware": table})) == pytest.approx(goal_s, rel=1e-3)
 
@@ -73,3 +71,5 @@ def test_numbers_must_be_given_and_positive() -> None:
         numbers(run_of(RUN))
     with pytest.raises(ConfigError, match="--weight-sync-s must be above 0 and in seconds, got -1"):
         numbers(run_of(RUN), weight_sync_s=-1.0)
+    with pytest.raises(ConfigError, match="--train-step-s must be above 0 and in seconds, got 0"):
+        numbers(run_of(RUN), train_step_s=0.0)

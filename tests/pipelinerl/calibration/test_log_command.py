@@ -1,4 +1,4 @@
-"""The command line of a log: the walk of the documentation, what is written, what is refused; ``--hardware``."""
+"""The command line of a log: the walk of the documentation, files written, input refused; ``--hardware``."""
 
 import json
 import re
@@ -89,7 +89,9 @@ def test_wrong_use_ends_with_one_line_and_status_2(
         ("step,step_s,length_mean,accelerators\n1,9,100,8\n", "--set scheduler.train_batch_size=N is missing"),
     ],
 )
-def test_what_no_log_tells_is_asked_for(command: Command, tmp_path: Path, text: str, message: str) -> None:
+def test_values_that_are_not_in_the_log_are_asked_for(
+    command: Command, tmp_path: Path, text: str, message: str
+) -> None:
     (tmp_path / "a.csv").write_text(text)
     assert_fails(command("calibrate", tmp_path / "a.csv", "--from", "csv", *NAMED), 2, message)
 

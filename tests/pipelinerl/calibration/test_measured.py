@@ -1,4 +1,4 @@
-"""Measurements merged into a run file: what each source states, and which are refused."""
+"""Measurements merged into a run file: the facts of each source, and sources that are refused."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def test_a_hardware_file_of_calibrate_is_merged_over_the_run_file(tmp_path: Path
         ("a.toml", "[hardware.weights]\npublish = 1", "hardware.weights.publish"),
     ],
 )
-def test_what_is_no_measurement_of_this_system_is_refused(
+def test_a_source_without_measurements_of_this_system_is_refused(
     tmp_path: Path, name: str, text: str | None, words: str
 ) -> None:
     if text is not None:

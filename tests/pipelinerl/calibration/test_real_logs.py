@@ -1,4 +1,4 @@
-"""Lines that jobs of other systems printed, as their users made them public: what is read, and the walk of the docs."""
+"""Lines that jobs of other systems printed, as their users made them public, and the table of the docs."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pipelinerl.errors import ConfigError
 from sim.batch import measured_steps, train_step_s
 
 LOGS = Path(__file__).parents[2] / "data" / "logs"
-"""Cut to the metrics that are read and some of their neighbours; tests/data/README.md says where each was found."""
+"""Cut to the metrics that are read and some of their neighbours; their sources are in tests/data/README.md."""
 MODELS = Models(train_step_s, measured_steps)
 
 
@@ -96,7 +96,7 @@ def test_numbers_of_numpy_2_are_read_in_dictionaries(tmp_path: Path) -> None:
     assert read_log([tmp_path / "a.log"], "slime") == [step]
 
 
-def test_what_others_print_is_no_part_of_a_broken_line(tmp_path: Path) -> None:
+def test_lines_of_other_processes_are_no_part_of_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(
         "(TaskRunner pid=1) step:1 - timing_s/gen:12.0 - timing_s/step:3\n0.5 - timing_s/update_actor:7\n"
         "2025-10-07 07:01:41,025 - verl - INFO: saved\n(WorkerDict pid=2) 5 - actor/lr:0.1\n"
@@ -144,7 +144,7 @@ JOBS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "NeMo-RL, 70B": ("nemo_rl_70b.csv", "csv", {"model": "Llama-3.1-70B", "gpu": "H100"},
                      (*NEMO, "cluster.tensor_parallel=4", "scheduler.generation_batch_size=128")),
 }  # fmt: skip
-"""Job of the table: its log, the system, and what was known of it besides."""
+"""Job of the table: its log, the system, and further facts known of it."""
 
 
 def calibrated(job: str) -> CalibratedLog:

@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ REQUEST_S = {"pipeline": 0.0011, "conventional": 0.0019}
 
 
 class Measured:
-    """What a recorded run says of itself."""
+    """Measurements in the trace of a run."""
 
     def __init__(self, trace: Trace) -> None:
         spans, lag, self.num_tokens, self.lengths = {}, 0, 0, dict[int, int]()
@@ -48,26 +49,31 @@ class Measured:
                     rows.writerows([first // group_size, min(self.lengths[one], longest)] for one in group)
 
 
-def both(name: str, tmp_path: Path) -> tuple[Measured, RunReport]:
-    """Return a run as it was measured, and as it is simulated with what is calibrated on it."""
-    trace = Trace(RUNS / f"{name}.jsonl.gz")
+def calibrated(source: Path, tmp_path: Path, request_s: float | None = None) -> tuple[Measured, dict[str, Any]]:
+    """Return a run as it was measured, and its run file with its own lengths and the hardware calibrated on it."""
+    trace = Trace(source / "trace.jsonl.gz" if source.is_dir() else source)
     measured, data = Measured(trace), trace.config.model_dump(mode="json", exclude_none=True)
-    data["hardware"]["latency"]["request_s"] = REQUEST_S[name]
-    given = RunConfig.model_validate(data, strict=False)
-    data["hardware"] = calibrate_trace(RUNS / f"{name}.jsonl.gz", given).table
-    longest = given.workload.length.max
-    measured.write_lengths(tmp_path / "lengths.csv", given.workload.group_size, longest)
+    if request_s is not None:
+        data["hardware"]["latency"]["request_s"] = request_s
+    data["hardware"] = calibrate_trace(source, RunConfig.model_validate(data, strict=False)).table
+    longest = trace.config.workload.length.max
+    measured.write_lengths(tmp_path / "lengths.csv", trace.config.workload.group_size, longest)
     data["workload"]["length"] = {"kind": "empirical", "source": str(tmp_path / "lengths.csv"), "max": longest}
-    return measured, simulate(RunConfig.model_validate(data, strict=False))
+    return measured, data
+
+
+def simulated(data: dict[str, Any]) -> RunReport:
+    return simulate(RunConfig.model_validate(data, strict=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline", "conventional"])
 def test_a_real_runs_mean_lag_and_speed_come_out_right(name: str, tmp_path: Path) -> None:
     """Before reports took time and transfers counted in the mean, the pipeline's lag came out at 0.90 or 0.57 of it."""
-    measured, simulated = both(name, tmp_path)
-    assert simulated.lag.mean == pytest.approx(measured.lag_mean, rel=0.10)
-    assert simulated.tokens_per_s == pytest.approx(measured.num_tokens / measured.duration_s, rel=0.15)
+    measured, data = calibrated(RUNS / f"{name}.jsonl.gz", tmp_path, REQUEST_S[name])
+    report = simulated(data)
+    assert report.lag.mean == pytest.approx(measured.lag_mean, rel=0.10)
+    assert report.tokens_per_s == pytest.approx(measured.num_tokens / measured.duration_s, rel=0.15)
 
 
 def test_step_times_of_one_h_predict_others(tmp_path: Path) -> None:
@@ -76,22 +82,16 @@ def test_step_times_of_one_h_predict_others(tmp_path: Path) -> None:
     The seconds of its decode steps, which it measured, tell what a sequence costs. A step clock that could run
     backwards made the lag twice as large.
     """
-    folder = RUNS / "reasoning_32"
-    trace = Trace(folder / "trace.jsonl.gz")
-    measured, data = Measured(trace), trace.config.model_dump(mode="json", exclude_none=True)
-    data["hardware"] = calibrate_trace(folder).table
-    longest = trace.config.workload.length.max
-    measured.write_lengths(tmp_path / "lengths.csv", trace.config.workload.group_size, longest)
-    data["workload"]["length"] = {"kind": "empirical", "source": str(tmp_path / "lengths.csv"), "max": longest}
+    _, data = calibrated(RUNS / "reasoning_32", tmp_path)
     for slots, tokens_per_s, lag, within in ((32, 3363, 0.555, 0.1), (64, 4243, 0.957, 0.2), (128, 4306, 1.931, 0.2)):
         data["scheduler"]["generation_batch_size"] = slots
-        simulated = simulate(RunConfig.model_validate(data, strict=False))
-        assert simulated.tokens_per_s == pytest.approx(tokens_per_s, rel=within)
-        assert simulated.lag.mean == pytest.approx(lag, rel=within)
+        report = simulated(data)
+        assert report.tokens_per_s == pytest.approx(tokens_per_s, rel=within)
+        assert report.lag.mean == pytest.approx(lag, rel=within)
 
 
 @pytest.mark.slow
-def test_the_way_back_is_a_part_of_what_a_rollout_takes(tmp_path: Path) -> None:
+def test_the_report_latency_of_a_real_run_is_near_its_measurement(tmp_path: Path) -> None:
     """The engine's own clock, which a trace does not hold, said 59 ms in the median and 109 ms in the mean."""
     trace = RUNS / "pipeline.jsonl.gz"
     latency = calibrate_trace(trace).table["latency"]
@@ -109,15 +109,11 @@ def test_the_lag_that_staged_weights_add_is_simulated_as_it_was_measured() -> No
     data = Trace(folder / "trace.jsonl.gz").config.model_dump(mode="json", exclude_none=True)
     data["optimizer_steps"] = measured.optimizer_steps
     data["hardware"] = calibrate_trace(folder).table
-
-    def simulated() -> RunReport:
-        return simulate(RunConfig.model_validate(data, strict=False))
-
-    there = simulated()
+    there = simulated(data)
     assert there.lag.mean == pytest.approx(measured.lag.mean, rel=0.10)
     assert there.lag.in_queue_mean == pytest.approx(measured.lag.in_queue_mean, rel=0.05)
     assert there.lag.in_flight_mean == pytest.approx(measured.lag.in_flight_mean, abs=0.2)
     assert data["hardware"]["weights"].pop("transfer_s") == pytest.approx(1.2, abs=0.1)
-    without = simulated()
+    without = simulated(data)
     assert without.lag.in_flight_mean == 0.0
     assert measured.lag.mean - without.lag.mean > 0.5

@@ -129,7 +129,7 @@ def test_trainers_of_mixtures_are_inside_the_band(model, gpus, measured, rel):
     ],
 )
 def test_an_rl_trainer_with_few_tokens_per_step_is_inside_the_band(model, gpus, tokens, packs, measured):
-    """prime-rl: what its step costs whatever it holds is part of the band."""
+    """prime-rl: the fixed cost of its step is part of the band."""
     rates = []
     for level in Level:
         training = derived(model=find_model(model), trainers=gpus, colocated=True, level=level).training

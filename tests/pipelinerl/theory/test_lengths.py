@@ -32,6 +32,6 @@ def test_uniform_lengths_are_those_of_one_answer_of_each_length(longest):
 
 
 @pytest.mark.parametrize("tokens", [[], [[1, 2]], [1.5], [3, 0], [-1]])
-def test_lengths_from_refuses_what_is_no_list_of_lengths(tokens):
+def test_lengths_from_refuses_anything_but_a_list_of_lengths(tokens):
     with pytest.raises(ValueError, match="tokens must be a list of whole numbers, each at least 1, got"):
         lengths_from(tokens)

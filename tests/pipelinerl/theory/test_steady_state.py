@@ -62,16 +62,16 @@ def screened(config: RunConfig, answers: LengthStatistics | None = None) -> Esti
 
 
 def test_full_slots_give_an_answer_per_slot_and_101_steps() -> None:
-    """A slot decodes 100 of 101 steps, so 400/101 sequences are decoded; 8 answers need one round of 8 slots."""
+    """A slot decodes 100 of 101 steps, so 400/101 sequences are decoded; 8 answers need one round of 8 slots.
+
+    The lag is half of what is in flight over the batch, and the trainer's share.
+    """
     estimate = screened(run(FIXED))
+    assert estimate.lag_mean == pytest.approx(8 / 8 / 2 + 0.1 / 1.41)
     assert estimate.step_s == pytest.approx(101 * (0.01 + 0.001 * 400 / 101))
     assert estimate.tokens_per_s == pytest.approx(800 / 1.41)
     assert estimate.training_s + estimate.publishing_s == pytest.approx(0.1)
     assert estimate.generation_s == estimate.step_s
-
-
-def test_the_lag_of_fixed_lengths_is_half_of_what_is_in_flight_over_the_batch_and_the_trainers_share() -> None:
-    assert screened(run(FIXED)).lag_mean == pytest.approx(8 / 8 / 2 + 0.1 / 1.41)
 
 
 def test_conventional_drains_all_slots_at_once_and_then_trains() -> None:

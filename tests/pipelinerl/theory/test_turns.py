@@ -58,15 +58,17 @@ def screened(config: RunConfig) -> Estimate:
     return screen(config, hardware, decode_step, answers_of(config)[0])
 
 
-def made() -> TurnMeans:
-    """Return the means of a rollout of two turns."""
-    return TurnMeans.of([Turn(*(np.array(one) for one in ([10, 17], [10, 3], [4, 4], [2.0, 3.0])))])
+def means_of(*columns: list[int] | list[float]) -> TurnMeans:
+    """Return the means of one rollout, from the arrays of its turns."""
+    return TurnMeans.of([Turn(*map(np.array, columns))])
+
+
+TWO_TURNS = means_of([10, 17], [10, 3], [4, 4], [2.0, 3.0])
 
 
 def test_means_of_three_turns_by_hand() -> None:
     """A prompt of 10 tokens, three turns of 4, 3 tokens observed between them; a reset of 2 s, steps of 3 and 5 s."""
-    arrays = (np.array(one) for one in ([10, 17, 24], [10, 3, 3], [4, 4, 4], [2.0, 3.0, 5.0]))
-    means = TurnMeans.of([Turn(*arrays)])
+    means = means_of([10, 17, 24], [10, 3, 3], [4, 4, 4], [2.0, 3.0, 5.0])
     assert (means.acting_s, means.reset_s, means.gap_s) == (10.0, 2.0, 4.0)
     assert means.context == 17 + 2  # half of its own four tokens besides
     assert means.held == (3 * 14 + 5 * 21) / 8
@@ -151,21 +153,20 @@ def test_the_wait_for_prefills_of_others_by_hand() -> None:
     waits for half of it.
     """
     prefill = PrefillConfig(token_s=1.0)
-    arrays = (np.array(one) for one in ([10, 17, 24], [10, 3, 3], [4, 4, 4], [2.0, 3.0, 5.0]))
-    turns = TurnMeans.of([Turn(*arrays)])
+    turns = means_of([10, 17, 24], [10, 3, 3], [4, 4, 4], [2.0, 3.0, 5.0])
     assert turns.held_up_s(prefill, kept=1.0, rate=0.01) == pytest.approx(3 * 0.16 * (16 / 3) / 2)
     assert turns.held_up_s(prefill, kept=0.0, rate=0.01) == pytest.approx(3 * 0.51 * 17 / 2)
 
 
 def test_the_caches_of_the_longest_gaps_are_dropped_first() -> None:
     """Of gaps of 1, 1, 2 and 4 s a quarter of the time is beyond 2 s, and a half of the gaps is at least as long."""
-    turns = replace(made(), gap_quantiles=(1.0, 1.0, 2.0, 4.0))
+    turns = replace(TWO_TURNS, gap_quantiles=(1.0, 1.0, 2.0, 4.0))
     assert turns.dropped(np.array([0.0, 1e-9, 0.25, 0.5, 1.0])) == pytest.approx([0.0, 0.25, 0.5, 1.0, 1.0])
 
 
 def test_of_exponential_gaps_as_many_are_dropped_as_room_is_missing() -> None:
     """E[(gap - T)+] / E[gap] = exp(-T) = P(gap >= T)."""
-    turns = replace(made(), gap_quantiles=tuple(-math.log1p(-(part + 0.5) / 20_000) for part in range(20_000)))
+    turns = replace(TWO_TURNS, gap_quantiles=tuple(-math.log1p(-(part + 0.5) / 20_000) for part in range(20_000)))
     lost = np.array([0.01, 0.1, 0.5, 0.9])
     assert turns.dropped(lost) == pytest.approx(lost, abs=2e-3)
 
@@ -175,7 +176,7 @@ def test_the_longest_life_by_hand() -> None:
 
     Of two the longest is 3 s with probability 3/4. One alone is as long as the mean.
     """
-    turns = replace(made(), generated_R=np.array([4.0, 2.0]), acting_R=np.array([1.0, 0.0]))
+    turns = replace(TWO_TURNS, generated_R=np.array([4.0, 2.0]), acting_R=np.array([1.0, 0.0]))
     assert turns.longest_s(2, 0.5) == pytest.approx(3 * 0.75 + 1 * 0.25)
     assert turns.longest_s(1, 0.5) == pytest.approx(2.0)
 
@@ -183,7 +184,7 @@ def test_the_longest_life_by_hand() -> None:
 @pytest.mark.parametrize("number", [1, 9, 99])
 def test_a_drain_of_equal_lives_by_theory(number: int) -> None:
     """Lives of 3 s that begin together end together; residual ones are uniform, the longest of n is 3 n/(n + 1)."""
-    turns = replace(made(), generated_R=np.array([2.0]), acting_R=np.array([1.0]))
+    turns = replace(TWO_TURNS, generated_R=np.array([2.0]), acting_R=np.array([1.0]))
     assert turns.drain_s(number, lambda _: 1.0, refilled=False) == pytest.approx(3.0)
     assert turns.drain_s(number, lambda _: 1.0, refilled=True) == pytest.approx(3 * number / (number + 1), rel=0.01)
 

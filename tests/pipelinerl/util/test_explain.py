@@ -96,7 +96,7 @@ def test_every_fault_has_a_line_and_a_list_its_index() -> None:
     ]
 
 
-def test_what_is_no_table_at_all_is_named_as_the_root() -> None:
+def test_an_input_that_is_no_table_is_named_the_root() -> None:
     with pytest.raises(ValidationError) as caught:
         Machine.model_validate_json("[]")
     assert explain(caught.value, Machine) == ["the root must be a table, got []"]

@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import pytest
 from pydantic import model_validator
@@ -26,17 +26,14 @@ class Inner(Report):
 
 
 class Whole(Report):
-    """A field of every type, and a rule over two of them."""
+    """Nested tables, absent values, and a rule over two fields."""
 
     rate_s: float
     count: int
     name: str
-    done: bool
     inner: Inner
     tables: dict[str, Inner]
-    values: list[float]
     span: tuple[float, float]
-    kind: Literal["a", "b"]
     limit: int | None
     extra: int | None = None
 
@@ -48,8 +45,8 @@ class Whole(Report):
 
 
 GOOD: dict[str, Any] = {
-    "rate_s": 0.5, "count": 3, "name": "x", "done": False, "inner": {"low": 1, "high": 2},
-    "tables": {"t": {"low": 1, "high": 2}}, "values": [0.5, 1.0], "span": [0.0, 1.0], "kind": "a", "limit": None,
+    "rate_s": 0.5, "count": 3, "name": "x", "inner": {"low": 1, "high": 2}, "tables": {"t": {"low": 1, "high": 2}},
+    "span": [0.0, 1.0], "limit": None,
 }  # fmt: skip
 
 
@@ -66,28 +63,17 @@ def test_a_report_is_read_back_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"colour": "red"}, "colour is an unknown key"),
-        ({"inner": {"colour": 1}}, "inner.colour is an unknown key"),
-        ({"rate_s": "fast"}, 'rate_s must be a number, got "fast"'),
-        ({"rate_s": True}, "rate_s must be a number, got true"),
+        ({"inner": {"colour": 1}}, "inner.colour is an unknown key; allowed: high, low"),
+        ({"tables": {"low": {"colour": 1}}}, "tables.low.colour is an unknown key; allowed: high, low"),
         ({"rate_s": None}, "rate_s must be a number, got null"),
         ({"rate_s": float("nan")}, "rate_s must be a number, got NaN"),
-        ({"count": True}, "count must be a whole number, got true"),
-        ({"count": 1.5}, "count must be a whole number, got 1.5"),
-        ({"name": 5}, "name must be a string, got 5"),
-        ({"done": 1}, "done must be true or false, got 1"),
-        ({"inner": 5}, "inner must be a table, got 5"),
         ({"tables": []}, "tables must be a table, got []"),
         ({"tables": {"t": 1}}, "tables.t must be a table, got 1"),
-        ({"values": "x"}, 'values must be a list, got "x"'),
-        ({"values": [1.0, []]}, "values.1 must be a number, got []"),
         ({"span": 1.0}, "span must be a list, got 1.0"),
         ({"span": [1.0]}, "span.1 is missing"),
-        ({"kind": "c"}, "kind: Input should be 'a' or 'b'"),
-        ({"inner": {"low": 5, "high": 4}}, "inner.high must be at least low = 5, got 4"),
         ({"tables": {"t": {"low": 5, "high": 4}}}, "tables.t.high must be at least low = 5, got 4"),
         ({"name": "none"}, "count must be 0, got 3"),
-        *(({key: ...}, f"{key} is missing") for key in GOOD),
+        ({"limit": ...}, "limit is missing"),
     ],
 )
 def test_a_wrong_or_missing_value_is_one_line_that_names_its_key(changes: dict[str, Any], complaint: str) -> None:

@@ -92,7 +92,7 @@ def test_a_fault_is_one_line_with_file_line_column_rule_and_value(tmp_path: Path
 @pytest.mark.parametrize(
     "cell", ["many", "-3", "1_000", "1,024", "2.5", "1000000001", "inf", "\u0663", "\u00b2", "0x1"]
 )
-def test_what_is_no_number_of_the_right_kind_is_refused(tmp_path: Path, cell: str) -> None:
+def test_a_cell_that_is_no_whole_number_is_refused(tmp_path: Path, cell: str) -> None:
     path = write(tmp_path, f'name,count\na,"{cell}"\n')
     with pytest.raises(ConfigError, match=f"line 2: count must be a whole number from 0 to 1000000000, got '{cell}'"):
         read_table(path, "t").rows(Row)
@@ -111,7 +111,7 @@ def test_what_is_no_number_of_the_right_kind_is_refused(tmp_path: Path, cell: st
         ("unit", "h", "one of s, ms"),
     ],
 )
-def test_a_rule_is_said_in_words(tmp_path: Path, column: str, cell: str, rule: str) -> None:
+def test_the_rule_of_a_column_is_in_words(tmp_path: Path, column: str, cell: str, rule: str) -> None:
     path = write(tmp_path, f"name,count,{column}\na,1,{cell}\n")
     with pytest.raises(ConfigError, match=f"line 2: {column} must be {rule}, got '{cell}'$"):
         read_table(path, "t").rows(Row)

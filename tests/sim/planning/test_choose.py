@@ -44,8 +44,7 @@ def candidate(label: str, family: str = "pipeline") -> Candidate:
 
 def screened(label: str, rate: float, lag: float, family: str = "pipeline") -> Screened:
     estimate = Estimate(
-        step_s=1.0, generation_s=1.0, training_s=1.0, publishing_s=0.0, tokens_per_s=rate, lag_mean=lag, lag_max=0.0,
-        start_s=0.0,
+        step_s=1.0, generation_s=1.0, training_s=1.0, publishing_s=0.0, step_tokens=rate, lag_mean=lag, lag_max=0.0
     )  # fmt: skip
     return Screened(candidate(label, family), estimate)
 
