@@ -275,16 +275,7 @@ class Math:
         self._training = [problem for problem in rest if problem.prompt not in known]
         if not self._training:
             raise ConfigError(f"train.task.settings.path must have problems that are not held out, got {path!r}")
-
-    @property
-    def num_held_out(self) -> int:
-        """Held-out problems (count)."""
-        return len(self._held_out)
-
-    @property
-    def num_training(self) -> int:
-        """Training problems (count)."""
-        return len(self._training)
+        self.num_held_out, self.num_training = len(self._held_out), len(self._training)
 
     def problem(self, index: int, *, held_out: bool) -> Problem:
         """Return the problem of an index (``problems``); ValueError if a held-out one is requested and none exists."""
