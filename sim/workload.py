@@ -14,14 +14,14 @@ stream         indexed by           decides
 ``answers``    ``group_id``         which answers of that prompt the rollouts give
 ``lengths``    ``group_id``         lengths of the kinds ``uniform`` and ``lognormal``
 ``rounding``   ``group_id``         whether a log-normal length is rounded up or down
-``rewards``    ``group_id``         rewards, where no source says what was correct
+``rewards``    ``group_id``         rewards, where no source has them
 =============  ===================  ====================================================================
 
 A length is a whole number of tokens from 1 to ``max``, and rounding does not move its mean: a log-normal
 length x becomes floor(x) or floor(x) + 1 at random with mean x; an empirical source is scaled so that the
 mean of the *rounded and cut* lengths is the one asked for, which leaves at most half a token.
 
-Of a run as the source nothing is drawn: the prompts are its whole groups in their order, again and again.
+With a run as the source nothing is drawn: the prompts are its whole groups in their order, again and again.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Workload:
     def group(self, group_id: int, prompt_id: int) -> DrawnGroup:
         """Return the lengths and rewards of the rollouts of a group; equal numbers (0 at least) give equal groups.
 
-        The prompt decides what all groups that answer it have in common; the group decides which answers are given.
-        So a prompt that is started again in a new group gets other answers.
+        In a source, a prompt has a length and answers, and the group chooses among these answers. So a prompt that is
+        started again in a new group gets other answers.
         """
         block, row = divmod(group_id, self._groups_per_block)
         if not self._prompts:

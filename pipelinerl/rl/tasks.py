@@ -71,8 +71,8 @@ class Verifiers:
     def verify(self, expected: str, answer: str) -> bool | None:
         """Return whether an answer equals the expected one, texts with an expression; None: the latter is unreadable.
 
-        One that takes too long does not, nor one that a child process does not survive, in a second try with a new one.
-        Raises RuntimeError if math-verify raised an error, or no process of it can be started.
+        False also if it takes too long, or ends two child processes, the second a new one. Raises RuntimeError if
+        math-verify raised an error, or none of its processes can be started.
         """
         with self._free:
             try:
@@ -315,7 +315,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) 
 
 
 def load_task(config: TaskConfig) -> Task:
-    """Return the built-in task that ``train.task`` names, or what the user's class or function returns.
+    """Return the built-in task that ``train.task`` names, or the result of the user's class or function.
 
     Raises ConfigError, one line, if the name is no task's, it cannot be imported, or its settings are wrong.
     """
