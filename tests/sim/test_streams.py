@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, DispatchDelays, named_stream
+from sim.streams import DRAWS_PER_BLOCK, DispatchDelays, named_stream
 
 Z = 4.9
 """A standard normal is farther from 0 once in a million."""
@@ -73,14 +73,6 @@ def test_a_delay_does_not_depend_on_what_was_asked_before(group_ids, group_size)
     asked = [one.group(group_id) for group_id in group_ids]
     assert asked == [delays(jitter_s=1e-3, group_size=group_size).group(group_id) for group_id in group_ids]
     assert all(len(group) == group_size for group in asked)
-
-
-def test_a_block_that_was_given_up_is_drawn_again():
-    one = delays(jitter_s=1e-3)
-    first = one.group(0)
-    for block in range(1, BLOCKS_KEPT + 2):
-        one.group(block * DRAWS_PER_BLOCK // 8)
-    assert one.group(0) == first
 
 
 def test_the_jitter_is_exponential():
