@@ -18,7 +18,6 @@ from pipelinerl.scheduler.events import (
     ObservationReady,
     OpenEnvironment,
     RolloutAborted,
-    RolloutFailed,
     RolloutFinished,
     StartRollout,
     StartTraining,
@@ -206,23 +205,6 @@ def test_littles_law_at_every_station():
     assert report.in_use_mean * duration_s == pytest.approx(sum(report.seconds.parts.values()) * finished)
     assert report.in_use_mean <= 16 * (1 + 1e-9)
     assert report.seconds.scoring == pytest.approx(4.0, rel=0.02)  # but for those cut off at the end
-
-
-def test_environments_fail_as_often_as_they_are_said_to():
-    """Each of 4 calls of a rollout fails with probability 0.05: it finishes with 0.95^4 = 0.815.
-
-    Of n rollouts that ended the share is within 4 standard deviations, 4 sqrt(0.815 x 0.185 / n): one false alarm in
-    16,000 seeds. Nothing of a failed rollout is trained on, and every rollout is counted once.
-    """
-    run = play(400, batch=4, slots=8, length=fixed(3), environment=environment(count=8, turns=4, failure_rate=0.05))
-    counts = run.summary().rollouts
-    failed = {entry.rollout_id for _, entry in run.of(RolloutFailed)}
-    share, num = 0.95**4, counts.finished + counts.failed
-    assert len(failed) == counts.failed
-    assert abs(counts.finished / num - share) <= 4 * (share * (1 - share) / num) ** 0.5
-    assert not failed & set(run.trained)
-    ended = counts.trained + counts.discarded + counts.aborted + counts.failed
-    assert counts.started == ended + counts.unfinished
 
 
 def test_what_was_observed_is_trained_over_but_not_counted():
