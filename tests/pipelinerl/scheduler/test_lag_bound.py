@@ -1,4 +1,4 @@
-"""The two rules of ``max_lag`` by hand; that they keep the bound is shown by the state machine of all schedulers."""
+"""The two rules of ``max_lag`` by hand; that they keep the bound is tested with the hostile driver."""
 
 import pytest
 
