@@ -1,4 +1,4 @@
-"""Comparisons: which runs are made, that each is the run it would be alone, and what is kept when some fail."""
+"""Comparisons: which runs are made, that each equals the run made alone, and results kept when some fail."""
 
 import json
 import sys
@@ -108,7 +108,7 @@ def test_the_default_comparison_of_a_conventional_run_or_of_one_with_a_bound_on_
         ("x" * 300, "x" * 80),
     ],
 )  # fmt: skip
-def test_folders_are_named_by_what_is_safe_in_a_file_name(name: str, folder: str) -> None:
+def test_names_of_folders_are_safe_file_names(name: str, folder: str) -> None:
     (cell,) = plan_cells(run(arms=[{"name": name}], baseline=name))
     assert cell.folder == f"as_given/{folder}"
 
@@ -205,7 +205,7 @@ def test_the_baseline_has_a_speedup_of_one_and_equal_arms_are_equal() -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_run_that_fails_is_told_and_the_others_are_compared(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_reported_and_the_others_are_compared(tmp_path: Path) -> None:
     ended: list[str | None] = []
     config = run(arms=[PIPELINE, STALLS, CONVENTIONAL], baseline="conventional")
     result = compare(config, out=tmp_path, on_done=lambda _cell, failure: ended.append(failure))

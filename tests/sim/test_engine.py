@@ -1,4 +1,4 @@
-"""Engines: what they report by hand-made arithmetic, and what queueing theory says.
+"""Engines: their reports by hand-made arithmetic, and by queueing theory.
 
 Goldens hold for both engines. Unless a test says otherwise a decode step lasts 10 ticks, whatever it holds.
 """
@@ -37,7 +37,7 @@ def test_waiting_rollouts_take_free_slots_and_their_prefill_delays_the_next_step
 
 @both_engines
 @pytest.mark.parametrize(("arrival", "finish"), [(9, 20), (10, 30), (11, 30)])
-def test_what_arrives_exactly_at_a_boundary_joins_at_the_next(make, arrival, finish):
+def test_a_rollout_that_arrives_exactly_at_a_boundary_joins_at_the_next(make, arrival, finish):
     """Boundaries at 10, 20, 30; a step of its own makes the one token."""
     entries = log_of(make, settings_with(), rollouts=[(0, 0, 0, 4), (arrival, 1, 0, 1)])
     assert entries[0] == (finish, "finished", 1, spans((0, 1)))
@@ -136,7 +136,7 @@ def test_recompute_charges_the_prefill_of_everything_in_the_batch(make):
 
 
 @both_engines
-def test_recompute_charges_nothing_for_what_leaves_at_the_same_boundary(make):
+def test_recompute_charges_nothing_for_a_rollout_that_leaves_at_the_same_boundary(make):
     """0 and 1 have 3 + 2 tokens each at 26; pause to 29. Of a cache of 10, 1 is preempted: 29 + 5 + 10 = 44, 0 is done.
 
     Only then is 1 prefilled: 44 + 5 + 10 = 59. If it is aborted in the pause instead, 0 ends at 44 just so.
@@ -160,7 +160,7 @@ def test_recompute_charges_nothing_for_what_leaves_at_the_same_boundary(make):
 
 
 @both_engines
-def test_abort_ends_batch_and_queue_but_not_what_arrives_after_it(make):
+def test_abort_ends_batch_and_queue_but_no_later_arrival(make):
     """Two slots, so 2 waits; 3 arrives together with the update and joins after the pause: 23 + 10."""
     entries = log_of(
         make,
@@ -178,7 +178,7 @@ def test_abort_ends_batch_and_queue_but_not_what_arrives_after_it(make):
 
 
 @both_engines
-def test_wait_lets_finish_what_arrived_before_and_holds_what_arrives_after(make):
+def test_wait_finishes_earlier_arrivals_and_holds_later_ones(make):
     """One slot: rollout 0 ends at 30, rollout 1 at 40; pause to 43; rollout 2 ends at 53."""
     entries = log_of(
         make,
@@ -322,7 +322,7 @@ class Refill(Log):
 
 @both_engines
 def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make):
-    """Slots out of step with each other: what is started at a boundary joins at the next, so n of n + 1 steps.
+    """Slots out of step with each other: a rollout started at a boundary joins at the next, so n of n + 1 steps.
 
     Rollouts join at 0, 10, .. 40, so 5 + 4 + 3 + 2 + 1 tokens are there at 50.
     """

@@ -1,4 +1,4 @@
-"""Episodes: drawn by means, recorded, cut at the context; and what of a source is wrong."""
+"""Episodes: drawn by means, recorded, cut at the context; and faults of a source."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_problem_decides_its_share_of_the_turns(share):
 
 
 @pytest.mark.slow
-def test_what_is_drawn_has_the_means_and_is_a_function_of_the_rollout():
+def test_draws_have_the_means_and_are_a_function_of_the_rollout():
     """4000 rollouts; each mean within 5 of its standard errors, one false alarm in two million seeds."""
     turns = {"kind": "lognormal", "mean": 20.0, "cv": 0.5, "max": 200, "observation_tokens": 30.0,
              "observation_cv": 1.0, "observation_max": 10**6, "context_max": 10**8}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lengths from a source: what is drawn from it, what it may hold, how a fault in it is reported."""
+"""Lengths from a source: draws, allowed contents, reports of faults."""
 
 import tempfile
 from collections import Counter
@@ -125,7 +125,7 @@ def test_rewards_are_drawn_where_the_source_does_not_give_them(tmp_path):
     assert_mean(rewards, 0.2)
 
 
-def test_prompt_lengths_are_those_of_the_source_where_it_has_them(tmp_path):
+def test_prompt_lengths_come_from_the_source_where_it_has_them(tmp_path):
     numbered = drawn_from(tmp_path, NUMBERED, prompt_tokens=7)
     assert numbered.longest_rollout_tokens == 5021
     bare = drawn_from(tmp_path, "prompt_id,response_tokens\na,100\n", prompt_tokens=7)

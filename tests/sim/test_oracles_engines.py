@@ -53,7 +53,7 @@ def test_recomputing_a_free_cache_is_keeping_it():
     assert keep.summary() == recompute.summary()
 
 
-def test_recompute_and_abort_cost_the_prefill_of_what_is_in_progress():
+def test_recompute_and_abort_cost_the_prefill_of_rollouts_in_progress():
     """One engine that is never waited for: prefill only stretches its time, so the extra seconds are exact.
 
     At each of 28 updates (the last version is not published, and one more is made up for by the next) the prompts
@@ -86,7 +86,7 @@ def test_waiting_drains_the_engines_and_keeps_every_rollout_on_one_version():
 
 
 @pytest.mark.parametrize(("transfer_s", "loaded_s"), [(3.0, 15.5), (7.0, 17.5)])
-def test_wait_goes_on_with_what_is_in_progress_and_starts_nothing_from_the_publication_on(transfer_s, loaded_s):
+def test_wait_goes_on_with_rollouts_in_progress_and_starts_none_from_the_publication_on(transfer_s, loaded_s):
     """Two slots, answers of 5 steps of 1 s, batches of 4. At 10 two start, and the first version is published.
 
     These two go on during the transfer, which ends at 13 or 17, and finish at 15. Then the engine is empty: it loads

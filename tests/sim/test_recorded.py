@@ -111,7 +111,7 @@ def line_of(error: pytest.ExceptionInfo[ConfigError]) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_a_workload_is_one_line(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_a_workload_is_one_line(tmp_path: Path) -> None:
     turns, one_turn = played(IN_TURNS, tmp_path / "turns"), played(RUN, tmp_path / "one_turn")
     with pytest.raises(ConfigError) as error:
         again(RUN, turns, tmp_path / "after")

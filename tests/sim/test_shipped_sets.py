@@ -72,7 +72,7 @@ def test_expected_longest_is_the_mean_over_all_subsets():
     assert script().expected_longest(lengths, 3) == pytest.approx(np.mean(subsets))
 
 
-def test_the_readme_of_the_sets_states_what_is_in_them():
+def test_the_readme_of_the_sets_states_their_statistics():
     """Its summary tables hold the rows that the script prints for the files beside it."""
     make = script()
     readme = (ROOT / "sim" / "data" / "README.md").read_text(encoding="utf-8").splitlines()

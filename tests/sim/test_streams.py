@@ -67,7 +67,7 @@ def test_a_fixed_delay_is_that_of_every_rollout(group_size):
 @pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(group_ids=st.lists(st.integers(0, 20 * DRAWS_PER_BLOCK), max_size=20), group_size=st.integers(1, 64))
-def test_a_delay_does_not_depend_on_what_was_asked_before(group_ids, group_size):
+def test_a_delay_does_not_depend_on_earlier_calls(group_ids, group_size):
     """More blocks than are kept, in any order."""
     one = delays(jitter_s=1e-3, group_size=group_size)
     asked = [one.group(group_id) for group_id in group_ids]

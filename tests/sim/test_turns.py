@@ -41,7 +41,7 @@ from sim.cluster import SimulatedCluster
             "workload.prompt_tokens=10, got 91"),
     ],
 )  # fmt: skip
-def test_environments_that_cannot_be_are_one_line(table, says):
+def test_impossible_environments_are_one_line(table, says):
     turns = table.get("turns", {"kind": "lognormal", "mean": 1, "max": 1})
     table = {"count": 1, **table, "turns": {"observation_max": 0, "context_max": 100, **turns}}
     with pytest.raises(ConfigError) as error:
@@ -50,7 +50,7 @@ def test_environments_that_cannot_be_are_one_line(table, says):
     assert "\n" not in str(error.value)
 
 
-def test_what_does_not_know_turns_says_so():
+def test_features_without_turns_are_refused():
     """Growing lengths, and a policy on keys and values of an earlier turn: one line each, before anything is done."""
     turns = environment(count=1, prefix_cache="kept")
     config = play(1, batch=1, slots=1, length=fixed(4), environment=turns).config
@@ -90,7 +90,7 @@ def test_a_rollout_of_three_turns_by_hand():
 
 
 @pytest.mark.parametrize(("kind", "prefilled"), [("off", 10 + 17 + 24), ("kept", 10 + 3 + 3), ("salted", 10 + 3 + 3)])
-def test_what_a_turn_prefills_by_hand(kind, prefilled):
+def test_tokens_prefilled_in_a_turn_by_hand(kind, prefilled):
     """A prompt of 10 tokens, three turns of 4, 3 tokens observed before the second and the third; 1 s per token.
 
     Without a cache turn k prefills all before it: 10, 10 + 4 + 3, 10 + 8 + 6. With one only what was observed.
@@ -204,11 +204,11 @@ def test_littles_law_at_every_station():
     assert report.seconds.environment * finished == pytest.approx(area)
     assert report.in_use_mean * duration_s == pytest.approx(sum(report.seconds.parts.values()) * finished)
     assert report.in_use_mean <= 16 * (1 + 1e-9)
-    assert report.seconds.scoring == pytest.approx(4.0, rel=0.02)  # but for those cut off at the end
+    assert report.seconds.scoring == pytest.approx(4.0, rel=0.02)  # but for rollouts cut off at the end
 
 
-def test_what_was_observed_is_trained_over_but_not_counted():
-    """The trainer reads prompt, observations and answers; tokens trained are those generated."""
+def test_observations_are_read_by_the_trainer_but_not_counted():
+    """The trainer reads prompt, observations and answers; tokens trained are the generated ones."""
     run = play(
         2, batch=1, slots=1, length=fixed(4), prompt_tokens=10, hardware={"training": {"token_s": 1.0}},
         environment=environment(count=1, observation=3, prefix_cache="off"),

@@ -1,4 +1,4 @@
-"""The workload: what a group's lengths and rewards are, by distribution and version."""
+"""The workload: lengths and rewards of a group, by distribution and version."""
 
 import math
 
@@ -28,7 +28,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
-def test_a_group_does_not_depend_on_what_was_asked_before(name, data):
+def test_a_group_does_not_depend_on_earlier_calls(name, data):
     """Ids over 12 blocks, more than are kept, in any order, against a workload that was asked nothing else."""
     ids = st.tuples(st.integers(0, 12 * 1024), st.integers(0, 12 * DRAWS_PER_BLOCK))
     asked = data.draw(st.lists(ids, min_size=1, max_size=20))

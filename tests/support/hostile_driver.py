@@ -47,7 +47,7 @@ class HostileDriver(HostileLedger):
         self.answers = [tuple(self.scheduler.start())]
         self.obey(self.answers[0])
 
-    # ------------------------------------------------------------------------------- what may happen
+    # ------------------------------------------------------------------------------- legal happenings
 
     def engines_to_load(self):
         """Engines that may take the published weights now."""

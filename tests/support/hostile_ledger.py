@@ -52,8 +52,8 @@ class Rollout:
     kept_tokens: int = 0
     num_turns: int = 0
     home: int | None = None  # engine of its last turn, while it waits for the next
-    read: int = 0  # tokens of its prompt and of what it has observed
-    context: int = 0  # those and its own, at its last observation
+    read: int = 0  # tokens of its prompt and its observations
+    context: int = 0  # tokens read and generated, at its last observation
     asked: int = 0  # its place among all that have waited for a slot or room
     ended: str = ""  # in truth, not yet reported: "finished" or "interrupted"
     abort_sent: bool = False
@@ -193,7 +193,7 @@ class HostileLedger:
         rollout.asked = self.num_asked
 
     def waiting(self, engine):
-        """Rollouts that wait for this engine, in order; -1: those that have not begun, and wait for room."""
+        """Rollouts that wait for this engine, in order; -1: rollouts that have not begun, and wait for room."""
         waiting = [one for _, _, one in self.rollouts(Place.INTERRUPTED) if one.engine == engine]
         return sorted(waiting, key=lambda one: one.asked)
 
@@ -256,7 +256,7 @@ class HostileLedger:
         return any(version % self.config.publish_every == 0 for version in range(self.published + 1, self.version + 1))
 
     def allowance(self):
-        """The gate at the top of scheduler.py, less what the running step has taken already."""
+        """The gate of ``lag_bound``, less the rollouts that the running step has taken already."""
         batches = min(self.reported_version) + self.config.max_lag - self.next_version() + 1
         return self.config.train_batch_size * batches - self.num_taken % self.config.train_batch_size
 
@@ -297,7 +297,7 @@ class HostileLedger:
         return len(groups) * self.case.group_size
 
     def too_old(self, group):
-        """Whether the next batch would train it above ``max_lag``, by what the engines have reported."""
+        """Whether the next batch would train it above ``max_lag``, by the reports of the engines."""
         generated = len(group.members) == self.case.group_size and group.places() <= {Place.SCORING, Place.SCORED}
         return self.next_version() - (group.oldest() if generated else group.bound) > self.config.max_lag
 
@@ -496,7 +496,7 @@ class HostileLedger:
             self.give_up_stale()
 
     def give_up_stale(self):
-        """When a step begins, what the next one comes too late for is given up: ready groups first, oldest first."""
+        """When a step begins, groups too old for the next one are given up: ready groups first, oldest first."""
         others = [group_id for group_id, group in self.groups.items() if group_id not in self.ready]
         for group_id in (*self.in_turn(), *others):
             if not self.groups[group_id].given_up and self.too_old(self.groups[group_id]):
@@ -511,7 +511,7 @@ class HostileLedger:
         self.check_lag_and_order(command, lag=self.version - self.rl_step_start)
 
     def check_partial_batch(self, command, group_ids):
-        """As many as the RL step needs, the first that are ready, or the oldest of them, on up-to-date engines."""
+        """As many groups as the RL step needs, the first or the oldest ready ones, on up-to-date engines."""
         if not self.chosen:
             assert self.version == self.rl_step_start == min(self.reported_version)
             num_groups = self.rl_step_rollouts(self.version) // self.case.group_size
@@ -532,7 +532,7 @@ class HostileLedger:
             assert self.groups[rollout_id // self.case.group_size].rl_step == self.rl_step_start
 
     def hand_over(self):
-        """Before an RL step is trained, or what follows it is published, all of it is ready."""
+        """Before an RL step is trained, or the weights after it are published, all its groups are ready."""
         if self.handed_over_at != self.rl_step_start:
             assert self.version == self.rl_step_start
             ready = [group_id for group_id in self.ready if self.groups[group_id].rl_step == self.version]
@@ -573,7 +573,7 @@ class HostileLedger:
         else:
             assert self.num_given_up > self.config.discard_limit
 
-    # --------------------------------------------------------------- what must go on without one
+    # ------------------------------------------------------- checks that commands are not missing
 
     def check_rollouts_go_on(self):
         """A free slot has a reason: nothing may be admitted. What is admitted starts."""

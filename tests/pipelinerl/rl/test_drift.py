@@ -1,4 +1,4 @@
-"""The drift model: its formula by hand, that it finds what it was made from, and that its band is one."""
+"""The drift model: its formula by hand, recovery by a fit, and the order of its band."""
 
 import math
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_tokens_must_be_tokens(tokens):
         modelled_ess(DriftModel(exponent=1.0, rates=[0.1]), tokens)
 
 
-def test_a_run_without_a_policy_reports_the_modelled_band_and_says_that_it_is_modelled():
+def test_a_run_without_a_policy_reports_the_band_as_modelled():
     overrides = ["optimizer_steps=6", "drift.exponent=1.0", "drift.rates=[0.01, 0.02, 0.04]"]
     config = load_run(QUICKSTART, overrides)
     summary, plain = simulate(config), simulate(load_run(QUICKSTART, overrides[:1]))

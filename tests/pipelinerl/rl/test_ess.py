@@ -180,7 +180,7 @@ def test_turns_have_an_ess_of_their_own() -> None:
 
 
 def test_a_run_is_the_mean_of_its_steps() -> None:
-    """Two steps by hand; what only one of them has is the mean, or the largest, over that one."""
+    """Two steps by hand; a metric that only one step has is the mean, or the largest, over that one."""
     run = RatioMeans()
     assert run.summary() == (None, None)
     run.add({})  # a step without an answer
@@ -214,7 +214,7 @@ def test_a_run_is_the_mean_of_its_steps() -> None:
 
 @settings(deadline=None)
 @given(st.lists(SMALL_LOG_RATIOS, min_size=1, max_size=8), st.randoms(use_true_random=False))
-def test_sums_by_answer_are_those_of_all_tokens_at_once_in_any_order(answers, random) -> None:
+def test_sums_by_answer_equal_sums_over_all_tokens_in_any_order(answers, random) -> None:
     pairs = [(answer, np.array([random.randrange(3) for _ in answer])) for answer in answers]
     random.shuffle(pairs)
     stats = RatioStats(truncation=2.0)

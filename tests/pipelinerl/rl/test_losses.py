@@ -1,4 +1,4 @@
-"""Losses: golden numbers by hand, gradients of the written formulas, and what holds on and off the policy."""
+"""Losses: golden numbers by hand, gradients of the written formulas, identities on and off the policy."""
 
 import math
 
@@ -130,7 +130,7 @@ def sequence_formula(kind, logprob_T, mu_T, advantage):
 @pytest.mark.parametrize("kind", KINDS)
 @relaxed
 @given(lengths=LENGTHS, seed=SEEDS)
-def test_loss_and_gradient_are_those_of_the_formula(kind, lengths, seed) -> None:
+def test_loss_and_gradient_follow_the_formula(kind, lengths, seed) -> None:
     logprob_N, tokens = of_sequences(lengths, seed)
     loss_N = loss_of(kind, logprob_N, tokens)
     expected = 0.0
@@ -163,7 +163,7 @@ def test_no_gradient_reaches_the_reference_or_the_reward() -> None:
 @relaxed
 @given(lengths=LENGTHS, seed=SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_the_policy_the_gradient_is_that_of_plain_reinforce(kind, lengths, seed) -> None:
+def test_on_the_policy_the_gradient_is_plain_reinforce(kind, lengths, seed) -> None:
     """pi = mu makes every weight 1. d w = w d log pi = d log pi, so ppo's gradient is -A too; in gspo
     d s = s mean(d log pi) leaves -A / n for each of the n tokens of a sequence.
     """

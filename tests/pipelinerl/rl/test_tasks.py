@@ -1,4 +1,4 @@
-"""Tasks: what is asked, what is held out, what is right."""
+"""Tasks: their problems, held-out problems, right answers."""
 
 import json
 import pickle
@@ -39,7 +39,7 @@ def test_problems_wrap_around() -> None:
     assert task.problem(250 + 3, held_out=True) == task.problem(3, held_out=True)
 
 
-def test_the_seed_decides_what_is_held_out() -> None:
+def test_the_seed_decides_which_problems_are_held_out() -> None:
     first, again, other = (set(prompts(Arithmetic(seed=seed), held_out=True)) for seed in (0, 0, 1))
     assert first == again
     assert len(first & other) < 100
@@ -57,7 +57,7 @@ def test_only_the_number_is_right(answer: str, reward: float) -> None:
     assert Arithmetic().reward(Problem(prompt="12+7=", expected="19"), answer) == reward
 
 
-def test_a_chain_is_what_its_steps_add_up_to() -> None:
+def test_a_chain_is_the_sum_of_its_steps() -> None:
     task = Chain(fewest_steps=3, most_steps=3)
     assert (task.num_held_out, task.num_training) == (10, 90)
     problems = [task.problem(index, held_out=held_out) for held_out in (True, False) for index in range(90)]
@@ -185,7 +185,7 @@ def test_a_users_task_may_hold_out_any_number_of_problems(count: int | None) -> 
     ("package", "needs"),
     [("math_verify", "name='math' needs math-verify"), ("datasets", "path='folder' needs datasets")],
 )
-def test_without_its_packages_the_error_says_what_to_install(
+def test_without_its_packages_the_error_names_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, package: str, needs: str
 ) -> None:
     if package != "math_verify":

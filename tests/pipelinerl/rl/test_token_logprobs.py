@@ -1,4 +1,4 @@
-"""The output layer in chunks: what log_softmax of all logits gives, in a memory that does not hold them."""
+"""The output layer in chunks: the values of log_softmax of all logits, in less memory than these take."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_chunks_give_the_values_and_gradients_of_all_logits_at_once(monkeypatch,
 
 
 @pytest.mark.parametrize("frozen", ["hidden_NH", "weight_VH"])
-def test_what_needs_no_gradient_gets_none(frozen) -> None:
+def test_no_gradient_is_computed_for_a_frozen_input(frozen) -> None:
     hidden_NH, weight_VH, token_N = made_up(3, 4, 5)
     inputs = {"hidden_NH": hidden_NH, "weight_VH": weight_VH}
     inputs[frozen].requires_grad_(False)
@@ -110,7 +110,7 @@ def test_logits_of_any_height_are_stable_and_a_sure_token_keeps_its_digits() -> 
 
 
 def needed(num_tokens):
-    """Return what Qwen2.5-7B's output layer needs besides its inputs: kept for the backward pass, and at its peak."""
+    """Return memory of Qwen2.5-7B's output layer besides its inputs: kept for the backward pass, and at its peak."""
     hidden_NH, weight_VH, token_N = made_up(num_tokens, **QWEN, dtype=torch.bfloat16, device="meta")
     kept = []
 
@@ -130,7 +130,7 @@ def needed(num_tokens):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
-    """Per token what is kept is nothing, and what is needed its hidden gradient and some numbers; all logits: 5 GB."""
+    """Nothing is kept, and a token needs its hidden gradient and some numbers; all logits would take 5 GB."""
     chunk_bytes = CHUNK_TOKENS * QWEN["vocabulary"]
     weight_numbers = QWEN["vocabulary"] * QWEN["width"]
     peaks = {}

@@ -219,7 +219,7 @@ def test_the_run_stops_when_more_than_discard_limit_rollouts_are_given_up_in_one
 # ------------------------------------------------------------------------------------------- max_lag
 
 
-def test_the_lag_gate_admits_what_can_be_trained_in_time():
+def test_the_lag_gate_admits_rollouts_that_can_be_trained_in_time():
     """m = 1, B = 2: at version 0 two batches can be in time, so 4 of 8 slots are used; one batch per load follows."""
     scheduler = make(max_lag=1, generation_batch_size=8)
     assert scheduler.start() == [start(0), start(1), start(2), start(3)]
@@ -228,7 +228,7 @@ def test_the_lag_gate_admits_what_can_be_trained_in_time():
     assert report(scheduler, loaded(1)) == [start(4), start(5)]
 
 
-def test_the_lag_gate_counts_what_the_running_step_has_taken():
+def test_the_lag_gate_counts_rollouts_taken_by_the_running_step():
     """m = 0, B = 4: micro-batches make room for nothing until the step is published and loaded."""
     scheduler = make(max_lag=0, train_batch_size=4, micro_batch_size=2, generation_batch_size=8)
     assert scheduler.start() == [start(0), start(1), start(2), start(3)]
@@ -263,7 +263,7 @@ def test_a_straggler_whose_tokens_are_new_does_not_hold_the_trainer():
 @pytest.mark.parametrize(
     ("on_stale", "prompt_ids"), [(OnStale.DROP, {0: 6, 3: 7, 4: 8}), (OnStale.REQUEUE, {0: 0, 3: 3, 4: 4})]
 )
-def test_what_the_next_batch_comes_too_late_for_is_aborted_once_and_replaced(on_stale, prompt_ids):
+def test_rollouts_too_old_for_the_next_batch_are_aborted_once_and_replaced(on_stale, prompt_ids):
     """m = 0: when the step at version 0 starts, all that began before it can only be too old.
 
     ``drop`` starts new prompts in its place, ``requeue`` the same ones as new rollouts, first aborted first.
@@ -278,7 +278,7 @@ def test_what_the_next_batch_comes_too_late_for_is_aborted_once_and_replaced(on_
     assert others(report(scheduler, trained(1))) == [publish(1)]
 
 
-def test_a_ready_group_that_the_next_batch_comes_too_late_for_is_discarded():
+def test_a_ready_group_too_old_for_the_next_batch_is_discarded():
     """m = 1, B = 1: rollouts 1 and 2 are ready, of version 0. One is trained on at version 1, the other is too old."""
     scheduler = started(max_lag=1, on_stale=OnStale.DROP, train_batch_size=1, generation_batch_size=2)
     report(scheduler, *done(0), *done(1, 2), trained(1))

@@ -42,7 +42,7 @@ class SlowSlots:
         st.tuples(st.sampled_from(["take", "take", "free", "hold", "release"]), st.integers(0, 99)), max_size=120
     ),
 )
-def test_slots_are_those_of_the_engine_with_most_of_them_free(engines, slots_per_engine, moves):
+def test_a_slot_comes_from_the_engine_with_most_free_slots(engines, slots_per_engine, moves):
     fast, slow = (make(engines, slots_per_engine=slots_per_engine) for make in (EngineSlots, SlowSlots))
     taken = []
     for move, pick in moves:
@@ -61,7 +61,7 @@ def test_slots_are_those_of_the_engine_with_most_of_them_free(engines, slots_per
 
 
 @pytest.mark.parametrize("num_freed_at_once", [1, 2, 5])
-def test_what_is_kept_stays_small_while_slots_are_never_used(num_freed_at_once):
+def test_the_state_stays_small_while_slots_are_never_used(num_freed_at_once):
     """Pickled, as nothing else shows the size: four engines, and at most eight entries for each."""
     slots = EngineSlots(range(4), slots_per_engine=10)
     taken = [slots.take() for _ in range(20)]

@@ -1,4 +1,4 @@
-"""Runs with a policy: nothing but the schedule decides, the trace says all, and it learns."""
+"""Runs with a policy: only the schedule decides, the trace is complete, and the policy learns."""
 
 import csv
 import gc
@@ -118,7 +118,7 @@ def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, bas
     assert again.answers.versions == set(range(summary.optimizer_steps))
 
 
-def test_a_trace_that_does_not_say_what_was_preempted_is_one_line(tmp_path):
+def test_a_trace_without_its_preemptions_is_one_line(tmp_path):
     learned(config_with("seed=1", *SMALL_CACHE), tmp_path)
     path = tmp_path / "trace.jsonl.gz"
     lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
@@ -136,7 +136,7 @@ def test_a_trace_without_a_policy_cannot_be_learned_again(tmp_path):
 
 @pytest.mark.parametrize("base", [BASE, pytest.param(TURNS, marks=pytest.mark.slow)], ids=["one turn", "turns"])
 def test_without_lag_pipeline_and_conventional_learn_the_same(tmp_path, base):
-    """And log-probabilities of sampling are those of training: an ESS of 1, whatever was observed."""
+    """And sampling and training have the same log-probabilities: an ESS of 1, with observations too."""
     pipeline = learned(config_with("scheduler.max_lag=0", base=base), tmp_path / "pipeline")
     conventional = learned(config_with("scheduler.kind=conventional", base=base), tmp_path / "conventional")
     rewards = [[row["reward_mean"] for row in rows_of(tmp_path / name)] for name in ("pipeline", "conventional")]
@@ -171,7 +171,7 @@ def test_the_ledger_and_the_metrics_report_the_same_rewards_and_lengths(tmp_path
 
 
 @pytest.mark.slow
-def test_what_is_observed_is_the_sum_of_what_was_written_and_is_not_trained_on(monkeypatch):
+def test_an_observation_is_the_sum_in_the_turn_before_and_is_not_trained_on(monkeypatch):
     """Every answer that is trained on, word by word: turns end with END, then comes the calculator's word."""
     seen, trained = [], []
     loss = Learner._loss  # the only place that has all answers of a batch
@@ -257,8 +257,8 @@ def test_every_loss_and_task_runs(override):
 
 
 @pytest.mark.slow
-def test_what_is_given_up_is_forgotten():
-    """Rollouts dropped for their age, and aborted ones, leave nothing behind but what was generated ahead.
+def test_rollouts_given_up_are_forgotten():
+    """Rollouts dropped for their age, and aborted ones, leave nothing behind but answers generated ahead.
 
     An answer that was forgotten cannot be had; spans that were are referred to by their event alone.
     """
@@ -318,7 +318,7 @@ SMALL_TASK = (
 
 @pytest.mark.slow
 def test_the_pipeline_learns_as_much_per_sample_as_small_rl_steps_and_sooner_and_large_ones_learn_less():
-    """What docs/learning.md says of lag, on a task of a second per run; arms are paired seed by seed.
+    """The claims of docs/learning.md on lag, on a task of a second per run; arms are paired seed by seed.
 
     False alarms, by the spread of 14 seeds: of reward against G = 4, -0.001 ± 0.008 (standard deviation) per seed, 3.7
     standard errors of four; of G = 16, 0.065 ± 0.036, 3.6; of the time, 1.53 ± 0.03, no seed in thousands.
@@ -379,7 +379,7 @@ def test_a_plan_has_no_policy(tmp_path):
     )
 
 
-def test_a_run_that_diverges_says_so_and_keeps_what_it_has_which_is_learned_again(tmp_path):
+def test_a_run_that_diverges_is_an_error_and_its_steps_are_kept_and_learned_again(tmp_path):
     with pytest.raises(RunFailedError, match=r"diverged: .* is (nan|inf) in optimizer step \d; .*") as caught:
         learned(config_with("policy.learning_rate=1e30"), tmp_path)
     assert "\n" not in str(caught.value)
