@@ -1,6 +1,6 @@
 """Engines: their reports by hand-made arithmetic, and by queueing theory.
 
-Goldens hold for both engines. Unless a test says otherwise a decode step lasts 10 ticks, whatever it holds.
+Goldens hold for both engines. By default a decode step lasts 10 ticks with any batch.
 """
 
 from dataclasses import replace

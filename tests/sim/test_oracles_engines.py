@@ -1,7 +1,7 @@
 """Engines and workload of whole runs against theory: speed, weight updates, common random numbers, KV cache.
 
-Each docstring derives what is expected. Unless a test says otherwise a decode step lasts 1 s whatever it holds, and
-all else takes no time.
+Each docstring derives the expected value. By default a decode step lasts 1 s with any batch, and all else takes no
+time.
 """
 
 import numpy as np
@@ -57,7 +57,7 @@ def test_recompute_and_abort_cost_the_prefill_of_rollouts_in_progress():
     """One engine that is never waited for: prefill only stretches its time, so the extra seconds are exact.
 
     At each of 28 updates (the last version is not published, and one more is made up for by the next) the prompts
-    and answers in progress are computed again, at 1 ms per token: what ``abort`` starts again says how many.
+    and answers in progress are computed again, at 1 ms per token: the restarts of ``abort`` count them.
     """
     keep, recompute, abort = (run_with(kind, prefill_s=1e-3) for kind in ("keep", "recompute", "abort"))
     restarts = [entry for _, entry in abort.of(StartRollout) if entry.kept_tokens]
@@ -123,7 +123,7 @@ def test_two_schedulers_meet_the_same_answers(length):
         assert {key: answers[0][key] for key in common} == {key: other[key] for key in common}
 
 
-def test_every_rollout_gets_the_answer_that_the_workload_says():
+def test_every_rollout_gets_its_answer_of_the_workload():
     run = play(9, batch=16, slots=7, length=uniform(50), group_size=4)
     workload = Workload(run.config.workload, seed=run.config.seed)
     for _, entry in run.of(RolloutFinished):
@@ -152,7 +152,7 @@ def test_growth_makes_later_answers_longer():
 def test_a_small_cache_is_never_overfull_and_preempts(monkeypatch):
     """200 tokens for up to 10 requests of up to 10 + 60: every step fits, though all at once would not.
 
-    Every token comes out all the same: each answer has the length that the workload says.
+    Every token comes out all the same: each answer has its length of the workload.
     """
     fullest = 0
 

@@ -1,8 +1,8 @@
 """Runs with a bound on lag, or fewer publications, against theory: ages, budgets, rollouts given up for them.
 
-Each docstring derives what is expected. Statistical tests have a fixed seed; their docstring says how far the
-measured value strays from seed to seed (sd, over 20 seeds) and so how often another seed would fail.
-Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
+Each docstring derives the expected value. Statistical tests have a fixed seed; their docstring has the spread of the
+measured value over 20 seeds (sd), hence how often another seed would fail.
+By default a decode step lasts 1 s with any batch, and all else takes no time.
 """
 
 import math

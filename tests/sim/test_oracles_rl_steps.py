@@ -1,7 +1,7 @@
 """RL steps of the simulator against theory: conventional RL, one-step-off RL, partial rollouts.
 
-Each docstring derives what is expected. Unless a test says otherwise a decode step lasts 1 s whatever it holds, and
-all else takes no time.
+Each docstring derives the expected value. By default a decode step lasts 1 s with any batch, and all else takes no
+time.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Rollouts with turns, in whole simulated runs, against theory.
 
-Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
+By default a decode step lasts 1 s with any batch, and all else takes no time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulated runs with their ledger, events and commands, for tests against theory.
 
-Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
+By default a decode step lasts 1 s with any batch, and all else takes no time.
 """
 
 from __future__ import annotations
