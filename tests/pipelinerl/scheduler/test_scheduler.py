@@ -136,6 +136,14 @@ def test_rollouts_aborted_by_a_weight_update_start_again_with_their_tokens_befor
     assert report(scheduler, finished(1, 0, 1, engine=1)) == [start(6, 1)]
 
 
+def test_interrupted_rollouts_start_first_come_first_served_before_new_ones():
+    """An engine that is to be empty before it loads gives two rollouts up; nothing starts there until it has."""
+    scheduler = started(weight_update=WeightUpdate.WAIT, generation_batch_size=3)
+    report(scheduler, *done(0, 1), trained(1))
+    assert report(scheduler, aborted(3, 0), aborted(2, 0), finished(4, 0)) == []
+    assert report(scheduler, loaded(1)) == [start(3, kept_tokens=1), start(2, kept_tokens=1), start(5)]
+
+
 # ------------------------------------------------------------------------------------ discards, failures
 
 
