@@ -144,6 +144,13 @@ def test_interrupted_rollouts_start_first_come_first_served_before_new_ones():
     assert report(scheduler, loaded(1)) == [start(3, kept_tokens=1), start(2, kept_tokens=1), start(5)]
 
 
+def test_an_interrupted_rollout_starts_again_while_no_group_may_be_admitted():
+    """m = 1: until engine 1 has loaded, 2 and 3 are all that can be trained in time."""
+    scheduler = started(max_lag=1, weight_update=WeightUpdate.WAIT, generation_batch_size=2, num_engines=2)
+    report(scheduler, *done(0), *done(1, engine=1), trained(1))
+    assert report(scheduler, aborted(2, 0), loaded(1)) == [start(2, kept_tokens=1)]
+
+
 # ------------------------------------------------------------------------------------ discards, failures
 
 
