@@ -127,7 +127,7 @@ def compare(
     except RunFailedError as error:
         failures.append(str(error))
     except KeyboardInterrupt:
-        pass  # what has ended is kept
+        pass  # cells that have ended are kept
     result = ComparisonReport(
         baseline=comparison.baseline,
         scenarios=_side_by_side(cells, reports, comparison.baseline),

@@ -3,10 +3,10 @@
 An episode is a pure function of configuration, seed, rollout and prompt: two schedulers meet the same episodes (common
 random numbers). Each rollout has a random stream of its own, ``episodes``, as numbers of turns differ.
 
-Two kinds. *lognormal*: turns, observations and times are drawn by mean and coefficient of variation, turns have lengths
-as ``workload.length`` says: those of a group for each. *recorded*: whole episodes of a source with their prompts; those
-that begin beyond the context are left out. Those of a run come in their order. Where a policy learns it decides the
-turns, and only times and failures are drawn here.
+Two kinds. *lognormal*: turns, observations and times are drawn by mean and coefficient of variation; each turn has the
+lengths of another group of the workload. *recorded*: whole episodes of a source with their prompts, without episodes
+that begin beyond the context; those of a run come in their order. A policy that learns decides its turns itself; then
+only times and failures are drawn here.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Episodes:
         seconds: NDArray[np.float64],
         faults: Mapping[int, Sequence[tuple[int, EnvironmentFault]]],
     ) -> Episode:
-        """Return what fits into a context of an episode: only turns that begin below it, the last of them cut there."""
+        """Return an episode cut to its context: only turns that begin within it, and the last of these cut there."""
         turns = self._environment.turns
         observed_T = observed.clip(0, turns.observation_max).astype(np.int64)
         ends = np.cumsum(generated)
@@ -185,9 +185,9 @@ class Episodes:
     def _faults(
         self, stream: np.random.Generator, seconds: NDArray[np.float64]
     ) -> dict[int, list[tuple[int, EnvironmentFault]]]:
-        """Return how the environment fails before each turn; the seconds are then those of the try that does not.
+        """Return how the environment fails before each turn, and set the seconds of a turn to its successful try's.
 
-        The last turn here is the first before which it fails once more than it is tried again.
+        A turn whose environment fails more often than it is retried is the last one here.
         """
         config = self._environment
         errors = stream.random(len(seconds)) < config.failure_rate

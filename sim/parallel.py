@@ -95,7 +95,7 @@ def run_all_on_ray(
 def _end_if_this_is_a_worker_that_imports_the_script() -> None:
     """End a worker that came here by the script it imports, before it makes a semaphore.
 
-    The first of them breaks the pool, which kills the others: what they had made, Python would warn of at its end.
+    The first such worker breaks the pool, which kills the others: Python would warn of the semaphores they leave.
     """
     try:
         spawn.get_preparation_data("worker")

@@ -35,7 +35,7 @@ class StepByStepEngine:
         self._chunked_tokens = 0  # of it that are in the KV cache
         self._prefill_ticks = 0  # charged to the next step
         self._step: tuple[int, int] | None = None  # under way: tick of its start, ticks of prefill in it
-        self._recomputes = False  # what runs is prefilled in the next step, as its cache is of older weights
+        self._recomputes = False  # whether running requests are prefilled again in the next step: their cache is old
         # Calls not yet taken up, each with the tick of its arrival.
         self._arrivals: list[tuple[int, Request]] = []
         self._aborts: list[tuple[int, int]] = []
@@ -145,7 +145,7 @@ class StepByStepEngine:
             self._begin_update()
 
     def _end_early(self, request: Request) -> None:
-        request.keep(self._spans(request))  # what it has if it is submitted again
+        request.keep(self._spans(request))  # in case it is submitted again
         self._running = [one for one in self._running if one is not request]
         self._waiting = [one for one in self._waiting if one is not request]
         self._chunked = None if self._chunked is request else self._chunked
@@ -167,7 +167,7 @@ class StepByStepEngine:
         return preempted
 
     def _recompute_if_due(self) -> None:
-        """Charge the prefill of what still runs after new weights."""
+        """Charge the prefill of requests that still run after new weights."""
         if self._recomputes:
             self._recomputes = False
             self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
@@ -189,7 +189,7 @@ class StepByStepEngine:
             left -= self._chunk(request, left)
 
     def _chunk(self, request: Request, left: int) -> int:
-        """Prefill at most so many tokens of a rollout, which joins with the last of them; return how many."""
+        """Prefill up to ``left`` tokens of a rollout, which joins the batch with its last one; return their number."""
         cost, done, whole = self._settings.prefill, self._chunked_tokens, self._cached(request)
         self._chunked_tokens = end = min(whole, done + left)
         self._prefill_ticks += cost.linear_ticks * (end - done) + cost.square_ticks * (end**2 - done**2)

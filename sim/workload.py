@@ -14,14 +14,14 @@ stream         indexed by           decides
 ``answers``    ``group_id``         which answers of that prompt the rollouts give
 ``lengths``    ``group_id``         lengths of the kinds ``uniform`` and ``lognormal``
 ``rounding``   ``group_id``         whether a log-normal length is rounded up or down
-``rewards``    ``group_id``         rewards, where no source says what was correct
+``rewards``    ``group_id``         rewards, where no source has them
 =============  ===================  ====================================================================
 
 A length is a whole number of tokens from 1 to ``max``, and rounding does not move its mean: a log-normal
 length x becomes floor(x) or floor(x) + 1 at random with mean x; an empirical source is scaled so that the
 mean of the *rounded and cut* lengths is the one asked for, which leaves at most half a token.
 
-Of a run as the source nothing is drawn: the prompts are its whole groups in their order, again and again.
+With a run as the source nothing is drawn: the prompts are its whole groups in their order, again and again.
 """
 
 from __future__ import annotations
@@ -103,16 +103,18 @@ class Workload:
         self._shape = (self._groups_per_block, config.group_size)
         self._prompts: tuple[SourcePrompt, ...] = ()
         self._in_order = False
-        self._location = 0.0
+        self._location = self._log_sd = 0.0
         if config.length.kind == "empirical":
             assert config.length.source is not None  # checked by the configuration
             self._in_order = config.length.source not in shipped_sets() and is_trace(config.length.source)
             prompts = read_source(
                 config.length.source, prompt_tokens=config.prompt_tokens, group_size=config.group_size
             )
+            _check_mean(config.length)
             self._prompts = _scaled(prompts, config.length)
         elif config.length.kind == "lognormal":
-            self._location = _lognormal_location(config.length)
+            _check_mean(config.length)
+            self._location, self._log_sd = _lognormal(config.length)
         # Kept per number of answers as well, which is the same for all prompts of the shipped sets.
         num_sizes = len({len(prompt.lengths) for prompt in self._prompts})
         self._made = lru_cache(maxsize=BLOCKS_KEPT)(self._draw_groups)
@@ -129,8 +131,8 @@ class Workload:
     def group(self, group_id: int, prompt_id: int) -> DrawnGroup:
         """Return the lengths and rewards of the rollouts of a group; equal numbers (0 at least) give equal groups.
 
-        The prompt decides what all groups that answer it have in common; the group decides which answers are given.
-        So a prompt that is started again in a new group gets other answers.
+        In a source, a prompt has a length and answers, and the group chooses among these answers. So a prompt that is
+        started again in a new group gets other answers.
         """
         block, row = divmod(group_id, self._groups_per_block)
         if not self._prompts:
@@ -161,7 +163,7 @@ class Workload:
         stream = named_stream(self._seed, "lengths", block)
         if length.kind == "uniform":
             return stream.integers(1, length.max, size=self._shape, endpoint=True)
-        logarithm = self._location + _log_sd(length) * stream.standard_normal(self._shape)
+        logarithm = self._location + self._log_sd * stream.standard_normal(self._shape)
         exact = np.minimum(np.exp(logarithm), length.max)
         whole = np.floor(exact)
         up = named_stream(self._seed, "rounding", block).random(self._shape) < exact - whole
@@ -223,20 +225,15 @@ def grown_length(length_tokens: int, *, factor: float, max_tokens: int) -> int:
 # ----------------------------------------------------------------- distributions with a given mean
 
 
-def _lognormal_location(length: LengthConfig) -> float:
-    """Return the mean of log X for which the drawn lengths have the mean ``length.mean``."""
-    _check_mean(length)
+def _lognormal(length: LengthConfig) -> tuple[float, float]:
+    """Return mean and standard deviation of log X for which the drawn lengths have the mean ``length.mean``."""
     low, high = CV_RANGE
     assert length.mean is not None  # checked by the configuration
     assert length.cv is not None
     if not low <= length.cv <= high:
         raise ConfigError(f"workload.length.cv must be from {low:g} to {high:g}, got {length.cv}")
-    return location_of_mean(length.mean, log_sd=_log_sd(length), longest=length.max)
-
-
-def _log_sd(length: LengthConfig) -> float:
-    assert length.cv is not None
-    return log_sd_of(length.cv)
+    log_sd = log_sd_of(length.cv)
+    return location_of_mean(length.mean, log_sd=log_sd, longest=length.max), log_sd
 
 
 def _scaled(prompts: Sequence[SourcePrompt], length: LengthConfig) -> tuple[SourcePrompt, ...]:
@@ -246,7 +243,6 @@ def _scaled(prompts: Sequence[SourcePrompt], length: LengthConfig) -> tuple[Sour
     """
     factor = 1.0
     if length.mean is not None:
-        _check_mean(length)
         tokens = np.concatenate([prompt.lengths for prompt in prompts])
         sizes = np.array([len(prompt.lengths) for prompt in prompts])
         starts = np.cumsum(sizes) - sizes

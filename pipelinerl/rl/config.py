@@ -31,7 +31,7 @@ class TaskConfig(StrictModel):
 
 
 def task_config(table: Mapping[str, Any], *, key: str) -> TaskConfig:
-    """Return the table of a task that is among the settings of another; ConfigError, one line per fault, if invalid."""
+    """Return a task's table that is a setting of another task; ConfigError, one line per fault, if invalid."""
     try:
         return TaskConfig.model_validate(table)
     except ValidationError as error:

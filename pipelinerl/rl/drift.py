@@ -1,10 +1,9 @@
 """Effective sample size without a policy: how fast importance weights spread with lag, fitted to a run that learned.
 
-The model. Let w = pi/mu be the weight of a token of lag g, and mu what it was sampled from. Then E[w] = 1, and the
-ESS of many such tokens is 1 / E[w^2]. If log w is normal with variance s, its mean is -s/2 (since E[w] = 1) and
-E[w^2] = exp(s): the ESS is exp(-s). Weights of real policies have longer tails than that, so s is not the measured
-variance of log w but what the measured ESS says, s = -log ESS ("effective variance"), and it is taken to grow as a
-power of lag:
+The model. Let w = pi/mu be the weight of a token of lag g, sampled from mu. Then E[w] = 1, and the ESS of many such
+tokens is 1 / E[w^2]. If log w is normal with variance s, its mean is -s/2 (since E[w] = 1) and E[w^2] = exp(s): the
+ESS is exp(-s). Weights of real policies have longer tails. So s is not the measured variance of log w; it is derived
+from the measured ESS, s = -log ESS ("effective variance"), and assumed to grow as a power of lag:
 
     s(g) = rate * g^exponent          1: a random walk of the weights; 2: a steady direction
 
@@ -13,8 +12,8 @@ Tokens of several lags, shares p_g of a batch, have E[w^2] = sum_g p_g exp(s(g))
     ESS = 1 / sum_g p_g exp(rate * g^exponent)
 
 The rate changes while a policy learns, fast at first. The model keeps quantiles of it over the steps of the run;
-they give a band. It holds for the learning rate, batch size, loss and policy that it was fitted to, and for nothing
-else: what it says is labelled as modelled.
+they give a band. The model holds only for the learning rate, batch size, loss and policy that it was fitted to: its
+results are labelled as modelled.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ def fit_drift(runs: Sequence[LearnedRun]) -> DriftModel:
     """Fit a model to one or more runs that learned, real or simulated with a policy.
 
     Each step gives an effective variance for each lag that its tokens had. For every exponent the rate of a block of
-    ``BLOCK_STEPS`` steps is the mean of variance / lag^exponent, and the exponent is taken that leaves the least
-    squared error of the ESS; lags weigh by their tokens. (Blocks, because a step of conventional RL has one lag only,
-    and tells nothing of the exponent.) The rates that are kept are those of single steps, at that exponent.
+    ``BLOCK_STEPS`` steps is the mean of variance / lag^exponent; the exponent with the least squared error of the ESS
+    is taken; lags are weighted by their tokens. (Blocks, because a step of conventional RL has one lag only, from which
+    no exponent follows.) The model keeps the rates of single steps at that exponent.
     Raises ConfigError if no step has an ESS of a lag above 0.
     """
     blocks = [block for run in runs for block in _blocks(run)]

@@ -1,14 +1,14 @@
-"""What an environment is: it opens with a prompt, and answers every turn of the model until the episode is over.
+"""The interface of an environment: it opens with a prompt, and answers every turn of the model until the episode ends.
 
 ``Task`` is the case of one turn. A run file names an environment where it names a task, ``train.task.name``, and has a
-table ``[environment]``, which says how many there are.
+table ``[environment]`` with the number of environments.
 
-*Token in, token out*: the tokens that an engine has generated stay as they are, and what the environment answers is
-appended to them. No token is ever made of text again. An environment that answers with text has that text made into
-tokens, once; one that answers with tokens, such as a tool behind a chat template, decides on every token itself.
+*Token in, token out*: tokens that an engine has generated are never tokenized again; the environment's answer is
+appended to them. An answer in text is tokenized once; an environment that answers with tokens, such as a tool behind a
+chat template, decides on every token itself.
 
 Each environment lives in a process of its own, and has one rollout at a time: a ``reset``, then ``step`` after
-``step``. The constructor should be quick: it is also called to check the settings. What it prints goes to stderr.
+``step``. The constructor should be quick: it is also called to check the settings. Its prints go to stderr.
 """
 
 from __future__ import annotations

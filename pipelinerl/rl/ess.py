@@ -109,7 +109,7 @@ class RatioStats:
         return {lag: self._by_lag[lag].ess for lag in sorted(self._by_lag)}
 
     def metrics(self) -> dict[str, float]:
-        """Return what to log.
+        """Return the metrics of the step.
 
         ========================================  ==============================================================
         ``ess/token_raw``                         ESS of the token weights w = pi/mu (eq. 6)
@@ -185,7 +185,7 @@ class RatioMeans:
         self._by_name: dict[str, RunningMean] = {}  # each metric over the steps that had it
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step; of these, those of ``RatioStats.metrics``."""
+        """Add the metrics of a step that come from ``RatioStats.metrics``."""
         for name, value in metrics.items():
             if name.startswith(("ess/", "mismatch/")):
                 self._by_name.setdefault(name, RunningMean()).add(value)

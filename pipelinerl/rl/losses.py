@@ -1,41 +1,29 @@
-"""Losses on the tokens of a packed row, to be minimised.
+"""Losses on the tokens of a packed row, to be minimised; log-probabilities of tokens from hidden states.
 
-Each function returns the loss of every token; the caller adds them up over the tokens of the optimizer step and
+``policy_loss`` returns the loss of every token; the caller adds them up over the tokens of the optimizer step and
 divides by its sequences: ``loss_N.sum() / train_batch_size``. So long answers weigh more, except in ``gspo``.
 
-With w = pi/mu of a token, A its advantage and sg[.] what no gradient flows through:
+With w = pi/mu of a token, W the product of w over its sequence, A the advantage, and sg[.] without a gradient:
 
-=============  =====================================================  ==================================
-reinforce      ``-sg[min(c, w)] A log pi``                            arXiv:2509.19128, eq. 5
-plain          ``-A log pi``                                          none: as if all were on-policy
-sequence       ``-sg[min(c, W)] A log pi``,                           exact for whole sequences as c grows
-               W = product of w over its sequence
-ppo_clip       ``-min(w A, clip(w, 1 - low, 1 + high) A)``            arXiv:1707.06347, eq. 7
-cispo          ``-sg[clip(w, 1 - low, 1 + high)] A log pi``           arXiv:2506.13585
-gspo           ``-min(s A, clip(s, 1 - low, 1 + high) A) / n``,       arXiv:2507.18071, eq. 5 and 7
-               s = exp(mean log w of its sequence of n tokens)
-topr           ``-sg[1 if A >= 0 else min(1, W)] A log pi``,          arXiv:2503.14286
-               W = product of w over its sequence
-=============  =====================================================  ==================================
+=============  =================================================  ====================================================
+reinforce      ``-sg[min(c, w)] A log pi``                        Piche et al. 2025 (arXiv:2509.19128), eq. 5; its c: 5
+plain          ``-A log pi``                                      none: as if pi had sampled every token
+sequence       ``-sg[min(c, W)] A log pi``                        unbiased as c grows; the variance grows with length
+                                                                  and lag
+ppo            ``-min(w A, clip(w, 1 - low, 1 + high) A)``        Schulman et al. 2017 (arXiv:1707.06347), eq. 7
+cispo          ``-sg[clip(w, 1 - low, 1 + high)] A log pi``       MiniMax-M1 (arXiv:2506.13585), which clips from above
+                                                                  only: ``clip_low`` near 1
+gspo           ``-min(s A, clip(s, 1 - low, 1 + high) A) / n``,   Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7,
+               s = exp(mean log w of its sequence of n tokens)    which clips at 3e-4 and 4e-4: s is much closer to 1
+topr           ``-sg[1 if A >= 0 else min(1, W)] A log pi``       Le Roux et al. 2025 (arXiv:2503.14286), tapered
+                                                                  off-policy REINFORCE
+=============  =================================================  ====================================================
 
-At w = 1 (and c >= 1) all have the gradient of plain REINFORCE, -A d log pi; gspo has it divided by n.
+At w = 1 (and c >= 1) all have the gradient of plain REINFORCE, -A d log pi; gspo has it divided by n: every sequence
+counts once, as in its paper (ServiceNow/PipelineRL weighs it by n).
 
-Arguments and result have one meaning in all of them:
-
-======================  ==================================================================================
-``logprob_N``           log pi of each token, shape [N] (nats), with gradient
-``behaviour_logprob_N`` log mu of each token, shape [N] (nats); ``plain`` does not use it
-``advantage_N``         A of each token, shape [N]: its sequence's, or R - v (not in ``gspo``; unchecked)
-``sequence_N``          which sequence a token belongs to, 0 to S - 1, shape [N], int64; sequences are whole
-``num_sequences``       S (count)
-``truncation``          largest weight c (no unit)
-``clip_low, clip_high`` how far below and above 1 a ratio counts (no unit)
-returned                loss of each token, shape [N]
-======================  ==================================================================================
-
-No gradient ever flows through ``behaviour_logprob_N``, ``advantage_N``, ``reference_logprob_N`` or ``reward_N``.
-Shapes, types and settings are checked. Values are not, since to look at them would make the host wait for the
-GPU: a NaN or an infinity goes into the loss and is the caller's to find.
+Shapes and types are checked. Values are not, since to look at them would make the host wait for the GPU: a NaN or an
+infinity goes into the loss and is the caller's to find.
 """
 
 from __future__ import annotations
@@ -47,39 +35,19 @@ from torch.autograd.function import once_differentiable
 
 from pipelinerl.rl.config import LossConfig
 
-# Checks of shapes, types and settings; values are not looked at, since the host would have to wait for the GPU.
 
-
-def check_tokens(logprob_N: torch.Tensor, **others: torch.Tensor) -> None:
-    """Check that log-probabilities have one dimension, and that the others have their shape."""
-    check(logprob_N.dim() == 1, "logprob_N must be one-dimensional", f"shape {tuple(logprob_N.shape)}")
-    for name, other in others.items():
-        check_shape(name, other, "logprob_N", logprob_N)
-
-
-def check_sequences(logprob_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> None:
-    """Check the sequence that each token belongs to."""
-    check_shape("sequence_N", sequence_N, "logprob_N", logprob_N)
-    check(sequence_N.dtype == torch.int64, "sequence_N must be int64", sequence_N.dtype)
-    check(num_sequences >= 0, "num_sequences must be at least 0", num_sequences)
-
-
-def check_shape(name: str, tensor: torch.Tensor, like: str, other: torch.Tensor) -> None:
-    """Check that a tensor has the shape of another one."""
-    shape = tuple(other.shape)
-    check(tuple(tensor.shape) == shape, f"{name} must have the shape of {like}, {shape}", f"{tuple(tensor.shape)}")
-
-
-def check_clip(clip_low: float, clip_high: float) -> None:
-    """Check how far below and above 1 a ratio counts."""
-    check(0 <= clip_low < 1, "clip_low must be at least 0 and below 1", clip_low)
-    check(clip_high >= 0, "clip_high must be at least 0", clip_high)
-
-
-def check(holds: bool, rule: str, got: object) -> None:
-    """Raise ``ValueError`` with the rule and what came instead, unless it holds."""
+def _check(holds: bool, rule: str, got: object) -> None:
+    """Raise ``ValueError`` with the rule and the value, unless it holds."""
     if not holds:
         raise ValueError(f"{rule}, got {got}")
+
+
+def _check_shapes(like: str, tensor_N: torch.Tensor, **others: torch.Tensor) -> None:
+    """Check that a tensor, named ``like``, has one dimension, and that the others have its shape."""
+    shape = tuple(tensor_N.shape)
+    _check(len(shape) == 1, f"{like} must be one-dimensional", f"shape {shape}")
+    for name, other in others.items():
+        _check(tuple(other.shape) == shape, f"{name} must have the shape of {like}, {shape}", tuple(other.shape))
 
 
 # Log-probabilities and entropies from hidden states, the output layer in chunks: the logits of a whole pack, and their
@@ -108,17 +76,17 @@ def token_logprobs(
     Raises:
         ValueError: If shapes do not fit, ``token_N`` is not int64, or ``temperature`` is not above 0.
     """
-    check(hidden_NH.dim() == 2, "hidden_NH must be two-dimensional", f"shape {tuple(hidden_NH.shape)}")
+    _check(hidden_NH.dim() == 2, "hidden_NH must be two-dimensional", f"shape {tuple(hidden_NH.shape)}")
     width = hidden_NH.shape[1]
-    check(
+    _check(
         weight_VH.dim() == 2 and weight_VH.shape[1] == width,
         f"weight_VH must have shape (V, {width})",
-        f"{tuple(weight_VH.shape)}",
+        tuple(weight_VH.shape),
     )
     rows = tuple(hidden_NH.shape[:1])
-    check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", f"{tuple(token_N.shape)}")
-    check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
-    check(temperature > 0, "temperature must be above 0", temperature)
+    _check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", tuple(token_N.shape))
+    _check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
+    _check(temperature > 0, "temperature must be above 0", temperature)
     logprob_N, entropy_N = _OutputLayer.apply(hidden_NH, weight_VH, token_N, temperature)
     return logprob_N, entropy_N
 
@@ -187,157 +155,52 @@ def policy_loss(
     sequence_N: torch.Tensor,
     num_sequences: int,
 ) -> torch.Tensor:
-    """Return the loss of ``config.kind``, without KL and value terms; ValueError if shapes or a setting are wrong."""
-    low, high = config.clip_low, config.clip_high
-    tokens = {"behaviour_logprob_N": behaviour_logprob_N, "advantage_N": advantage_N}
-    sequences: dict[str, Any] = {"sequence_N": sequence_N, "num_sequences": num_sequences}
+    """Return the loss of each token by ``config.kind``, shape [N], without KL and value terms.
+
+    Args:
+        config: Kind, truncation c, and how far below and above 1 a ratio counts.
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats). No gradient flows through it.
+        advantage_N: A of each token, shape [N]: its sequence's, or R - v (not in ``gspo``; unchecked). No gradient.
+        sequence_N: Sequence of each token, 0 to S - 1, shape [N], int64; sequences are whole.
+        num_sequences: S (count).
+
+    Raises:
+        ValueError: If shapes differ, ``sequence_N`` is not int64 or ``num_sequences`` is below 0.
+    """
+    tokens = {"behaviour_logprob_N": behaviour_logprob_N, "advantage_N": advantage_N, "sequence_N": sequence_N}
+    _check_shapes("logprob_N", logprob_N, **tokens)
+    _check(sequence_N.dtype == torch.int64, "sequence_N must be int64", sequence_N.dtype)
+    _check(num_sequences >= 0, "num_sequences must be at least 0", num_sequences)
+
+    def sequence_sum(value_N: torch.Tensor) -> torch.Tensor:
+        return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)
+
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    advantage_N = advantage_N.detach()
+    log_ratio_N = logprob_N - behaviour_logprob_N.detach()
+    detached_N = log_ratio_N.detach()
     match config.kind:
         case "reinforce":
-            return reinforce(logprob_N, **tokens, truncation=config.truncation)
+            weight_N = _ratio(detached_N).clamp(max=config.truncation)
         case "plain":
-            return plain(logprob_N, **tokens)
+            weight_N = torch.ones_like(detached_N)
         case "sequence":
-            return sequence_weighted(logprob_N, **tokens, **sequences, truncation=config.truncation)
-        case "ppo":
-            return ppo_clip(logprob_N, **tokens, clip_low=low, clip_high=high)
-        case "cispo":
-            return cispo(logprob_N, **tokens, clip_low=low, clip_high=high)
+            weight_N = _ratio(sequence_sum(detached_N)).clamp(max=config.truncation)[sequence_N]
+        case "ppo":  # no gradient once w has moved far enough the way A points
+            return _clipped_loss(_ratio(log_ratio_N), advantage_N, low, high)
+        case "cispo":  # every token keeps a gradient, with a clipped weight
+            weight_N = _ratio(detached_N).clamp(low, high)
         case "gspo":
-            return gspo(logprob_N, **tokens, **sequences, clip_low=low, clip_high=high)
-        case "topr":
-            return topr(logprob_N, **tokens, **sequences)
+            length_S = sequence_sum(torch.ones_like(detached_N))
+            ratio_S = _ratio(sequence_sum(log_ratio_N) / length_S.clamp(min=1))
+            return _clipped_loss(ratio_S[sequence_N], advantage_N, low, high) / length_S[sequence_N]
+        case "topr":  # a bad sequence that has become unlikely is not pushed down further
+            tapered_S = sequence_sum(detached_N).clamp(max=0).exp()
+            # With a value head the sign of A differs within a sequence: each token goes by its own.
+            weight_N = torch.where(advantage_N >= 0, torch.ones_like(detached_N), tapered_S[sequence_N])
         case _:
             assert_never(config.kind)
-
-
-def reinforce(
-    logprob_N: torch.Tensor, *, behaviour_logprob_N: torch.Tensor, advantage_N: torch.Tensor, truncation: float
-) -> torch.Tensor:
-    """Return -sg[min(c, w)] A log pi: REINFORCE with importance weights truncated from above.
-
-    Source: Piche et al. 2025 (arXiv:2509.19128), eq. 5, with c = 5 in its experiments.
-    Raises ValueError if shapes differ or ``truncation`` is not above 0.
-    """
-    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    check(truncation > 0, "truncation must be above 0", truncation)
-    weight_N = _ratio(logprob_N.detach() - behaviour_logprob_N.detach()).clamp(max=truncation)
-    return -weight_N * advantage_N.detach() * logprob_N
-
-
-def plain(logprob_N: torch.Tensor, *, behaviour_logprob_N: torch.Tensor, advantage_N: torch.Tensor) -> torch.Tensor:
-    """Return -A log pi: REINFORCE as if pi had sampled every token; ValueError if shapes differ."""
-    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    return -advantage_N.detach() * logprob_N
-
-
-def sequence_weighted(
-    logprob_N: torch.Tensor,
-    *,
-    behaviour_logprob_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    sequence_N: torch.Tensor,
-    num_sequences: int,
-    truncation: float,
-) -> torch.Tensor:
-    """Return -sg[min(c, W)] A log pi with W the product of the token ratios of the whole sequence.
-
-    Without truncation this is the unbiased importance-weighted gradient; its variance grows with length and lag.
-    Raises ValueError if shapes differ or ``truncation`` is not above 0.
-    """
-    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    check_sequences(logprob_N, sequence_N, num_sequences)
-    check(truncation > 0, "truncation must be above 0", truncation)
-    log_ratio_N = logprob_N.detach() - behaviour_logprob_N.detach()
-    weight_S = _ratio(_sequence_sum(log_ratio_N, sequence_N, num_sequences)).clamp(max=truncation)
-    return -weight_S[sequence_N] * advantage_N.detach() * logprob_N
-
-
-def ppo_clip(
-    logprob_N: torch.Tensor,
-    *,
-    behaviour_logprob_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> torch.Tensor:
-    """Return -min(w A, clip(w, 1 - low, 1 + high) A): no gradient once w has moved far enough the way A points.
-
-    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GRPO (arXiv:2402.03300) uses it per token.
-    Raises ValueError if shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
-    """
-    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    check_clip(clip_low, clip_high)
-    ratio_N = _ratio(logprob_N - behaviour_logprob_N.detach())
-    return -_clipped_objective(ratio_N, advantage_N.detach(), clip_low, clip_high)
-
-
-def cispo(
-    logprob_N: torch.Tensor,
-    *,
-    behaviour_logprob_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> torch.Tensor:
-    """Return -sg[clip(w, 1 - low, 1 + high)] A log pi: every token keeps a gradient, with a clipped weight.
-
-    Source: MiniMax-M1 (arXiv:2506.13585); it clips from above only, which is ``clip_low`` near 1.
-    Errors as of ``ppo_clip``.
-    """
-    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    check_clip(clip_low, clip_high)
-    weight_N = _ratio(logprob_N.detach() - behaviour_logprob_N.detach()).clamp(1 - clip_low, 1 + clip_high)
-    return -weight_N * advantage_N.detach() * logprob_N
-
-
-def gspo(
-    logprob_N: torch.Tensor,
-    *,
-    behaviour_logprob_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    sequence_N: torch.Tensor,
-    num_sequences: int,
-    clip_low: float,
-    clip_high: float,
-) -> torch.Tensor:
-    """Return PPO's clipped objective of whole sequences, each shared evenly among its n tokens.
-
-    s = exp(mean of log w), the n-th root of the product of the token ratios; the losses of a sequence's tokens sum
-    to -min(s A, clip(s, 1 - low, 1 + high) A), so every sequence counts once, as in the paper. (ServiceNow/PipelineRL
-    weighs it by n instead.) s lies much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4.
-    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7. Errors as of ``ppo_clip``.
-    """
-    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    check_sequences(logprob_N, sequence_N, num_sequences)
-    check_clip(clip_low, clip_high)
-    log_ratio_N = logprob_N - behaviour_logprob_N.detach()
-    length_S = _sequence_sum(torch.ones_like(log_ratio_N), sequence_N, num_sequences)
-    mean_S = _sequence_sum(log_ratio_N, sequence_N, num_sequences) / length_S.clamp(min=1)
-    ratio_N = _ratio(mean_S)[sequence_N]
-    return -_clipped_objective(ratio_N, advantage_N.detach(), clip_low, clip_high) / length_S[sequence_N]
-
-
-def topr(
-    logprob_N: torch.Tensor,
-    *,
-    behaviour_logprob_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    sequence_N: torch.Tensor,
-    num_sequences: int,
-) -> torch.Tensor:
-    """Return -sg[weight] A log pi with weight 1 for good sequences and clip(W, 0, 1) for bad ones.
-
-    W is the product of the token ratios of the sequence. What has become unlikely is not pushed down further; what
-    is good is pulled up with full weight however unlikely. Good and bad is the sign of the advantage; where that
-    differs within a sequence (a value head), each token goes by its own.
-    Source: Le Roux et al. 2025 (arXiv:2503.14286), tapered off-policy REINFORCE. Raises ValueError if shapes differ.
-    """
-    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    check_sequences(logprob_N, sequence_N, num_sequences)
-    log_ratio_N = logprob_N.detach() - behaviour_logprob_N.detach()
-    tapered_S = _sequence_sum(log_ratio_N, sequence_N, num_sequences).clamp(max=0).exp()
-    advantage_N = advantage_N.detach()
-    weight_N = torch.where(advantage_N >= 0, torch.ones_like(log_ratio_N), tapered_S[sequence_N])
     return -weight_N * advantage_N * logprob_N
 
 
@@ -353,7 +216,7 @@ def kl_to_reference(logprob_N: torch.Tensor, *, reference_logprob_N: torch.Tenso
     Source: Schulman 2020, "Approximating KL divergence", estimator k3; GRPO (arXiv:2402.03300), eq. 4.
     ``reference_logprob_N`` is at the same temperature. Raises ValueError if shapes differ.
     """
-    check_tokens(logprob_N, reference_logprob_N=reference_logprob_N)
+    _check_shapes("logprob_N", logprob_N, reference_logprob_N=reference_logprob_N)
     difference_N = (reference_logprob_N.detach() - logprob_N).clamp(max=KL_LOG_RATIO_LIMIT)
     return difference_N.expm1() - difference_N
 
@@ -363,8 +226,7 @@ def value_loss(value_N: torch.Tensor, *, reward_N: torch.Tensor) -> torch.Tensor
 
     Raises ValueError if shapes differ.
     """
-    check(value_N.dim() == 1, "value_N must be one-dimensional", f"shape {tuple(value_N.shape)}")
-    check_shape("reward_N", reward_N, "value_N", value_N)
+    _check_shapes("value_N", value_N, reward_N=reward_N)
     return 0.5 * (value_N - reward_N.detach()) ** 2
 
 
@@ -372,12 +234,5 @@ def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _clipped_objective(
-    ratio_N: torch.Tensor, advantage_N: torch.Tensor, clip_low: float, clip_high: float
-) -> torch.Tensor:
-    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    return torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
-
-
-def _sequence_sum(value_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)
+def _clipped_loss(ratio_N: torch.Tensor, advantage_N: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(low, high) * advantage_N)

@@ -1,8 +1,8 @@
-"""What a task is: problems for the model, and rewards for its answers.
+"""The interface of a task: problems for the model, and rewards for its answers.
 
 A task is an endless list of training problems and a finite list of held-out ones; no problem is in both.
-The problem of an index depends on the index alone, so a run that is resumed from a checkpoint needs one number to go
-on with the same problems. Past the last training problem the list starts again, in the same order: index
+The problem of an index depends on the index alone: a resumed run continues with the same problems from one number.
+Past the last training problem the list starts again, in the same order: index
 ``i + count`` is problem ``i``. Held-out indices wrap the same way, from ``num_held_out`` on.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from operator import add, mul, sub
 
 from pipelinerl.rl.environments import Observation, Turn
 from pipelinerl.rl.problems import Problem, shuffled
@@ -15,22 +16,16 @@ class _Listed:
     def __init__(self, count: int, seed: int) -> None:
         self._count = count
         self._seed = seed
-        self._num_held_out = count // 10
-
-    @property
-    def num_held_out(self) -> int:
-        """Distinct held-out problems (count)."""
-        return self._num_held_out
-
-    @property
-    def num_training(self) -> int:
-        """Distinct training problems (count)."""
-        return self._count - self._num_held_out
+        self.num_held_out = count // 10
+        self.num_training = count - self.num_held_out
 
     def _number(self, index: int, *, held_out: bool) -> int:
         """Return the problem of an index, in [0, count)."""
-        place = index % self._num_held_out if held_out else self._num_held_out + index % self.num_training
+        place = index % self.num_held_out if held_out else self.num_held_out + index % self.num_training
         return shuffled(place, count=self._count, seed=self._seed)
+
+
+_OPERATORS = {"+": add, "-": sub, "*": mul}
 
 
 class Arithmetic(_Listed):
@@ -55,7 +50,7 @@ class Arithmetic(_Listed):
         check_whole(largest_operand=largest_operand, seed=seed)
         if largest_operand < 3:
             raise ValueError(f"largest_operand must be at least 3, got {largest_operand}")
-        if not isinstance(operators, str) or not operators or set(operators) - set("+-*"):
+        if not isinstance(operators, str) or not operators or set(operators) - _OPERATORS.keys():
             raise ValueError(f"operators must be some of '+-*', got {operators!r}")
         if len(set(operators)) < len(operators):
             raise ValueError(f"operators must not repeat, got {operators!r}")
@@ -64,17 +59,11 @@ class Arithmetic(_Listed):
         super().__init__(len(operators) * self._operands**2, seed)
 
     def problem(self, index: int, *, held_out: bool) -> Problem:
-        """Return the problem of an index; see the top of the file."""
+        """Return the problem of an index; see ``pipelinerl/rl/problems.py``."""
         pair, operator = divmod(self._number(index, held_out=held_out), len(self._operators))
         left, right = divmod(pair, self._operands)
-        match self._operators[operator]:
-            case "+":
-                expected = left + right
-            case "-":
-                expected = left - right
-            case _:
-                expected = left * right
-        return Problem(prompt=f"{left}{self._operators[operator]}{right}=", expected=str(expected))
+        sign = self._operators[operator]
+        return Problem(prompt=f"{left}{sign}{right}=", expected=str(_OPERATORS[sign](left, right)))
 
     def reward(self, problem: Problem, answer: str) -> float:
         """Return 1 if the answer is the number, in its shortest form, up to surrounding space; else 0."""
@@ -141,7 +130,7 @@ def check_whole(**settings: object) -> None:
 _CALL = re.compile(r"(\d{1,6})\+(\d{1,6})", re.ASCII)
 
 
-class Calculator:
+class Calculator(_Listed):
     """Sums of some numbers, ``7+12+30=``, by a calculator that adds two of them.
 
     A turn ``7+12`` is answered by ``19,``. A turn ``=49`` is the result: it ends the episode, with reward 1 if it is
@@ -171,25 +160,13 @@ class Calculator:
             raise ValueError(f"largest must be 9 to 999, got {largest}")
         if not 0 <= delay_s < float("inf"):
             raise ValueError(f"delay_s must be at least 0, got {delay_s}")
-        self._fewest, self._numbers, self._delay_s, self._seed = fewest, largest + 1, delay_s, seed
-        self._count = (most - fewest + 1) * self._numbers**2  # of every length as many as there are sums of two
+        self._fewest, self._numbers, self._delay_s = fewest, largest + 1, delay_s
         self._terms: tuple[int, ...] = ()
-
-    @property
-    def num_held_out(self) -> int:
-        """Distinct held-out sums (count): every tenth."""
-        return self._count // 10
-
-    @property
-    def num_training(self) -> int:
-        """Distinct training sums (count)."""
-        return self._count - self.num_held_out
+        super().__init__((most - fewest + 1) * self._numbers**2, seed)  # of every length as many as sums of two
 
     def terms(self, index: int, *, held_out: bool) -> tuple[int, ...]:
         """Return the numbers of the sum of an index."""
-        place = index % self.num_held_out if held_out else self.num_held_out + index % self.num_training
-        number = shuffled(place, count=self._count, seed=self._seed)
-        longer, pair = divmod(number, self._numbers**2)
+        longer, pair = divmod(self._number(index, held_out=held_out), self._numbers**2)
         first = divmod(pair, self._numbers)
         rest = (
             shuffled(pair, count=self._numbers**2, seed=self._seed + 1 + one)
@@ -200,7 +177,7 @@ class Calculator:
     def worked_episode(self, index: int) -> list[tuple[str, bool]]:
         """Return a right episode of a training sum: texts in their order, and whether each is the model's."""
         terms = self.terms(index, held_out=False)
-        total, texts = terms[0], [("+".join(str(one) for one in terms) + "=", False)]
+        total, texts = terms[0], [("+".join(map(str, terms)) + "=", False)]
         for term in terms[1:]:
             texts += [(f"{total}+{term}", True), (f"{total + term},", False)]
             total += term
@@ -209,7 +186,7 @@ class Calculator:
     async def reset(self, index: int, *, held_out: bool) -> str:
         """Return the sum."""
         self._terms = self.terms(index, held_out=held_out)
-        return "+".join(str(one) for one in self._terms) + "="
+        return "+".join(map(str, self._terms)) + "="
 
     async def step(self, turn: Turn) -> Observation:
         """Answer a call, or judge a result."""

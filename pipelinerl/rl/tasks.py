@@ -71,8 +71,8 @@ class Verifiers:
     def verify(self, expected: str, answer: str) -> bool | None:
         """Return whether an answer equals the expected one, texts with an expression; None: the latter is unreadable.
 
-        One that takes too long does not, nor one that a child process does not survive, in a second try with a new one.
-        Raises RuntimeError if math-verify raised an error, or no process of it can be started.
+        False also if it takes too long, or ends two child processes, the second a new one. Raises RuntimeError if
+        math-verify raised an error, or none of its processes can be started.
         """
         with self._free:
             try:
@@ -275,16 +275,7 @@ class Math:
         self._training = [problem for problem in rest if problem.prompt not in known]
         if not self._training:
             raise ConfigError(f"train.task.settings.path must have problems that are not held out, got {path!r}")
-
-    @property
-    def num_held_out(self) -> int:
-        """Held-out problems (count)."""
-        return len(self._held_out)
-
-    @property
-    def num_training(self) -> int:
-        """Training problems (count)."""
-        return len(self._training)
+        self.num_held_out, self.num_training = len(self._held_out), len(self._training)
 
     def problem(self, index: int, *, held_out: bool) -> Problem:
         """Return the problem of an index (``problems``); ValueError if a held-out one is requested and none exists."""
@@ -324,7 +315,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) 
 
 
 def load_task(config: TaskConfig) -> Task:
-    """Return the built-in task that ``train.task`` names, or what the user's class or function returns.
+    """Return the built-in task that ``train.task`` names, or the result of the user's class or function.
 
     Raises ConfigError, one line, if the name is no task's, it cannot be imported, or its settings are wrong.
     """

@@ -24,7 +24,7 @@ command                the driver                                  answered by
                        step after the last one of a step
 ``PublishWeights``     sends the trainer's weights to all engines  ``WeightsPublished`` once, then
                                                                    ``WeightsLoaded`` from each engine
-``Stop``               ends the run and aborts what is in flight   --
+``Stop``               ends the run and aborts rollouts in flight  --
 =====================  ==========================================  ====================================
 """
 
@@ -74,7 +74,7 @@ class OnFull(StrEnum):
     """What happens when the ready queue is full."""
 
     WAIT = "wait"
-    """No new group starts: what is in flight and ready fills all slots and the queue (see ``scheduler``)."""
+    """No new group starts: rollouts in flight and ready fill all slots and the queue (see ``pipeline``)."""
     DROP_OLDEST = "drop_oldest"
     """The oldest group is discarded: the longest in the queue; under ``max_lag``, the one with the oldest token."""
 
@@ -224,7 +224,7 @@ class RolloutAborted:
 class RolloutPreempted:
     """An engine dropped the KV cache of a rollout to make room; it goes on later, on a cache computed again.
 
-    The rollout stays in flight: nothing has to be decided. Simulated engines report it; vLLM does not say which.
+    The rollout stays in flight: nothing has to be decided. Simulated engines report it; vLLM does not name it.
     """
 
     rollout_id: int
@@ -301,7 +301,7 @@ class StartRollout:
     """Generate one answer to ``prompt_id`` on ``engine``, or the next turn of it.
 
     A rollout that a weight update aborted, or whose environment has answered, is started again under the same
-    ``rollout_id``; the driver then submits the prompt with the ``kept_tokens`` it already has, and what it observed.
+    ``rollout_id``; the driver then submits prompt, ``kept_tokens`` generated so far, and observations.
     """
 
     rollout_id: int
@@ -320,7 +320,7 @@ class AbortRollout:
 
 @value
 class DiscardRollouts:
-    """Forget these rollouts, which are on no engine; they will never be trained on, and nothing is reported of them."""
+    """Forget these rollouts, which are on no engine; they will never be trained on; no event answers."""
 
     rollout_ids: tuple[int, ...]
     reason: DiscardReason

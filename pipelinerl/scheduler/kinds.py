@@ -1,8 +1,8 @@
-"""The kinds of schedule: all that other packages need to know of one, besides its scheduler.
+"""The kinds of schedule: the facts that other packages need, besides the scheduler.
 
-A *schedule* says when rollouts are generated and trained on. To add one, write a ``Scheduler`` and one ``ScheduleKind``
-that makes it. No other module compares the name of a kind: each asks for the fact that it depends on. A kind of your
-own needs no change here either: ``scheduler.kind = "package.module:ATTRIBUTE"`` in a run file names it.
+A *schedule* decides when rollouts are generated and trained on. To add one, write a ``Scheduler`` and a
+``ScheduleKind`` that makes it. No other module compares the name of a kind: each reads the fact that it depends on. A
+kind of your own needs no change here either: ``scheduler.kind = "package.module:ATTRIBUTE"`` in a run file names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SchedulerFactory(Protocol):
 
 
 class StepTimes(Protocol):
-    """Seconds of which a steady state is made, of one candidate of a plan."""
+    """Seconds of a candidate of a plan, from which its steady state is computed."""
 
     @property
     def settings(self) -> SchedulerSettings:
@@ -67,7 +67,7 @@ class ScheduleKind:
     has_rl_steps: bool
     """Whether it generates for ``optimizer_steps_per_rl_step`` optimizer steps at once."""
     least_lag: Callable[[SchedulerSettings], int]
-    """Returns the largest lag that some batch has in any case (optimizer steps); ``max_lag`` cannot be below it."""
+    """Returns the lag that some batch reaches in any run (optimizer steps); ``max_lag`` cannot be below it."""
     least_lag_reason: str
     """Why, as the start of a sentence that ends in ``= LAG``."""
     axes: tuple[str, ...]
@@ -77,8 +77,8 @@ class ScheduleKind:
     only_waits: bool = False
     """Whether it keeps ``max_lag`` by waiting only, that is with ``on_stale = "train"``."""
     steady_state: Callable[[StepTimes], SteadyState] | None = None
-    """Returns what ``plan`` screens it by. None: that of the shipped kind with the same ``colocated`` and
-    ``has_rl_steps``, which is too fast for a kind that waits more."""
+    """Returns the steady state for the screening of ``plan``. None: that of the shipped kind with the same
+    ``colocated`` and ``has_rl_steps``, which is too fast for a kind that waits more."""
     publishes_each_step: Callable[[SchedulerSettings], bool] = lambda _: False
     """Returns whether a publication follows every optimizer step, before anything has to be generated."""
 

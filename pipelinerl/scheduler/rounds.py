@@ -12,7 +12,7 @@ from pipelinerl.scheduler.rollouts import RolloutGroup
 
 
 class ConventionalScheduler(Scheduler):
-    """Algorithm 1: generate what G optimizer steps need, make the G steps, publish, and again.
+    """Algorithm 1: generate the rollouts of G optimizer steps, make the G steps, publish, and again.
 
     Rollouts are split into batches in order of admission, not of arrival: otherwise the first batches
     would hold the short answers and the last ones the long. All rollouts of an RL step are trained in it, at a lag
@@ -63,9 +63,9 @@ class PartialRolloutScheduler(Scheduler):
     """Algorithm 1 with engines that are not drained: rollouts unfinished when an RL step begins go on after it.
 
     All slots are kept in use until the rollouts of G optimizer steps are ready. Then nothing starts any more, the
-    engines stand still with what they have in progress, the G steps are made, and after the publication it goes on,
-    on a KV cache computed again. The RL step takes those that were ready first, or under ``max_lag`` those with the
-    oldest tokens, and splits them into batches in order of admission, or oldest first.
+    engines stand still with their rollouts in progress, the G steps are made, and after the publication these rollouts
+    go on, on a KV cache computed again. The RL step takes the rollouts that were ready first, or under ``max_lag`` the
+    ones with the oldest tokens, and splits them into batches in order of admission, or oldest first.
 
     ``max_lag`` is kept by waiting (``lag_bound``).
     """
@@ -140,10 +140,10 @@ class OneStepOffScheduler(Scheduler):
     """Generate the rollouts of the next RL step while the trainer makes the G steps of this one; hand over; publish.
 
     At a *hand-over* the rollouts of one RL step are ready and the trainer has made all steps of the one before. The
-    weights are published, unless nothing is left to be generated with them, and both sides set out again: the
-    trainer as soon as it is free, the engines, which are empty, when all of them have loaded. So the rollouts trained
-    on from version v on were generated at version v - G, those of the first RL step at 0: batch i = 0 .. G - 1 has
-    lag G + i, in the first RL step i. Batches are split in order of admission. The last RL step may have fewer steps.
+    weights are published, unless nothing is left to generate with them, and both sides go on: the trainer as soon as it
+    is free, the engines, which are empty, once all have loaded. So the rollouts of an RL step that trains from version
+    v on were generated at version v - G, of the first RL step at 0: batch i = 0 .. G - 1 has lag G + i, in the first RL
+    step i. Batches are split in order of admission. The last RL step may have fewer steps.
     """
 
     def __init__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> None:

@@ -1,12 +1,12 @@
 """Divergence of mixed-policy sequences from on-policy ones (section 5.1 of the paper, arXiv 2509.19128).
 
 Protocol. Given the weights C, C+1, ... C+g_max of consecutive optimizer steps, replay an in-flight schedule: a
-sequence starts under C and meets the next weights every L/g_max tokens, the first interval twice as long. When C+g
-has sampled its interval, the sequence has tokens of lag 0 to g. Measured, per token of it, is KL(mu || C+g), where the
-tokens are samples of mu:
+sequence starts under C and gets the next weights every L/g_max tokens, the first interval twice as long. When C+g
+has sampled its interval, the sequence has tokens of lag 0 to g. KL(mu || C+g) per token is measured, for tokens
+sampled from mu in three ways:
 
-* *stale*: earlier keys and values are those of the weights that computed them;
-* *recomputed*: they are computed again at each change of weights;
+* *stale*: keys and values stay as the weights of their time computed them;
+* *recomputed*: all are computed again at each change of weights;
 * *conventional*: C alone sampled the whole sequence.
 
 The paper names no direction and prints no values. This one can be estimated from samples: the mean over tokens from mu

@@ -1,18 +1,17 @@
 """The answers of a run: which weights sample which token, generated ahead of simulated time.
 
 Theory of operation. An engine must know when the next rollout in its batch finishes, so an answer is generated to its
-end as soon as it joins a batch, by the weights that the engine then has (``begin``). When other weights arrive, what
-lies beyond the tokens that the engine has made by then is thrown away and generated again (``go_on``), as in an engine
-that samples token by token. With ``keep`` the keys and values of the earlier tokens stay those of the weights
-that computed them. Wherever an engine fills a cache anew (``recompute``; a rollout that was aborted or preempted joins
-again), its weights compute them again.
+end as soon as it joins a batch, by the weights that the engine then has (``begin``). When other weights arrive, tokens
+that the engine has not made by then are thrown away and generated again (``go_on``), as in an engine that samples token
+by token. With ``keep`` the keys and values of earlier tokens stay as older weights computed them. Wherever an engine
+fills a cache anew (``recompute``; a rollout that was aborted or preempted joins again), its weights compute them again.
 
-Rollouts start in the order of their numbers, so a whole batch of those to come is generated with the first that is
-missing, once per version. Answers are functions of their rollout, prompt and weights (``sampling``), so none of this
-can be seen in them.
+Rollouts start in the order of their numbers, so the first missing answer is generated together with a batch of the next
+ones, once per version. Answers are functions of their rollout, prompt and weights (``sampling``): generating ahead does
+not change them.
 
-Where rollouts have turns, each is such a piece: generated to its end when it joins a batch, on keys and values that the
-weights it begins with have computed. Turns of other rollouts whose environments act are generated with it.
+With turns, each turn is generated to its end when it joins a batch, on keys and values computed by the weights it
+begins with, together with turns of other rollouts whose environments act.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The trainer of a policy that learns during a simulated run; the simulated cluster calls it.
 
-Simulated time decides what is trained on and which weights sample what; the gradient of a micro-batch is computed
-when its training starts, at the weights of that version, and the optimizer step is made with the last micro-batch.
+Simulated time decides which rollouts are trained on and which weights sample each token; the gradient of a micro-batch
+is computed when its training starts, at the weights of that version; the last micro-batch makes the optimizer step.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Learner:
         answers = [self.answers.answer(rollout_id) for rollout_id in rollout_ids]
         first, longest = self.prompt_tokens, max(answer.length for answer in answers)
         word_BT = torch.zeros(len(answers), first + longest, dtype=torch.int64)
-        is_token_BT = torch.zeros(len(answers), longest, dtype=torch.bool)  # what was observed is none
+        is_token_BT = torch.zeros(len(answers), longest, dtype=torch.bool)  # False: observed
         for place, answer in enumerate(answers):
             word_BT[place, :first] = torch.tensor(answer.prompt)
             word_BT[place, first : first + answer.length] = torch.from_numpy(answer.word_L[: answer.length])

@@ -97,8 +97,8 @@ def decode(
 ) -> torch.Tensor:
     """Return the logits after one more word per row, shape [M, V], and put its keys and values into the cache.
 
-    ``word_M`` and ``position_M``: shape [M], int64. All sizes are those of the cache, whatever the rows have in them:
-    the result of a row is a function of that row alone, to the last bit, so answers do not depend on their neighbours.
+    ``word_M`` and ``position_M``: shape [M], int64. Sizes do not depend on the content of the rows, so the result of a
+    row is a function of that row alone, to the last bit: answers do not depend on their neighbours.
     """
     rows = len(word_M)
     row_M = torch.arange(rows)

@@ -22,8 +22,8 @@ def relearn(trace: Trace) -> Learner:
     """Return the learner of a recorded run as it was at the end, with the weights of every version.
 
     Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. The weights
-    are those of the run to the last bit (``weights_sha256`` of its summary), also with preemptions or turns: the trace
-    names the points from which caches are refilled. A run that diverged is learned again up to there.
+    equal the run's to the last bit (``weights_sha256`` of its summary), also with preemptions or turns: the trace
+    records where caches are refilled. A run that diverged is learned again up to the divergence.
 
     Raises:
         ConfigError: If the run had no policy.
@@ -63,7 +63,7 @@ def relearn(trace: Trace) -> Learner:
                     try:
                         learner.train(command)
                     except RunFailedError:
-                        break  # the run ended here too: its weights are those of before
+                        break  # the run ended here too, with the weights before this step
                 case PublishWeights() as command:
                     learner.publish(command.version, oldest=0)
     return learner

@@ -2,7 +2,7 @@
 
 Prompts of a task have one length, shorter problems are filled up with blanks. An answer is a list of words; it ends
 with ``END``, or without it where generation is cut. An answer of several turns is one list, too: each turn ends with
-``END``, and the word after it is what the environment said. Words 0 to 9 are digits (or letters); the others are below.
+``END``, followed by the environment's word. Words 0 to 9 are digits (or letters); the others are below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIRECT_SHARE = 0.7
 MISTAKES = 0.04
 """Chance of a wrong digit, per digit of a demonstration: the base model is to be good, not perfect."""
 BREAKS = 0.04
-"""Chance, per step of a demonstration of ``chain``, to give the result so far as the result."""
+"""Chance, per step of a demonstration of ``chain``, that its sum so far is given as the result."""
 
 
 class TokenTask(Protocol):
@@ -108,7 +108,7 @@ class Reverse:
 class Chain:
     """The sum, modulo ``CHAIN_MODULUS``, of 2 to ``size`` digits below it: a task on which long answers pay.
 
-    An answer ends with ``RESULT``, a digit and ``END``; only that digit decides. What comes before it is free: steps,
+    An answer ends with ``RESULT``, a digit and ``END``; only that digit decides. The words before are free: steps,
     each the sum so far, make the result easy, but the base model mostly gives it at once and so is mostly wrong
     where there are many terms. The policy has to find out that longer answers are right more often.
 
@@ -157,7 +157,7 @@ class Calculator:
 
     A turn of two digits is a call, answered by their sum modulo 10. Any other turn is the last, and right if it is
     ``RESULT``, the sum and ``END``. So a sum of k digits takes k turns; the base model mostly gives the result at once,
-    and is mostly wrong. Sums have as many digits as those of ``Chain``.
+    and is mostly wrong. The number of digits is drawn as in ``Chain``.
     """
 
     longest_turn = 3

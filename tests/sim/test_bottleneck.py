@@ -1,4 +1,4 @@
-"""The bottleneck of a run: what the slots wait for while the trainer waits for data."""
+"""The bottleneck of a run: why slots are free while the trainer waits for data."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def quickstart(*overrides: str):
         ("scheduler.weight_update=wait", Bottleneck.GENERATION, TWICE),
     ],
 )
-def test_the_slots_name_what_keeps_the_trainer_waiting_and_its_remedy_helps(override, bottleneck, remedy):
+def test_the_bottleneck_is_the_reason_of_free_slots_and_its_remedy_helps(override, bottleneck, remedy):
     report = simulate(quickstart(override))
     assert report.bottleneck is bottleneck
     assert simulate(quickstart(override, *remedy)).tokens_per_s > 1.15 * report.tokens_per_s
@@ -57,7 +57,7 @@ def test_a_plan_gives_the_same_verdict_from_its_steps_alone(override):
     )
 
 
-def test_free_slots_wait_for_what_would_fill_most_of_them():
+def test_free_slots_are_blamed_on_the_cause_that_would_fill_most_of_them():
     """100 slots. 5 free ones are none; of 40, 21 rollouts being scored would fill most and 20 would not."""
     gated, free = Admission(slots=100, lag_gate=True), Admission(slots=100, lag_gate=False)
     assert gated.limit(in_progress=95, scoring=50) is Bottleneck.GENERATION
@@ -72,7 +72,7 @@ def test_free_slots_wait_for_what_would_fill_most_of_them():
     [(0.004, Bottleneck.PREFILL, "prefill"), (0.0005, Bottleneck.GENERATION, "decode")],
 )
 def test_of_prefill_and_decode_the_one_is_named_whose_speed_helps(token_s, verdict, remedy):
-    """Turns of 10 tokens, whose contexts of 100 to 190 are prefilled whole. A plan says the same.
+    """Turns of 10 tokens, whose contexts of 100 to 190 are prefilled whole. A plan reports the same.
 
     What has a share p of the work gives a factor of 1 / (1 - p / 2) at twice its speed: above 4/3 if p is above 1/2.
     """

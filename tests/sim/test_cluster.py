@@ -62,7 +62,7 @@ def test_rewards_bound_the_rate_and_little_has_the_queue(workers):
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
 def test_a_plan_is_screened_with_the_rate_of_rewards(kind):
-    """16 rewards of 10 s by 2 workers: 80 s a step, whatever else takes less."""
+    """16 rewards of 10 s by 2 workers: 80 s a step; all else takes less."""
     run = play(
         20, batch=16, slots=8, engines=2, length=fixed(8), kind=kind, ready_queue_size=64,
         hardware={"latency": {"reward_s": 10.0, "reward_workers": 2}},

@@ -1,4 +1,4 @@
-"""Comparisons: which runs are made, that each is the run it would be alone, and what is kept when some fail."""
+"""Comparisons: which runs are made, that each equals the run made alone, and results kept when some fail."""
 
 import json
 import sys
@@ -93,15 +93,12 @@ def test_by_default_the_run_is_compared_with_conventional_rl() -> None:
     assert [cell.folder for cell in plan_cells(run())] == [f"as_given/{folder}" for folder in folders]
 
 
-def test_by_default_a_conventional_run_is_compared_with_other_g() -> None:
-    cells = plan_cells(run("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=3"))
-    assert [cell.config.scheduler.optimizer_steps_per_rl_step for cell in cells] == [3, 8, 16, 32]
-
-
-def test_a_bound_on_the_lag_does_not_stand_in_the_way_of_the_default_comparison() -> None:
+def test_the_default_comparison_of_a_conventional_run_or_of_one_with_a_bound_on_the_lag() -> None:
     """Conventional RL with G steps has a largest lag of G - 1: its arms get that bound, the run keeps its own."""
-    cells = plan_cells(run("scheduler.max_lag=2", "optimizer_steps=100"))
-    assert [cell.config.scheduler.max_lag for cell in cells] == [2, 7, 15, 31]
+    conventional = plan_cells(run("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=3"))
+    assert [cell.config.scheduler.optimizer_steps_per_rl_step for cell in conventional] == [3, 8, 16, 32]
+    bounded = plan_cells(run("scheduler.max_lag=2", "optimizer_steps=100"))
+    assert [cell.config.scheduler.max_lag for cell in bounded] == [2, 7, 15, 31]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,7 @@ def test_a_bound_on_the_lag_does_not_stand_in_the_way_of_the_default_comparison(
         ("x" * 300, "x" * 80),
     ],
 )  # fmt: skip
-def test_folders_are_named_by_what_is_safe_in_a_file_name(name: str, folder: str) -> None:
+def test_names_of_folders_are_safe_file_names(name: str, folder: str) -> None:
     (cell,) = plan_cells(run(arms=[{"name": name}], baseline=name))
     assert cell.folder == f"as_given/{folder}"
 
@@ -185,23 +182,15 @@ def test_each_run_in_parallel_is_the_run_it_would_be_alone(tmp_path: Path) -> No
         assert json.loads((folder / "summary.json").read_text()) == alone[cell.folder].to_dict()
         assert load_run(folder / "run.toml") == cell.config
         assert sorted(path.name for path in folder.iterdir()) == RUN_FILES
-    rates = {folder: summary.tokens_per_s for folder, summary in alone.items()}
-    folders = {"slow trainer": "slow_trainer", "fast trainer": "fast_trainer"}
-    arms = {
-        name: [
-            {
-                "name": arm, "folder": f"{folder}/{arm}", "summary": alone[f"{folder}/{arm}"].to_dict(),
-                "speedup": rates[f"{folder}/{arm}"] / rates[f"{folder}/conventional"],
-                **({"too_short": lines} if (lines := alone[f"{folder}/{arm}"].too_short) else {}),
-            }
-            for arm in ("pipeline", "conventional")
-        ]
-        for name, folder in folders.items()
-    }  # fmt: skip
-    scenarios = [{"name": name, "arms": arms[name]} for name in folders]
-    assert result.to_dict() == {
-        "baseline": "conventional", "scenarios": scenarios, "failures": [], "complete": True,
-    }  # fmt: skip
+    for scenario in result.scenarios:
+        baseline = alone[f"{scenario.name.replace(' ', '_')}/conventional"]
+        assert [arm.name for arm in scenario.arms] == ["pipeline", "conventional"]
+        for arm in scenario.arms:
+            assert arm.summary == alone[arm.folder]
+            assert arm.speedup == alone[arm.folder].tokens_per_s / baseline.tokens_per_s
+            assert (arm.too_short or []) == alone[arm.folder].too_short
+    assert [scenario.name for scenario in result.scenarios] == ["slow trainer", "fast trainer"]
+    assert (result.baseline, result.failures, result.complete) == ("conventional", [], True)
     assert json.loads((out / "comparison.json").read_text()) == result.to_dict()
     assert sorted(ended) == sorted((cell.folder, None) for cell in cells)
 
@@ -216,7 +205,7 @@ def test_the_baseline_has_a_speedup_of_one_and_equal_arms_are_equal() -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_run_that_fails_is_told_and_the_others_are_compared(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_reported_and_the_others_are_compared(tmp_path: Path) -> None:
     ended: list[str | None] = []
     config = run(arms=[PIPELINE, STALLS, CONVENTIONAL], baseline="conventional")
     result = compare(config, out=tmp_path, on_done=lambda _cell, failure: ended.append(failure))

@@ -47,7 +47,7 @@ def test_the_next_change_is_where_the_cache_would_overflow(capacity, steps):
     assert batch.next_change()[0] == steps
 
 
-def test_what_leaves_unfinished_takes_its_cache_with_it():
+def test_a_request_that_leaves_unfinished_takes_its_cache_with_it():
     batch = batch_of((1, 5), (3, 9))
     batch.advance(2, 50)
     first = batch.requests[0]

@@ -1,6 +1,6 @@
-"""Engines: what they report by hand-made arithmetic, and what queueing theory says.
+"""Engines: their reports by hand-made arithmetic, and by queueing theory.
 
-Goldens hold for both engines. Unless a test says otherwise a decode step lasts 10 ticks, whatever it holds.
+Goldens hold for both engines. By default a decode step lasts 10 ticks with any batch.
 """
 
 from dataclasses import replace
@@ -10,7 +10,6 @@ import pytest
 from engine_log import TOKEN_PREFILL, Log, both_engines, log_of, settings_with, spans
 
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
-from sim.clock import TICKS_PER_S, to_ticks
 from sim.engine import PrefixCache, WeightHistory
 from sim.interface import PrefillCost, Request
 
@@ -38,7 +37,7 @@ def test_waiting_rollouts_take_free_slots_and_their_prefill_delays_the_next_step
 
 @both_engines
 @pytest.mark.parametrize(("arrival", "finish"), [(9, 20), (10, 30), (11, 30)])
-def test_what_arrives_exactly_at_a_boundary_joins_at_the_next(make, arrival, finish):
+def test_a_rollout_that_arrives_exactly_at_a_boundary_joins_at_the_next(make, arrival, finish):
     """Boundaries at 10, 20, 30; a step of its own makes the one token."""
     entries = log_of(make, settings_with(), rollouts=[(0, 0, 0, 4), (arrival, 1, 0, 1)])
     assert entries[0] == (finish, "finished", 1, spans((0, 1)))
@@ -81,24 +80,6 @@ def test_a_rollout_goes_on_where_an_abort_ended_it(make):
 
 
 @both_engines
-def test_a_rollout_goes_on_on_another_engine(make):
-    """It leaves at 20 and has its 4 tokens at 25 + 20; engine 0, where it would have at 40, takes no notice."""
-    log = Log(make, settings_with(step=(10, 10, 10)), num_engines=2)
-    moving = Request(0, 0, 4)
-    for request in (moving, Request(1, 0, 3), Request(2, 0, 8)):
-        log.engines[0].submit(request, 0)
-    log.at(15, lambda: log.engines[0].abort(0))
-    log.at(25, lambda: log.engines[1].submit(moving, 25))
-    log.clock.run()
-    assert log.entries == [
-        (20, "aborted", 0, spans((0, 2))),
-        (30, "finished", 1, spans((0, 3))),
-        (45, "finished", 0, spans((0, 4))),
-        (80, "finished", 2, spans((0, 8))),
-    ]
-
-
-@both_engines
 def test_who_arrived_first_joins_first_whenever_the_other_was_submitted(make):
     """Rollout 1 arrives at 15 and is in the batch from 20 on; rollout 2 is submitted in its first step."""
     log = Log(make, settings_with(step=(10, 10, 10)))
@@ -107,25 +88,6 @@ def test_who_arrived_first_joins_first_whenever_the_other_was_submitted(make):
     log.at(25, lambda: log.engines[0].submit(Request(2, 0, 1), 25))
     log.clock.run()
     assert [(tick, rollout_id) for tick, _, rollout_id, _ in log.entries] == [(30, 1), (40, 2), (50, 0)]
-
-
-@both_engines
-def test_coefficients_of_a_measured_engine(make):
-    """H100, 7B: 64 requests, 131072 tokens of context: 1000 steps last 9.4993736 s, 541 fit into 5 s.
-
-    6.5296 ms * 1000 + 18.215 ns * (1000 * 131072 + 64 * 1000 * 999 / 2) = 6.5296 s + 2.9697736 s; the positive
-    root of t(n) = 5 s is 541.584.
-    """
-    step = [to_ticks(5.848e-3 + 10.65e-6 * batch) for batch in range(1, 65)]
-    given = settings_with(step=step, context=to_ticks(18.215e-9))
-    entries = log_of(make, given, rollouts=[(0, rollout_id, 2048, 1000) for rollout_id in range(64)])
-    assert entries == [(9_499_373_600_000, "finished", rollout_id, spans((0, 1000))) for rollout_id in range(64)]
-
-    log = Log(make, given)
-    for rollout_id in range(64):
-        log.engines[0].submit(Request(rollout_id, 2048, 1000), 0)
-    log.clock.run(until=5 * TICKS_PER_S)
-    assert log.end() == [(rollout_id, spans((0, 541))) for rollout_id in range(64)]
 
 
 @both_engines
@@ -174,7 +136,7 @@ def test_recompute_charges_the_prefill_of_everything_in_the_batch(make):
 
 
 @both_engines
-def test_recompute_charges_nothing_for_what_leaves_at_the_same_boundary(make):
+def test_recompute_charges_nothing_for_a_rollout_that_leaves_at_the_same_boundary(make):
     """0 and 1 have 3 + 2 tokens each at 26; pause to 29. Of a cache of 10, 1 is preempted: 29 + 5 + 10 = 44, 0 is done.
 
     Only then is 1 prefilled: 44 + 5 + 10 = 59. If it is aborted in the pause instead, 0 ends at 44 just so.
@@ -198,7 +160,7 @@ def test_recompute_charges_nothing_for_what_leaves_at_the_same_boundary(make):
 
 
 @both_engines
-def test_abort_ends_batch_and_queue_but_not_what_arrives_after_it(make):
+def test_abort_ends_batch_and_queue_but_no_later_arrival(make):
     """Two slots, so 2 waits; 3 arrives together with the update and joins after the pause: 23 + 10."""
     entries = log_of(
         make,
@@ -216,7 +178,7 @@ def test_abort_ends_batch_and_queue_but_not_what_arrives_after_it(make):
 
 
 @both_engines
-def test_wait_lets_finish_what_arrived_before_and_holds_what_arrives_after(make):
+def test_wait_finishes_earlier_arrivals_and_holds_later_ones(make):
     """One slot: rollout 0 ends at 30, rollout 1 at 40; pause to 43; rollout 2 ends at 53."""
     entries = log_of(
         make,
@@ -298,36 +260,19 @@ def test_the_last_admitted_is_preempted_and_first_in_the_queue_again(make):
 
 
 @both_engines
-def test_no_more_are_preempted_than_must_be(make):
-    """8 tokens of cache hold 2 + 2 + 1 and a step of three. At 10, 3 + 3 and a step of two fit exactly: 2 leaves."""
-    given = settings_with(step=(10, 10, 10), capacity=8)
-    entries = log_of(make, given, rollouts=[(0, 0, 2, 2), (0, 1, 2, 2), (0, 2, 1, 2)])
-    assert entries[0] == (10, "preempted", 2, 1)
-    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries[1:]] == [(20, 0), (20, 1), (30, 2)]
-
-
-@both_engines
-def test_admission_is_first_come_first_served(make):
-    """At 10 there are 5 of 10 tokens: 6 of rollout 1 do not fit, the 1 of rollout 2 would. Both join at 20."""
-    given = settings_with(step=(10, 10, 10), capacity=10)
-    entries = log_of(make, given, rollouts=[(0, 0, 4, 2), (1, 1, 6, 1), (2, 2, 1, 1)])
-    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries] == [(20, 0), (30, 1), (30, 2)]
-
-
-@both_engines
-def test_a_preempted_rollout_has_all_its_versions(make):
-    """As in the test above of preemption, one rollout longer and updated at 16: 0, 0, 1 and, after preemption, 1.
-
-    Boundaries 10 (8 tokens), 20 (10: 1 leaves), 30 (0 finishes, 1 joins again), 40, 50.
-    """
-    given = settings_with(capacity=10)
-    entries = log_of(make, given, rollouts=[(0, 0, 3, 3), (0, 1, 3, 4)], updates=[(12, WeightUpdate.KEEP)])
-    assert entries == [
-        (20, "loaded", 1, 0),
-        (20, "preempted", 1, 2),
-        (30, "finished", 0, spans((0, 2), (1, 3))),
-        (50, "finished", 1, spans((0, 2), (1, 4))),
-    ]
+@pytest.mark.parametrize(
+    ("capacity", "rollouts", "preempted", "finished"),
+    [
+        # 2 + 2 + 1 tokens and a step of three. At 10, 3 + 3 and a step of two fit exactly: only 2 leaves.
+        (8, [(0, 0, 2, 2), (0, 1, 2, 2), (0, 2, 1, 2)], [(10, 2)], [(20, 0), (20, 1), (30, 2)]),
+        # At 10 there are 5 of 10: 6 of rollout 1 do not fit, the 1 of rollout 2 would. Both join at 20, in order.
+        (10, [(0, 0, 4, 2), (1, 1, 6, 1), (2, 2, 1, 1)], [], [(20, 0), (30, 1), (30, 2)]),
+    ],
+)
+def test_no_more_are_preempted_than_must_be_and_none_overtakes(make, capacity, rollouts, preempted, finished):
+    entries = log_of(make, settings_with(step=(10, 10, 10), capacity=capacity), rollouts=rollouts)
+    assert [(tick, rollout_id) for tick, kind, rollout_id, _ in entries if kind == "preempted"] == preempted
+    assert [(tick, rollout_id) for tick, kind, rollout_id, _ in entries if kind == "finished"] == finished
 
 
 # ------------------------------------------------------------------------------------------ the end
@@ -376,20 +321,8 @@ class Refill(Log):
 
 
 @both_engines
-@pytest.mark.parametrize("num_slots", [1, 7, 64])
-def test_full_slots_of_one_length_make_a_token_each_per_step(make, num_slots):
-    """All finish together, the engine is idle, and all start again at once: H tokens per step time, for ever."""
-    log = Refill(make, settings_with(step=range(3, 3 + num_slots)))
-    for rollout_id in range(num_slots):
-        log.engines[0].submit(Request(rollout_id, 0, 25), 0)
-    log.clock.run(until=(2 + num_slots) * 1000)
-    num_tokens = sum(spans.num_tokens for _, spans in log.end()) + 25 * len(log.entries)
-    assert num_tokens == num_slots * 1000
-
-
-@both_engines
 def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make):
-    """Slots out of step with each other: what is started at a boundary joins at the next, so n of n + 1 steps.
+    """Slots out of step with each other: a rollout started at a boundary joins at the next, so n of n + 1 steps.
 
     Rollouts join at 0, 10, .. 40, so 5 + 4 + 3 + 2 + 1 tokens are there at 50.
     """
@@ -404,17 +337,16 @@ def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make
 # ------------------------------------------------------- version history and prefix cache, by hand
 
 
-def joined_at(step, history, request=None):
-    request = request or Request(0, prompt_tokens=5, length=100)
+def join(request, step, history):
     request.start_step, request.first_load = step, len(history.steps)
-    return request
 
 
 def test_a_token_has_the_version_that_its_engine_had_at_its_step():
     history = WeightHistory()
     history.loaded(1, 10)
     history.loaded(2, 10)  # nothing was sampled with version 1
-    request = joined_at(10, history)
+    request = Request(0, prompt_tokens=5, length=100)
+    join(request, 10, history)
     assert history.spans(request, 10) is NO_TOKENS
     assert history.spans(request, 13) == VersionSpans((2,), (3,))
     history.loaded(3, 13)
@@ -424,11 +356,11 @@ def test_a_token_has_the_version_that_its_engine_had_at_its_step():
 
 
 def test_tokens_from_before_a_preemption_keep_their_versions():
-    history = WeightHistory()
-    request = joined_at(0, history)
+    history, request = WeightHistory(), Request(0, prompt_tokens=5, length=100)
+    join(request, 0, history)
     request.keep(history.spans(request, 4))
     history.loaded(1, 7)
-    joined_at(8, history, request)
+    join(request, 8, history)
     assert history.spans(request, 10) == VersionSpans((0, 1), (4, 6))
 
 

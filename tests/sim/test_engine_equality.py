@@ -16,7 +16,7 @@ from sim.engine import ClosedFormEngine
 from sim.interface import DecodeCost, EngineSettings, PrefillCost, Request
 from sim.step_by_step import StepByStepEngine
 
-# ----------------------------------------------------------------- the closed form is what single steps do
+# --------------------------------------------------------------- the closed form equals single steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Script:
     late: list[tuple[int, int]]
     """Tick, engine: one more rollout is started."""
     ends_at: int
-    """Tick, whatever the engines do at it comes after the end."""
+    """Tick of the end, before all that engines do at it."""
 
 
 def times_of(request):
@@ -50,7 +50,7 @@ def times_of(request):
 
 
 class Scripted(Log):
-    """Reacts like a scheduler: replaces what has ended, resumes what an update aborted, publishes again."""
+    """Reacts like a scheduler: replaces ended rollouts, resumes those that an update aborted, publishes again."""
 
     def __init__(self, make, script):
         super().__init__(make, script.engine, num_engines=script.num_engines)

@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Alone:
-    """The environment of one rollout, what it reports and when (s)."""
+    """The environment of one rollout, with a log of its reports and their times (s)."""
 
     def __init__(self, *, faults=None, **keys):
         ticks = [(seconds * TICKS_PER_S) for seconds in (5, 7)]
@@ -54,7 +54,7 @@ class Alone:
         return self.station.goes_on(0, self.request, VersionSpans((0,), (num_tokens,)))
 
 
-def test_what_failed_is_tried_again_and_then_given_up_by_hand():
+def test_an_environment_that_fails_is_retried_and_then_given_up_by_hand():
     """A reset fails after 2 s, then takes 5; a step times out after 3 s, and fails after 1 more: once too often."""
     alone = Alone(faults={0: [(2, ERROR)], 1: [(3, TIMEOUT), (1, ERROR)]}, retries=1)
     alone.clock.run()
@@ -71,7 +71,7 @@ def test_what_failed_is_tried_again_and_then_given_up_by_hand():
     ]
 
 
-def test_the_lifetime_cuts_what_the_environment_does():
+def test_the_lifetime_cuts_the_action_of_the_environment():
     """Reset from 0 to 5 s; the step from 5 s on would last to 12, and is cut at 9."""
     alone = Alone(lifetime_s=9.0, retries=5)
     alone.clock.run()
@@ -110,7 +110,7 @@ def above(mean, cv, most):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
-def test_tries_and_their_time_are_what_theory_says(turn):
+def test_tries_and_their_time_follow_theory(turn):
     """p = h + (1 - h) (P(T > tau) + P(T <= tau) f) a try: (1 - p^(R+1)) / (1 - p) of them, of E[min(T, tau)] each.
 
     The second is Wald's identity: whether there is another try depends on those before only. Of 20,000 rollouts, each

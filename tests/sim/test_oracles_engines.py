@@ -1,7 +1,7 @@
 """Engines and workload of whole runs against theory: speed, weight updates, common random numbers, KV cache.
 
-Each docstring derives what is expected. Unless a test says otherwise a decode step lasts 1 s whatever it holds, and
-all else takes no time.
+Each docstring derives the expected value. By default a decode step lasts 1 s with any batch, and all else takes no
+time.
 """
 
 import numpy as np
@@ -53,11 +53,11 @@ def test_recomputing_a_free_cache_is_keeping_it():
     assert keep.summary() == recompute.summary()
 
 
-def test_recompute_and_abort_cost_the_prefill_of_what_is_in_progress():
+def test_recompute_and_abort_cost_the_prefill_of_rollouts_in_progress():
     """One engine that is never waited for: prefill only stretches its time, so the extra seconds are exact.
 
     At each of 28 updates (the last version is not published, and one more is made up for by the next) the prompts
-    and answers in progress are computed again, at 1 ms per token: what ``abort`` starts again says how many.
+    and answers in progress are computed again, at 1 ms per token: the restarts of ``abort`` count them.
     """
     keep, recompute, abort = (run_with(kind, prefill_s=1e-3) for kind in ("keep", "recompute", "abort"))
     restarts = [entry for _, entry in abort.of(StartRollout) if entry.kept_tokens]
@@ -86,7 +86,7 @@ def test_waiting_drains_the_engines_and_keeps_every_rollout_on_one_version():
 
 
 @pytest.mark.parametrize(("transfer_s", "loaded_s"), [(3.0, 15.5), (7.0, 17.5)])
-def test_wait_goes_on_with_what_is_in_progress_and_starts_nothing_from_the_publication_on(transfer_s, loaded_s):
+def test_wait_goes_on_with_rollouts_in_progress_and_starts_none_from_the_publication_on(transfer_s, loaded_s):
     """Two slots, answers of 5 steps of 1 s, batches of 4. At 10 two start, and the first version is published.
 
     These two go on during the transfer, which ends at 13 or 17, and finish at 15. Then the engine is empty: it loads
@@ -123,7 +123,7 @@ def test_two_schedulers_meet_the_same_answers(length):
         assert {key: answers[0][key] for key in common} == {key: other[key] for key in common}
 
 
-def test_every_rollout_gets_the_answer_that_the_workload_says():
+def test_every_rollout_gets_its_answer_of_the_workload():
     run = play(9, batch=16, slots=7, length=uniform(50), group_size=4)
     workload = Workload(run.config.workload, seed=run.config.seed)
     for _, entry in run.of(RolloutFinished):
@@ -152,7 +152,7 @@ def test_growth_makes_later_answers_longer():
 def test_a_small_cache_is_never_overfull_and_preempts(monkeypatch):
     """200 tokens for up to 10 requests of up to 10 + 60: every step fits, though all at once would not.
 
-    Every token comes out all the same: each answer has the length that the workload says.
+    Every token comes out all the same: each answer has its length of the workload.
     """
     fullest = 0
 

@@ -1,8 +1,8 @@
-"""Runs with a bound on lag, or on what is published, against theory: ages, budgets, what is given up for them.
+"""Runs with a bound on lag, or fewer publications, against theory: ages, budgets, rollouts given up for them.
 
-Each docstring derives what is expected. Statistical tests have a fixed seed; their docstring says how far the
-measured value strays from seed to seed (sd, over 20 seeds) and so how often another seed would fail.
-Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
+Each docstring derives the expected value. Statistical tests have a fixed seed; their docstring has the spread of the
+measured value over 20 seeds (sd), hence how often another seed would fail.
+By default a decode step lasts 1 s with any batch, and all else takes no time.
 """
 
 import math
@@ -99,8 +99,8 @@ def admitted_per_publication(run):
 
 
 @pytest.mark.parametrize(("every", "staleness"), [(1, 0.0), (1, 1.0), (2, 0.5), (4, 0.25), (4, 1.0)])
-def test_staleness_s_admits_1_plus_s_times_k_batches_less_those_carried_over(every, staleness):
-    """verl's budget between publications, (1 + s) K B less what is carried over, at max_lag = (1 + s) K - 1.
+def test_staleness_s_admits_1_plus_s_times_k_batches_less_rollouts_carried_over(every, staleness):
+    """verl's budget between publications, (1 + s) K B less rollouts carried over, at max_lag = (1 + s) K - 1.
 
     With slots for all of them and a trainer that is slower than any answer, the budget is used up every time.
     """
@@ -127,8 +127,8 @@ def run_within(max_lag, on_stale):
 
 
 @pytest.mark.slow
-def test_dropping_what_is_stale_shortens_what_is_trained_on():
-    """The mean of 4800 answers as drawn, against those trained on; other answers in a few groups at the end: 1.5 %.
+def test_dropping_stale_rollouts_shortens_the_answers_trained_on():
+    """The mean of 4800 answers as drawn, and of the trained ones; they differ in a few groups at the end: 1.5 %.
 
     Waiting trains on them as they are, dropping on shorter ones, the more so the tighter the bound: over 20 seeds
     0.78 of the mean at 3, sd 0.006, and of that 0.84 at 1, sd 0.009. (What is dropped before it finishes is in no

@@ -1,7 +1,7 @@
 """RL steps of the simulator against theory: conventional RL, one-step-off RL, partial rollouts.
 
-Each docstring derives what is expected. Unless a test says otherwise a decode step lasts 1 s whatever it holds, and
-all else takes no time.
+Each docstring derives the expected value. By default a decode step lasts 1 s with any batch, and all else takes no
+time.
 """
 
 from dataclasses import dataclass
@@ -154,7 +154,7 @@ def test_the_makespan_of_one_step_off_rl_is_the_longer_side_of_every_round(token
 
 
 def test_one_step_off_goes_on_until_enough_groups_have_a_signal():
-    """Only groups that differ are trained on, and those that replace the others are no younger."""
+    """Only groups with different rewards are trained on; groups that replace the others are no younger."""
     scheduler = {"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "filter_no_signal": True}
     run = play(
         9, batch=8, slots=16, length=uniform(40), group_size=4, success_rate=0.2, hardware=trains_in(10.0), **scheduler
@@ -175,7 +175,7 @@ def partial(**scheduler):
 @pytest.mark.parametrize(
     ("slots", "ends_s", "lags"), [(4, [12.5, 25, 37.5], [0, 0, 0]), (6, [12.5, 25, 27.5], [0, 0.5, 1])]
 )
-def test_what_is_over_when_an_rl_step_begins_is_the_first_of_the_next(slots, ends_s, lags):
+def test_ready_rollouts_left_by_an_rl_step_are_the_first_of_the_next(slots, ends_s, lags):
     """B = 4, answers of 10 s, steps of 2.5 s, all else free; engines stand still from 10 s to 12.5 s and so on.
 
     4 slots: all finish at 10 s, their places are taken at once by 4 others, which begin under version 1, at 12.5 s.
@@ -193,7 +193,7 @@ def run_of_partial_rollouts(prefill_s, **scheduler):
     return play(20, batch=8, slots=40, length=uniform(100), prompt_tokens=20, hardware=hardware, **partial(**scheduler))
 
 
-def test_what_goes_on_after_an_rl_step_is_prefilled_again_with_the_tokens_it_has():
+def test_rollouts_that_go_on_after_an_rl_step_are_prefilled_again_with_their_tokens():
     """One engine: prefill stretches time and changes nothing else. A span ends where an engine stood still."""
     free, costly = run_of_partial_rollouts(0.0), run_of_partial_rollouts(1e-3)
     assert [row.lag_mean for row in free.steps] == [row.lag_mean for row in costly.steps]
@@ -201,7 +201,7 @@ def test_what_goes_on_after_an_rl_step_is_prefilled_again_with_the_tokens_it_has
     carried_over = [20 + end for spans in ended for end in spans.ends[:-1]]
     assert len(carried_over) > 100
     extra_s = costly.summary().duration_s - free.summary().duration_s
-    assert extra_s > 1e-3 * (20 * 40 + sum(carried_over))  # what was still unfinished at the end comes on top
+    assert extra_s > 1e-3 * (20 * 40 + sum(carried_over))  # and of the rollouts still unfinished at the end
 
 
 def test_engines_stand_still_while_the_same_accelerators_train():

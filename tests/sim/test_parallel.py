@@ -55,7 +55,7 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
 
 
 def test_workers_are_started_with_ctrl_c_ignored_which_they_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends Ctrl-C to all of them, and one that heeded it would print a traceback."""
+    """A terminal sends Ctrl-C to all workers, and one that heeded it would print a traceback."""
     handlers: list[Any] = []
 
     class Watching(InThisProcess):
@@ -69,7 +69,7 @@ def test_workers_are_started_with_ctrl_c_ignored_which_they_inherit(monkeypatch:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_worker_that_dies_is_told_and_what_had_ended_is_kept(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_reported_and_ended_runs_are_kept(tmp_path: Path) -> None:
     """As when the system runs out of memory and kills one."""
 
     def kill(_cell: Cell, _failure: str | None) -> None:
@@ -95,7 +95,7 @@ def test_it_runs_in_any_thread() -> None:
 
 
 def test_a_worker_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What every worker does first, done here in its place."""
+    """The first call of every worker, made here."""
     gone, ended = threading.Event(), threading.Event()
     codes: list[int] = []
 
@@ -144,7 +144,7 @@ def _process_id(_job: int) -> int:
     return os.getpid()
 
 
-def test_more_workers_say_that_the_script_lacks_a_main_guard(tmp_path: Path) -> None:
+def test_with_more_workers_a_missing_main_guard_is_an_error(tmp_path: Path) -> None:
     last = script(tmp_path / "plain.py", workers=2).stderr.splitlines()
     assert last[-1].startswith("pipelinerl.errors.ConfigError: worker processes import the script that starts them")
     assert last[-1].endswith("put what it does under if __name__ == '__main__':, or ask for workers=1")

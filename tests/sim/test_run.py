@@ -1,4 +1,4 @@
-"""One run: interrupted, beside other threads, and what is on disk at any time."""
+"""One run: interrupted, beside other threads, and its files on disk at any time."""
 
 import gc
 import json

@@ -72,7 +72,7 @@ def test_expected_longest_is_the_mean_over_all_subsets():
     assert script().expected_longest(lengths, 3) == pytest.approx(np.mean(subsets))
 
 
-def test_the_readme_of_the_sets_states_what_is_in_them():
+def test_the_readme_of_the_sets_states_their_statistics():
     """Its summary tables hold the rows that the script prints for the files beside it."""
     make = script()
     readme = (ROOT / "sim" / "data" / "README.md").read_text(encoding="utf-8").splitlines()
@@ -132,17 +132,14 @@ def test_the_script_rejects_wrong_arguments_and_a_table_without_a_set(tmp_path, 
 
 # ------------------------------------------------------------------- the tail, beside the log-normal of `validate`
 
-LIMITS = {
-    "rgym_llama_400": 2048, "rgym_llama_800": 2048, "skythought": 32467, "areal_deepscaler": 12000,
-    "areal_nemotron": 12000,
-}  # fmt: skip
-"""At which answers were stopped (tokens)."""
-TAILS = {  # log-normal with cv 1 over the set: longest of 8 of one prompt, of 16 prompts
-    "rgym_llama_400": (1.17, 1.00),
-    "rgym_llama_800": (1.43, 1.05),
-    "skythought": (1.17, 1.00),
-    "areal_deepscaler": (1.79, 1.70),
-    "areal_nemotron": (1.51, 1.12),
+BESIDE_LOG_NORMAL = {
+    # tokens at which answers were stopped; log-normal with cv 1 over the set: longest of 8 of one prompt, of 16
+    # prompts, seconds to generate 256 answers, 8 to a prompt
+    "rgym_llama_400": (2048, 1.17, 1.00, 1.01),
+    "rgym_llama_800": (2048, 1.43, 1.05, 1.01),
+    "skythought": (32467, 1.17, 1.00, 0.87),
+    "areal_deepscaler": (12000, 1.79, 1.70, 1.60),
+    "areal_nemotron": (12000, 1.51, 1.12, 1.14),
 }
 """As docs/validation.md has them."""
 
@@ -160,31 +157,24 @@ def longest_in_batch(name: str, prompts: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("name", BESIDE_LOG_NORMAL)
 def test_the_longest_of_a_batch_by_the_log_normal_is_no_shorter_than_real_ones(name):
     """With cv 1, the mean of the set and its limit, as `validate` simulates rows without published lengths."""
+    limit, *tails, _ = BESIDE_LOG_NORMAL[name]
     mean = float(np.concatenate([prompt.lengths for prompt in read_source(name)]).mean())
-    source = workload(kind="lognormal", mean=mean, cv=1.0, max=LIMITS[name], group_size=8)
+    source = workload(kind="lognormal", mean=mean, cv=1.0, max=limit, group_size=8)
     drawn = all_lengths(source, 5000).ravel().tolist()
     of_a_prompt = [expected_longest(prompt.lengths.tolist(), 8) for prompt in read_source(name)]
     assert longest_in_batch(name, 1) == pytest.approx(np.mean(of_a_prompt))
     ratios = [expected_longest(drawn, 8 * prompts) / longest_in_batch(name, prompts) for prompts in (1, 16)]
-    assert ratios == pytest.approx(TAILS[name], abs=0.02)
-
-
-PHASES = {  # the same of the seconds in which 256 answers, 8 to a prompt, are generated
-    "rgym_llama_400": 1.01,
-    "rgym_llama_800": 1.01,
-    "skythought": 0.87,
-    "areal_deepscaler": 1.60,
-    "areal_nemotron": 1.14,
-}
+    assert ratios == pytest.approx(tails, abs=0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize("name", BESIDE_LOG_NORMAL)
 def test_a_synchronous_step_by_the_log_normal_lasts_as_long_as_by_real_answers_that_were_stopped(name):
     """Four engines of 64 slots, a 7B on H100; where two answers of five are stopped it is 13 % too short."""
+    limit, *_, phase = BESIDE_LOG_NORMAL[name]
     mean = float(np.concatenate([prompt.lengths for prompt in read_source(name)]).mean())
     lengths = {"kind": "lognormal", "mean": mean, "cv": 1.0}, {"kind": "empirical", "source": name}
 
@@ -194,9 +184,9 @@ def test_a_synchronous_step_by_the_log_normal_lasts_as_long_as_by_real_answers_t
             "optimizer_steps": 32,
             "cluster": {"accelerators": 4},
             "scheduler": {"kind": "conventional", "train_batch_size": 256, "generation_batch_size": 64},
-            "workload": {"group_size": 8, "prompt_tokens": 150, "length": {**length, "max": LIMITS[name]}},
+            "workload": {"group_size": 8, "prompt_tokens": 150, "length": {**length, "max": limit}},
             "hardware": hardware,
         }
         return simulate(parse_run(tables)).duration_s
 
-    assert seconds(lengths[0]) / seconds(lengths[1]) == pytest.approx(PHASES[name], abs=0.01)
+    assert seconds(lengths[0]) / seconds(lengths[1]) == pytest.approx(phase, abs=0.01)

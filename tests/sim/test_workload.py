@@ -1,7 +1,6 @@
-"""The workload: what a group's lengths and rewards are, by distribution and version."""
+"""The workload: lengths and rewards of a group, by distribution and version."""
 
 import math
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
-def test_a_group_does_not_depend_on_what_was_asked_before(name, data):
+def test_a_group_does_not_depend_on_earlier_calls(name, data):
     """Ids over 12 blocks, more than are kept, in any order, against a workload that was asked nothing else."""
     ids = st.tuples(st.integers(0, 12 * 1024), st.integers(0, 12 * DRAWS_PER_BLOCK))
     asked = data.draw(st.lists(ids, min_size=1, max_size=20))
@@ -99,17 +98,19 @@ def test_uniform_lengths_are_equally_likely_from_1_to_max():
     assert chi_square_p(np.bincount(lengths.ravel(), minlength=12)[1:], 8000) > 1e-6
 
 
-def test_uniform_up_to_1_is_always_1():
-    assert workload(group_size=2, kind="uniform", max=1).group(0, 0).lengths == (1, 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mean", "cv", "longest"),
-    [(573.0, 0.8, 2048), (4000.0, 1.0, 16000), (900.0, 0.5, 1000), (1.5, 0.5, 3), (2.4, 0.1, 10), (50.0, 3.0, 10**6)],
-)
+    [
+        (573.0, 0.8, 2048), (4000.0, 1.0, 16000), (900.0, 0.5, 1000), (1.5, 0.5, 3), (2.4, 0.1, 10), (50.0, 3.0, 10**6),
+        (99.5, 1e-6, 1000), (99.5, 1e3, 1000),
+    ],
+)  # fmt: skip
 def test_lognormal_lengths_have_the_mean_after_cut_and_rounding(mean, cv, longest):
-    """Fails for 1 seed in 10^6 if the code is right: 200 000 draws, z = 4.9. Means near 1 show any bias of rounding."""
+    """Fails for 1 seed in 10^6 if the code is right: 200 000 draws, z = 4.9. Means near 1 show any bias of rounding.
+
+    So does the least cv: there all draws are 99 or 100.
+    """
     assert_mean(all_lengths(workload(kind="lognormal", max=longest, mean=mean, cv=cv), 25_000), mean)
 
 
@@ -117,19 +118,6 @@ def test_lognormal_lengths_have_the_cv_before_the_cut():
     """(X - mean)^2 has mean (cv mean)^2, plus at most 1/4 for rounding; 200 000 draws, z = 4.9: 1 seed in 10^6."""
     lengths = all_lengths(workload(kind="lognormal", max=10**9, mean=1000.0, cv=0.53), 25_000)
     assert_mean((lengths - 1000.0) ** 2, 530.0**2)
-
-
-def test_lognormal_with_a_cap_of_four_uncut_means_cuts_one_in_fifty_at_cv_1():
-    """With s^2 = ln 2 and a cap of 4 uncut means, P(cut) = Phi(-(ln 4 + s^2/2)/s) = Phi(-2.0814) = 0.01870.
-
-    E[min(X, 4)] of X with mean 1 is taken as a sum over 10^6 quantiles, not from the closed form under test.
-    Fails for 1 seed in 10^6: 200 000 draws, z = 4.9.
-    """
-    s = math.sqrt(math.log(2))
-    z = np.array([NormalDist().inv_cdf((k + 0.5) / 100_000) for k in range(100_000)])
-    mean = float(np.minimum(np.exp(s * z - s**2 / 2), 4.0).mean()) * 1000
-    lengths = all_lengths(workload(kind="lognormal", max=4000, mean=mean, cv=1.0), 25_000)
-    assert_mean(lengths == 4000, 0.01870)
 
 
 @pytest.mark.slow
@@ -144,12 +132,6 @@ def test_a_lognormal_mean_of_1_makes_all_lengths_1_and_one_just_below_max_nearly
     assert set(all_lengths(workload(kind="lognormal", max=50, mean=1.0, cv=1.0), 100).ravel()) == {1}
     lengths = all_lengths(workload(kind="lognormal", max=50, mean=50 - 1e-9, cv=1.0), 100)
     assert set(lengths.ravel()) == {50}
-
-
-@pytest.mark.parametrize("cv", [1e-6, 1e3])
-def test_the_extreme_cv_still_meet_the_mean(cv):
-    """z = 4.9 on 200 000 draws; at cv = 10^-6 all draws are 99 or 100 and show the rounding: mean 99.5."""
-    assert_mean(all_lengths(workload(kind="lognormal", max=1000, mean=99.5, cv=cv), 25_000), 99.5)
 
 
 @pytest.mark.parametrize(

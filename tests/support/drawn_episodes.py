@@ -1,4 +1,4 @@
-"""The episodes of a small run, for tests of what is drawn."""
+"""The episodes of a small run, for tests of draws."""
 
 from __future__ import annotations
 

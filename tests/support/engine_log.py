@@ -1,4 +1,4 @@
-"""Engines of the simulator by themselves: settings in ticks, and a log of what they report."""
+"""Engines of the simulator by themselves: settings in ticks, and a log of their reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ForwardClock(Clock):
 
 
 class Log:
-    """Writes down what engines report."""
+    """Writes down the reports of engines."""
 
     def __init__(self, make, given, *, num_engines=1):
         self.clock = ForwardClock()

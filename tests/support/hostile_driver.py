@@ -1,14 +1,15 @@
-"""The scheduler against a hostile but legal driver: everything that may happen does, in any order.
+"""A hostile but legal driver of a scheduler: every legal event may happen, in any order.
 
-``HostileDriver`` keeps a ledger of its own and never reads the scheduler's: which weights each engine samples with *in
-truth* (it reports them later), which version sampled each token, what has been reported.
+It never reads the scheduler's state. Its ledger has the weights that each engine samples with *in truth* (reported
+later), the version that sampled each token, and all that has been reported.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
-from hostile_checks import CommandChecks
-from hostile_ledger import Place
+from hostile_ledger import HostileLedger, Place
 
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
@@ -31,10 +32,14 @@ from pipelinerl.scheduler.events import (
 
 FAILING = (Place.IN_FLIGHT, Place.ACTING, Place.SCORING)
 """Where a rollout can fail."""
+HAPPENINGS = (
+    "decode", "generate last", "report", "score", "end turn", "observe", "end episode", "fail", "train", "publish",
+    "take", "load", "lose", "preempt", "lie",
+)  # fmt: skip
 
 
-class HostileDriver(CommandChecks):
-    """What may happen, and a scheduler that it happens to."""
+class HostileDriver(HostileLedger):
+    """A scheduler, and all that may happen to it."""
 
     def __init__(self, case):
         super().__init__(case)
@@ -42,7 +47,7 @@ class HostileDriver(CommandChecks):
         self.answers = [tuple(self.scheduler.start())]
         self.obey(self.answers[0])
 
-    # ------------------------------------------------------------------------------- what may happen
+    # ------------------------------------------------------------------------------- legal happenings
 
     def engines_to_load(self):
         """Engines that may take the published weights now."""
@@ -109,7 +114,7 @@ class HostileDriver(CommandChecks):
         self.deliver(ObservationReady(rollout_id, rollout.read))
 
     def end_episode(self, entry):
-        """The environment says that the turn before was the last one."""
+        """The environment answers that the turn before was the last one."""
         rollout_id, _, rollout = entry
         rollout.place = Place.SCORING
         self.deliver(RolloutFinished(rollout_id, None, rollout.spans))
@@ -152,7 +157,7 @@ class HostileDriver(CommandChecks):
         self.deliver(WeightsPublished(self.published, 0.0))
 
     def take_weights(self, engine, *, all_have_arrived):
-        """An engine samples with the published weights from now on, and says so later."""
+        """An engine samples with the published weights from now on, and reports it later."""
         self.true_version[engine] = self.published
         if self.weight_update is WeightUpdate.ABORT:
             for _, _, rollout in self.running():
@@ -250,22 +255,17 @@ class HostileDriver(CommandChecks):
             ],
             "load": [lambda e=e: self.report_loaded(e) for e in self.engines_to_report()],
             "lose": [lambda r=r: self.lose(r) for r in self.losable()] if failures else [],
+            "preempt": [lambda r=r: self.preempt(r) for r in self.running()] if failures else [],
             "lie": [lambda: self.lie(rng.randrange(10**6))] if failures else [],
         }
         return {kind: calls for kind, calls in kinds.items() if calls}
 
-    def go_on(self, rng, *, num_happenings, failures, pace=None):
-        """Let up to ``num_happenings`` things happen; ``pace`` maps kinds to how often, against 1."""
+    def go_on(self, rng, *, num_happenings, failures, pace=MappingProxyType({})):
+        """Let up to ``num_happenings`` things happen; ``pace``: relative frequency of some kinds, others 1."""
         for _ in range(num_happenings):
             if self.stopped:
                 return
             kinds = self.happenings(rng, failures=failures)
             names = list(kinds)
-            weights = [(pace or {}).get(name, 1.0) for name in names]
+            weights = [pace.get(name, 1.0) for name in names]
             rng.choice(kinds[rng.choices(names, weights)[0]])()
-
-    def replay(self):
-        """Check that a fresh scheduler gives the recorded commands to the recorded events."""
-        scheduler = self.case.fresh()
-        assert tuple(scheduler.start()) == self.answers[0]
-        assert [tuple(scheduler.handle(event)) for event in self.events] == self.answers[1:]

@@ -1,6 +1,6 @@
-"""Simulated runs with their ledger, events and commands, for tests against what theory says.
+"""Simulated runs with their ledger, events and commands, for tests against theory.
 
-Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
+By default a decode step lasts 1 s with any batch, and all else takes no time.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def play(
 
 
 def environment(*, count, turns=3, context_max=10**6, observation=0, **keys):
-    """Environments whose rollouts have so many turns, all of them, with observations of so many tokens."""
+    """Environments whose rollouts all have ``turns`` turns, with observations of ``observation`` tokens."""
     table = {"kind": "lognormal", "mean": turns, "max": turns, "context_max": context_max}
     return {
         "count": count,
@@ -107,7 +107,7 @@ def fixed(length):
 
 
 def trains_in(seconds):
-    """Hardware whose optimizer steps take so long, whatever they hold."""
+    """Hardware whose optimizer steps all take these seconds."""
     return {"training": {"token_s": 0.0, "step_s": seconds}}
 
 

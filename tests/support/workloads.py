@@ -1,4 +1,4 @@
-"""Workloads for tests, and what their draws are held to."""
+"""Workloads for tests, and checks of their draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leave-one-out advantages: hand-made groups, and what holds for every group."""
+"""Leave-one-out advantages: hand-made groups, and identities of every group."""
 
 import numpy as np
 import pytest

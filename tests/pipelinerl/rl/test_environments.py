@@ -1,4 +1,4 @@
-"""Environments: what a run file may name, and the calculator."""
+"""Environments: names in a run file, and the calculator."""
 
 import asyncio
 from typing import Any
@@ -37,7 +37,7 @@ def test_a_sum_of_three_numbers_takes_three_turns() -> None:
     ]
 
 
-def test_a_worked_episode_is_what_the_calculator_says_to_its_turns() -> None:
+def test_a_worked_episode_has_the_answers_of_the_calculator() -> None:
     environment = Calculator()
     for index in range(20):
         (prompt, _), *texts = environment.worked_episode(index)
@@ -48,7 +48,7 @@ def test_a_worked_episode_is_what_the_calculator_says_to_its_turns() -> None:
 
 
 @pytest.mark.parametrize("turn", ["", "7", "7+", "7+7+7", "7-7", "1234567+1", "+", "٣+٣", "7 + 7"])
-def test_a_call_that_is_none_is_answered_by_a_question_mark(turn: str) -> None:
+def test_an_invalid_call_is_answered_by_a_question_mark(turn: str) -> None:
     assert played(Calculator(), 0, turn)[1] == [Observation("?")]
 
 

@@ -1,4 +1,4 @@
-"""Losses: golden numbers by hand, gradients of the written formulas, and what holds on and off the policy."""
+"""Losses: golden numbers by hand, gradients of the written formulas, identities on and off the policy."""
 
 import math
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 torch = pytest.importorskip("torch")
 
@@ -29,11 +30,8 @@ def gradient(loss, *inputs):
     return torch.autograd.grad(loss.sum(), inputs, allow_unused=True, retain_graph=True)
 
 
-def of_ratios(ratios, advantages, **others):
-    """Tokens of pi = 1/2, so log pi = -ln 2, with the given ratios pi/mu and advantages."""
-    logprob_N = tensor([-LN2] * len(ratios), gradient=True)
-    tokens = {"behaviour_logprob_N": -LN2 - tensor(ratios).log(), "advantage_N": tensor(advantages), **others}
-    return logprob_N, tokens
+def loss_of(kind, logprob_N, tokens, **settings):
+    return losses.policy_loss(LossConfig(kind=kind, **settings), logprob_N=logprob_N, **tokens)
 
 
 def of_sequences(lengths, seed, spread=0.5):
@@ -49,57 +47,35 @@ def of_sequences(lengths, seed, spread=0.5):
     }
 
 
-def only_tokens(tokens):
-    return {name: tokens[name] for name in ("behaviour_logprob_N", "advantage_N")}
-
-
 # Golden numbers
 
 
-def test_reinforce_truncates_weights_from_above_only() -> None:
-    logprob_N, tokens = of_ratios([2, 1, 0.5], [1, -2, 3])
-    loss_N = losses.reinforce(logprob_N, **tokens, truncation=1.5)
-    assert loss_N.tolist() == pytest.approx([1.5 * LN2, -2 * LN2, 1.5 * LN2])
-    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-1.5, 2, -1.5])
-
-
-def test_ppo_clips_only_where_the_ratio_has_moved_the_way_the_advantage_points() -> None:
-    logprob_N, tokens = of_ratios([2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, -3])
-    loss_N = losses.ppo_clip(logprob_N, **tokens, **CLIP)
-    assert loss_N.tolist() == pytest.approx([-1.3, 2, -0.5, 0.8, 3.3])
-    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([0, 2, -0.5, 0, 3.3])
-
-
-def test_cispo_clips_weights_on_both_sides_and_every_token_keeps_a_gradient() -> None:
-    logprob_N, tokens = of_ratios([2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, -3])
-    loss_N = losses.cispo(logprob_N, **tokens, **CLIP)
-    assert loss_N.tolist() == pytest.approx([1.3 * LN2, -1.3 * LN2, 0.8 * LN2, -0.8 * LN2, -3.3 * LN2])
-    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-1.3, 1.3, -0.8, 0.8, 3.3])
-
-
-def test_gspo_clips_the_mean_of_the_log_ratios_and_shares_it_among_the_tokens() -> None:
-    # Geometric means 1 of (2, 1/2), 2 of (2), 2 of (4, 2, 1), 1.2 of (1.2); the third is clipped at 1.3.
-    sequence_N = torch.tensor([0, 1, 0, 2, 2, 3, 2])
-    logprob_N, tokens = of_ratios([2, 2, 0.5, 4, 2, 1.2, 1], [1, -1, 1, 3, 3, 2, 3], sequence_N=sequence_N)
-    loss_N = losses.gspo(logprob_N, **tokens, num_sequences=4, **CLIP)
-    assert loss_N.tolist() == pytest.approx([-0.5, 2, -0.5, -1.3, -1.3, -2.4, -1.3])
-    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-0.5, 2, -0.5, 0, 0, -2.4, 0])
-
-
-def test_topr_tapers_bad_sequences_by_the_product_of_their_ratios_and_no_good_ones() -> None:
-    # Products: 1/4 of a good sequence, 1/4 and 4 of bad ones.
-    sequence_N = torch.tensor([0, 0, 1, 1, 2, 2])
-    logprob_N, tokens = of_ratios([0.5, 0.5, 0.5, 0.5, 8, 0.5], [1, 1, -1, -1, -1, -1], sequence_N=sequence_N)
-    loss_N = losses.topr(logprob_N, **tokens, num_sequences=3)
-    weights = [1, 1, -0.25, -0.25, -1, -1]
-    assert loss_N.tolist() == pytest.approx([LN2 * weight for weight in weights])
-    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-weight for weight in weights])
-
-
-def test_topr_goes_by_each_tokens_own_sign_where_a_value_head_makes_them_differ() -> None:
-    logprob_N, tokens = of_ratios([0.5, 0.5], [1, -1], sequence_N=torch.tensor([0, 0]))
-    loss_N = losses.topr(logprob_N, **tokens, num_sequences=1)
-    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-1, 0.25])
+@pytest.mark.parametrize(
+    ("kind", "settings", "ratios", "advantages", "sequences", "losses_N", "gradient_N"),
+    [
+        ("reinforce", {"truncation": 1.5}, [2, 1, 0.5], [1, -2, 3], None, None, [-1.5, 2, -1.5]),
+        # Clipped only where the ratio has moved the way the advantage points.
+        ("ppo", CLIP, [2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, -3], None, [-1.3, 2, -0.5, 0.8, 3.3], [0, 2, -0.5, 0, 3.3]),
+        # Clipped on both sides; every token keeps a gradient.
+        ("cispo", CLIP, [2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, -3], None, None, [-1.3, 1.3, -0.8, 0.8, 3.3]),
+        # Geometric means 1 of (2, 1/2), 2 of (2), 2 of (4, 2, 1), 1.2 of (1.2); the third is clipped at 1.3.
+        ("gspo", CLIP, [2, 2, 0.5, 4, 2, 1.2, 1], [1, -1, 1, 3, 3, 2, 3], [0, 1, 0, 2, 2, 3, 2],
+            [-0.5, 2, -0.5, -1.3, -1.3, -2.4, -1.3], [-0.5, 2, -0.5, 0, 0, -2.4, 0]),
+        # Products: 1/4 of a good sequence; 1/4 and 4 of bad ones.
+        ("topr", {}, [0.5, 0.5, 0.5, 0.5, 8, 0.5], [1, 1, -1, -1, -1, -1], [0, 0, 1, 1, 2, 2], None,
+            [-1, -1, 0.25, 0.25, 1, 1]),
+        # With a value head signs differ within a sequence: each token goes by its own.
+        ("topr", {}, [0.5, 0.5], [1, -1], [0, 0], None, [-1, 0.25]),
+    ],
+)  # fmt: skip
+def test_losses_and_gradients_by_hand(kind, settings, ratios, advantages, sequences, losses_N, gradient_N) -> None:
+    """Tokens of pi = 1/2; without ``losses_N`` the loss is linear in log pi = -ln 2: gradient times that."""
+    logprob_N = tensor([-LN2] * len(ratios), gradient=True)
+    sequence_N = torch.tensor(sequences or range(len(ratios)))
+    tokens = {"behaviour_logprob_N": -LN2 - tensor(ratios).log(), "advantage_N": tensor(advantages)}
+    loss_N = loss_of(kind, logprob_N, {**tokens, "sequence_N": sequence_N, "num_sequences": len(ratios)}, **settings)
+    assert loss_N.tolist() == pytest.approx(losses_N or [-LN2 * one for one in gradient_N])
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx(gradient_N)
 
 
 def test_kl_of_a_token_twice_as_likely_under_the_reference() -> None:
@@ -154,9 +130,9 @@ def sequence_formula(kind, logprob_T, mu_T, advantage):
 @pytest.mark.parametrize("kind", KINDS)
 @relaxed
 @given(lengths=LENGTHS, seed=SEEDS)
-def test_loss_and_gradient_are_those_of_the_formula(kind, lengths, seed) -> None:
+def test_loss_and_gradient_follow_the_formula(kind, lengths, seed) -> None:
     logprob_N, tokens = of_sequences(lengths, seed)
-    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    loss_N = loss_of(kind, logprob_N, tokens)
     expected = 0.0
     for i in range(len(lengths)):
         mine = tokens["sequence_N"] == i
@@ -171,8 +147,8 @@ def test_no_gradient_reaches_mu_or_the_advantage(kind) -> None:
     logprob_N, tokens = of_sequences([3, 2], seed=1)
     tokens["behaviour_logprob_N"].requires_grad_()
     tokens["advantage_N"].requires_grad_()
-    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
-    assert gradient(loss_N, *only_tokens(tokens).values()) == (None, None)
+    loss_N = loss_of(kind, logprob_N, tokens)
+    assert gradient(loss_N, tokens["behaviour_logprob_N"], tokens["advantage_N"]) == (None, None)
 
 
 def test_no_gradient_reaches_the_reference_or_the_reward() -> None:
@@ -181,59 +157,32 @@ def test_no_gradient_reaches_the_reference_or_the_reward() -> None:
     assert gradient(losses.value_loss(logprob_N, reward_N=other_N), other_N) == (None,)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "plain", "sequence", "cispo", "topr"])
-def test_no_gradient_flows_through_the_weight(kind) -> None:
-    """The loss is linear in log pi once the weight is a constant: loss = gradient times log pi."""
-    logprob_N, tokens = of_sequences([3, 2, 1], seed=2)
-    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
-    assert (gradient(loss_N, logprob_N)[0] * logprob_N).tolist() == pytest.approx(loss_N.tolist())
-
-
 # Identities
 
 
 @relaxed
 @given(lengths=LENGTHS, seed=SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_the_policy_the_gradient_is_that_of_plain_reinforce(kind, lengths, seed) -> None:
+def test_on_the_policy_the_gradient_is_plain_reinforce(kind, lengths, seed) -> None:
     """pi = mu makes every weight 1. d w = w d log pi = d log pi, so ppo's gradient is -A too; in gspo
     d s = s mean(d log pi) leaves -A / n for each of the n tokens of a sequence.
     """
     logprob_N, tokens = of_sequences(lengths, seed, spread=0)
-    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    loss_N = loss_of(kind, logprob_N, tokens)
     divisor = torch.bincount(tokens["sequence_N"])[tokens["sequence_N"]] if kind == "gspo" else 1
     assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx((-tokens["advantage_N"] / divisor).tolist())
 
 
 @relaxed
 @given(lengths=LENGTHS, seed=SEEDS)
-def test_without_truncation_reinforce_is_plain_importance_sampling(lengths, seed) -> None:
+def test_without_truncation_or_clipping_token_losses_are_plain_importance_sampling(lengths, seed) -> None:
     logprob_N, tokens = of_sequences(lengths, seed)
     weight_N = (logprob_N.detach() - tokens["behaviour_logprob_N"]).exp()
-    loss_N = losses.reinforce(logprob_N, **only_tokens(tokens), truncation=math.inf)
     plain = (-weight_N * tokens["advantage_N"]).tolist()
-    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx(plain)
-
-
-@relaxed
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_without_clipping_ppo_cispo_and_reinforce_have_the_same_gradient(lengths, seed) -> None:
-    logprob_N, tokens = of_sequences(lengths, seed)
     wide = {"clip_low": 1 - 1e-12, "clip_high": 1e12}
-    plain = losses.reinforce(logprob_N, **only_tokens(tokens), truncation=math.inf)
-    for loss in (losses.ppo_clip, losses.cispo):
-        loss_N = loss(logprob_N, **only_tokens(tokens), **wide)
-        assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx(gradient(plain, logprob_N)[0].tolist())
-
-
-@relaxed
-@given(num=st.integers(1, 8), seed=SEEDS)
-def test_for_answers_of_one_token_gspo_is_ppo(num, seed) -> None:
-    logprob_N, tokens = of_sequences([1] * num, seed)
-    by_sequence = losses.gspo(logprob_N, **tokens, **CLIP)
-    by_token = losses.ppo_clip(logprob_N, **only_tokens(tokens), **CLIP)
-    assert by_sequence.tolist() == pytest.approx(by_token.tolist())
-    assert gradient(by_sequence, logprob_N)[0].tolist() == pytest.approx(gradient(by_token, logprob_N)[0].tolist())
+    for kind, wide_settings in (("reinforce", {"truncation": 1e300}), ("ppo", wide), ("cispo", wide)):
+        loss_N = loss_of(kind, logprob_N, tokens, **wide_settings)
+        assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx(plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,42 +190,26 @@ def test_for_answers_of_one_token_gspo_is_ppo(num, seed) -> None:
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_sequences_in_one_row_have_the_losses_of_each_alone_in_any_order(kind, lengths, seed) -> None:
     logprob_N, tokens = of_sequences(lengths, seed)
-    config = LossConfig(kind=kind)
     shuffle_N = torch.tensor(np.random.default_rng(seed).permutation(len(logprob_N)))
     shuffled = {name: value[shuffle_N] if name.endswith("_N") else value for name, value in tokens.items()}
-    together_N = losses.policy_loss(config, logprob_N=logprob_N[shuffle_N], **shuffled)
     alone = []
     for i in range(len(lengths)):
         mine = tokens["sequence_N"] == i
-        own = {name: value[mine] for name, value in only_tokens(tokens).items()}
-        index_N = torch.zeros(int(mine.sum()), dtype=torch.int64)
-        loss_N = losses.policy_loss(config, logprob_N=logprob_N[mine], **own, sequence_N=index_N, num_sequences=1)
-        alone += loss_N.tolist()
+        own = {name: value[mine] if name.endswith("_N") else 1 for name, value in tokens.items()}
+        alone += loss_of(kind, logprob_N[mine], {**own, "sequence_N": own["sequence_N"] - i}).tolist()
+    together_N = loss_of(kind, logprob_N[shuffle_N], shuffled)
     assert together_N.tolist() == pytest.approx([alone[i] for i in shuffle_N])
-
-
-def expected_kl_gradient(logits_V, reference_V):
-    """Mean, over tokens sampled from pi, of the gradient of ``kl_to_reference`` with respect to the logits."""
-    logprob_V = logits_V.log_softmax(0)
-    kl_V = losses.kl_to_reference(logprob_V, reference_logprob_N=reference_V)
-    return kl_V, gradient(logprob_V.detach().exp() * kl_V, logits_V)[0]
 
 
 def test_kl_has_the_value_of_one_divergence_and_the_gradient_of_the_other() -> None:
     logits_V, reference_V = tensor([0.3, -1.0, 0.8], gradient=True), tensor([0.5, 0.3, 0.2]).log()
-    kl_V, mean_gradient = expected_kl_gradient(logits_V, reference_V)
     logprob_V = logits_V.log_softmax(0)
+    kl_V = losses.kl_to_reference(logprob_V, reference_logprob_N=reference_V)
+    mean_gradient = gradient(logprob_V.detach().exp() * kl_V, logits_V)[0]
     pi_to_reference = (logprob_V.exp() * (logprob_V - reference_V)).sum()
     reference_to_pi = (reference_V.exp() * (reference_V - logprob_V)).sum()
     assert (logprob_V.exp() * kl_V).sum().item() == pytest.approx(pi_to_reference.item())
     assert mean_gradient.tolist() == pytest.approx(gradient(reference_to_pi, logits_V)[0].tolist())
-
-
-def test_kl_at_the_reference_is_zero_and_so_is_its_gradient() -> None:
-    logprob_N = tensor([-0.1, -3.0], gradient=True)
-    kl_N = losses.kl_to_reference(logprob_N, reference_logprob_N=logprob_N.detach())
-    assert kl_N.tolist() == [0.0, 0.0]
-    assert gradient(kl_N, logprob_N)[0].tolist() == [0.0, 0.0]
 
 
 def test_kl_is_cut_where_the_reference_is_far_likelier_and_pulls_back_where_the_model_is() -> None:
@@ -300,7 +233,7 @@ def test_absurd_ratios_give_finite_losses_and_gradients(kind, log_ratio, advanta
         "sequence_N": torch.tensor([0, 0]),
         "num_sequences": 1,
     }
-    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    loss_N = loss_of(kind, logprob_N, tokens)
     assert torch.isfinite(loss_N).all()
     assert torch.isfinite(gradient(loss_N, logprob_N)[0]).all()
 
@@ -308,74 +241,39 @@ def test_absurd_ratios_give_finite_losses_and_gradients(kind, log_ratio, advanta
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_without_tokens_has_no_loss_and_a_sequence_without_tokens_does_no_harm(kind) -> None:
     logprob_N, tokens = of_sequences([2], seed=3)
-    config = LossConfig(kind=kind)
     none = {name: value[:0] if name.endswith("_N") else 0 for name, value in tokens.items()}
-    assert losses.policy_loss(config, logprob_N=logprob_N[:0], **none).tolist() == []
-    loss_N = losses.policy_loss(config, logprob_N=logprob_N, **tokens)
-    more_N = losses.policy_loss(config, logprob_N=logprob_N, **{**tokens, "num_sequences": 2})
+    assert loss_of(kind, logprob_N[:0], none).tolist() == []
+    loss_N, more_N = (loss_of(kind, logprob_N, {**tokens, "num_sequences": num}) for num in (1, 2))
     assert more_N.tolist() == loss_N.tolist()
     assert torch.isfinite(gradient(more_N, logprob_N)[0]).all()
 
 
-# What is refused
-
-
-def call(loss, **changes):
-    """Call a loss on two right tokens, some arguments replaced."""
-    two = tensor([0.0, 0.0])
-    right = {
-        "reinforce": {"truncation": 5.0},
-        "ppo_clip": CLIP,
-        "cispo": CLIP,
-        "gspo": {**CLIP, "sequence_N": torch.tensor([0, 0]), "num_sequences": 1},
-        "topr": {"sequence_N": torch.tensor([0, 0]), "num_sequences": 1},
-        "plain": {},
-        "sequence_weighted": {"sequence_N": torch.tensor([0, 0]), "num_sequences": 1, "truncation": 5.0},
-    }[loss]
-    return getattr(losses, loss)(
-        **{"logprob_N": two, "behaviour_logprob_N": two, "advantage_N": two, **right, **changes}
-    )
-
-
-@pytest.mark.parametrize("loss", ["reinforce", "plain", "sequence_weighted", "ppo_clip", "cispo", "gspo", "topr"])
-def test_shapes_that_differ_are_refused(loss) -> None:
-    with pytest.raises(ValueError, match=r"^logprob_N must be one-dimensional, got shape \(1, 2\)$"):
-        call(loss, logprob_N=tensor([[0.0, 0.0]]))
-    for name in ("behaviour_logprob_N", "advantage_N"):
-        with pytest.raises(ValueError, match=rf"^{name} must have the shape of logprob_N, \(2,\), got \(1,\)$"):
-            call(loss, **{name: tensor([0.0])})
-
-
-@pytest.mark.parametrize("loss", ["gspo", "topr", "sequence_weighted"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"logprob_N": torch.zeros(1, 2)}, r"logprob_N must be one-dimensional, got shape \(1, 2\)"),
+        (
+            {"behaviour_logprob_N": torch.zeros(1)},
+            r"behaviour_logprob_N must have the shape of logprob_N, .*got \(1,\)",
+        ),
+        ({"advantage_N": torch.zeros(1)}, r"advantage_N must have the shape of logprob_N, \(2,\), got \(1,\)"),
         ({"sequence_N": torch.tensor([0])}, r"sequence_N must have the shape of logprob_N, \(2,\), got \(1,\)"),
         ({"sequence_N": torch.tensor([0.0, 0.0])}, r"sequence_N must be int64, got torch\.float32"),
         ({"num_sequences": -1}, "num_sequences must be at least 0, got -1"),
     ],
 )
-def test_a_wrong_index_of_sequences_is_refused(loss, changes, message) -> None:
+def test_wrong_shapes_and_types_are_refused(changes, message) -> None:
+    logprob_N, tokens = of_sequences([2], seed=3)
     with pytest.raises(ValueError, match=f"^{message}$"):
-        call(loss, **changes)
+        losses.policy_loss(LossConfig(), **{"logprob_N": logprob_N, **tokens, **changes})
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "gspo"])
-def test_wrong_clipping_is_refused(loss) -> None:
-    with pytest.raises(ValueError, match=r"^clip_low must be at least 0 and below 1, got 1\.0$"):
-        call(loss, clip_low=1.0)
-    with pytest.raises(ValueError, match=r"^clip_low must be at least 0 and below 1, got -0\.1$"):
-        call(loss, clip_low=-0.1)
-    with pytest.raises(ValueError, match=r"^clip_high must be at least 0, got -0\.1$"):
-        call(loss, clip_high=-0.1)
-
-
-@pytest.mark.parametrize("truncation", [0.0, -1.0, math.nan])
-def test_a_wrong_truncation_is_refused(truncation) -> None:
-    with pytest.raises(ValueError, match=f"^truncation must be above 0, got {truncation}$"):
-        call("reinforce", truncation=truncation)
-    with pytest.raises(ValueError, match=f"^truncation must be above 0, got {truncation}$"):
-        call("sequence_weighted", truncation=truncation)
+@pytest.mark.parametrize(
+    "wrong", [{"truncation": 0.0}, {"truncation": math.nan}, {"clip_low": 1.0}, {"clip_low": -0.1}, {"clip_high": -0.1}]
+)
+def test_a_setting_out_of_range_is_refused(wrong) -> None:
+    with pytest.raises(ValidationError):
+        LossConfig(**wrong)
 
 
 def test_wrong_shapes_of_reference_value_and_reward_are_refused() -> None:

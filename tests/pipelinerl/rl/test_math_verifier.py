@@ -56,7 +56,7 @@ def gone(pid: int) -> bool:
 
 
 def hung(stand_in: Path) -> set[int]:
-    """Process ids of those that hang, or did."""
+    """Ids of the processes that hang, or did."""
     return {int(path.suffix[1:]) for path in stand_in.parent.glob("math_verify.py.*")}
 
 
@@ -64,7 +64,7 @@ def hung(stand_in: Path) -> set[int]:
 def test_a_hanging_process_is_killed_and_no_other_answer_is_lost(
     stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are asked while two hang, and may take as long as they do here: the limit is of those two alone."""
+    """Other answers are verified while two hang; only these two have a short limit."""
     monkeypatch.setattr(mathtask, "MAX_PROCESSES", 3)
     monkeypatch.setattr(mathtask, "VERIFY_LIMIT_S", 6.0)
     verifiers = Verifiers()

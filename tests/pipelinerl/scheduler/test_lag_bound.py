@@ -1,4 +1,4 @@
-"""The two rules of ``max_lag`` by hand; that they keep the bound is shown by the state machine of all schedulers."""
+"""The two rules of ``max_lag`` by hand; that they keep the bound is tested with the hostile driver."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from pipelinerl.scheduler.lag_bound import LagBound
         (4, 1, 3, 4, 0),
     ],
 )
-def test_the_gate_admits_what_the_batches_in_time_have_room_for(num_live, bound, version, left, admitted):
+def test_the_gate_admits_rollouts_for_the_batches_that_are_in_time(num_live, bound, version, left, admitted):
     rule = LagBound(2, train_batch_size=4)
     if num_live:
         rule.add(0, num_live)
@@ -27,7 +27,7 @@ def test_the_gate_admits_what_the_batches_in_time_have_room_for(num_live, bound,
 @pytest.mark.parametrize(
     ("live", "taken", "version", "left", "safe"),
     [
-        ({0: 4, 1: 4}, {}, 2, 4, True),  # max_lag 2: the batch at version 2 for those of 0, that at 3 for those of 1
+        ({0: 4, 1: 4}, {}, 2, 4, True),  # max_lag 2: bound 0 fits into the batch at version 2, bound 1 into that at 3
         ({0: 5, 1: 3}, {}, 2, 4, False),
         ({0: 5, 1: 3}, {0: 1}, 2, 4, True),
         ({0: 1, 1: 8}, {}, 2, 4, False),
@@ -36,7 +36,7 @@ def test_the_gate_admits_what_the_batches_in_time_have_room_for(num_live, bound,
         ({0: 3}, {}, 2, 2, False),
     ],
 )
-def test_what_is_left_after_a_batch_must_fit_into_the_batches_in_time(live, taken, version, left, safe):
+def test_rollouts_left_after_a_batch_must_fit_into_the_batches_in_time(live, taken, version, left, safe):
     rule = LagBound(2, train_batch_size=4)
     for bound, number in live.items():
         rule.add(bound, number)

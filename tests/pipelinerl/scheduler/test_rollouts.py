@@ -7,7 +7,7 @@ from pipelinerl.scheduler.events import ObservationReady, RolloutFinished, Start
 
 
 def on_two_engines(**sizes):
-    """Return a function that reports to a scheduler of two engines and six environments: what it starts, and where."""
+    """Return a function that reports an event to a scheduler of two engines and six environments: starts, by engine."""
     scheduler = started(num_engines=2, environments=6, train_batch_size=64, **sizes)
 
     def report(event):

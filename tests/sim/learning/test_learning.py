@@ -1,4 +1,4 @@
-"""Runs with a policy: nothing but the schedule decides, the trace says all, and it learns."""
+"""Runs with a policy: only the schedule decides, the trace is complete, and the policy learns."""
 
 import csv
 import gc
@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from itertools import takewhile
 
+import numpy as np
 import pytest
 from learning_run import BASE, MAX, TURNS, config_with
 from recorded_run import Recorded
@@ -28,6 +29,7 @@ from pipelinerl.scheduler.events import (
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
 from sim.interface import Request
+from sim.learning.tasks import END, Calculator, problem
 from sim.planning.answer import plan
 from sim.planning.simulate import HowToPlan
 from sim.run import simulate
@@ -53,14 +55,15 @@ def learned(config, folder):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path):
+@pytest.mark.parametrize("base", [BASE, TURNS], ids=["one turn", "turns"])
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path, base):
     for name in ("one", "two"):
-        learned(config_with(), tmp_path / name)
+        summary = learned(config_with(base=base), tmp_path / name)
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == ["metrics.jsonl", "profile.json", "run.toml", "steps.csv", "summary.json", "trace.jsonl.gz"]
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
-    assert simulate(config_with("seed=1")).weights_sha256 != simulate(config_with()).weights_sha256
+    assert simulate(config_with("seed=1", base=base)).weights_sha256 != summary.weights_sha256
 
 
 @pytest.mark.slow
@@ -88,33 +91,34 @@ def test_engines_in_closed_form_and_step_by_step_learn_the_same(base, update, sm
     assert (max(versions) > (2 if base is TURNS else 1)) == (update != "wait")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["keep", "recompute", "abort"])
-def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, update):
-    summary = learned(config_with(f"scheduler.weight_update={update}"), tmp_path)
-    trace = Trace(tmp_path / "trace.jsonl.gz")
-    assert replay(trace).difference is None
-    again = relearn(trace)
-    assert again.fingerprint() == summary.weights_sha256
-    assert again.answers.versions == set(range(6))
-
-
 SMALL_CACHE = ("hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "optimizer_steps=10")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["keep", "recompute", "abort"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_preempted_rollouts_are_learned_again_to_the_last_bit(tmp_path, update, seed):
-    """The trace says where each lost its keys and values; under ``keep`` those of older versions are then gone."""
-    summary = learned(config_with(f"seed={seed}", f"scheduler.weight_update={update}", *SMALL_CACHE), tmp_path)
-    assert summary.rollouts.preemptions > 10
+@pytest.mark.parametrize(
+    ("base", "overrides"),
+    [
+        (BASE, ()),
+        (BASE, ("seed=1", *SMALL_CACHE)),
+        (BASE, ("seed=2", *SMALL_CACHE)),
+        (TURNS, ("policy.learning_rate=1e-2", "optimizer_steps=12")),
+    ],
+    ids=["one turn", "preempted", "preempted, another seed", "turns"],
+)
+def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, base, overrides, update):
+    """The trace names where a rollout lost its keys and values; under ``keep`` older weights had computed them."""
+    summary = learned(config_with(f"scheduler.weight_update={update}", *overrides, base=base), tmp_path)
+    assert summary.rollouts.preemptions > 10 or "hardware.kv_cache_tokens=60" not in overrides
+    assert base is BASE or summary.environments.turns_mean > 1.2
     trace = Trace(tmp_path / "trace.jsonl.gz")
     assert replay(trace).difference is None
-    assert relearn(trace).fingerprint() == summary.weights_sha256
+    again = relearn(trace)
+    assert again.fingerprint() == summary.weights_sha256
+    assert again.answers.versions == set(range(summary.optimizer_steps))
 
 
-def test_a_trace_that_does_not_say_what_was_preempted_is_one_line(tmp_path):
+def test_a_trace_without_its_preemptions_is_one_line(tmp_path):
     learned(config_with("seed=1", *SMALL_CACHE), tmp_path)
     path = tmp_path / "trace.jsonl.gz"
     lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
@@ -130,9 +134,11 @@ def test_a_trace_without_a_policy_cannot_be_learned_again(tmp_path):
         relearn(Trace(tmp_path / "trace.jsonl.gz"))
 
 
-def test_without_lag_pipeline_and_conventional_learn_the_same(tmp_path):
-    pipeline = learned(config_with("scheduler.max_lag=0"), tmp_path / "pipeline")
-    conventional = learned(config_with("scheduler.kind=conventional"), tmp_path / "conventional")
+@pytest.mark.parametrize("base", [BASE, pytest.param(TURNS, marks=pytest.mark.slow)], ids=["one turn", "turns"])
+def test_without_lag_pipeline_and_conventional_learn_the_same(tmp_path, base):
+    """And sampling and training have the same log-probabilities: an ESS of 1, with observations too."""
+    pipeline = learned(config_with("scheduler.max_lag=0", base=base), tmp_path / "pipeline")
+    conventional = learned(config_with("scheduler.kind=conventional", base=base), tmp_path / "conventional")
     rewards = [[row["reward_mean"] for row in rows_of(tmp_path / name)] for name in ("pipeline", "conventional")]
     assert rewards[0] == rewards[1]
     assert pipeline.weights_sha256 == conventional.weights_sha256
@@ -162,6 +168,45 @@ def test_the_ledger_and_the_metrics_report_the_same_rewards_and_lengths(tmp_path
         assert f"ess/lag_{row['lag_max']}" in line
     assert summary.ess.min == min(line["ess/token_raw"] for line in lines)
     assert summary.reward.first == lines[0]["reward/mean"]
+
+
+@pytest.mark.slow
+def test_an_observation_is_the_sum_in_the_turn_before_and_is_not_trained_on(monkeypatch):
+    """Every answer that is trained on, word by word: turns end with END, then comes the calculator's word."""
+    seen, trained = [], []
+    loss = Learner._loss  # the only place that has all answers of a batch
+
+    def noted(self, rollout_ids, version):
+        seen.extend((number, self.answers.answer(number)) for number in rollout_ids)
+        value = loss(self, rollout_ids, version)
+        trained.append(sum(self._spans[number].num_tokens for number in rollout_ids))
+        return value
+
+    monkeypatch.setattr(Learner, "_loss", noted)
+    report = simulate(config_with(base=TURNS))
+    task, turns_seen = Calculator(6), 0
+    for number, draft in seen:
+        assert draft.prompt == problem(task, seed=0, prompt_id=number // 4)
+        words, generated = draft.word_L[: draft.length].tolist(), draft.generated_L[: draft.length]
+        observed = np.flatnonzero(~generated).tolist()
+        turn_starts = [0, *(place + 1 for place in observed)]
+        for start, place in zip(turn_starts, observed, strict=False):
+            assert words[start + 2] == END
+            assert [words[place]] == task.observe(words[start:place])
+        last = words[turn_starts[-1] :]
+        assert task.observe(last) is None or len(turn_starts) == 6
+        assert len(last) <= 4
+        turns_seen = max(turns_seen, len(turn_starts))
+    assert turns_seen > 2
+    assert sum(trained) == sum(draft.num_generated for _, draft in seen)
+    assert report.environments.turns_mean > 1.2
+
+
+def test_an_environment_that_fails_costs_its_group_and_the_trace_is_learned_again(tmp_path):
+    config = config_with("environment.failure_rate=0.05", "environment.retries=0", "optimizer_steps=8", base=TURNS)
+    summary = learned(config, tmp_path)
+    assert summary.environments.errors > 3
+    assert relearn(Trace(tmp_path / "trace.jsonl.gz")).fingerprint() == summary.weights_sha256
 
 
 def test_each_step_trains_exactly_the_batch_the_scheduler_chose(tmp_path, monkeypatch):
@@ -212,8 +257,8 @@ def test_every_loss_and_task_runs(override):
 
 
 @pytest.mark.slow
-def test_what_is_given_up_is_forgotten():
-    """Rollouts dropped for their age, and aborted ones, leave nothing behind but what was generated ahead.
+def test_rollouts_given_up_are_forgotten():
+    """Rollouts dropped for their age, and aborted ones, leave nothing behind but answers generated ahead.
 
     An answer that was forgotten cannot be had; spans that were are referred to by their event alone.
     """
@@ -273,7 +318,7 @@ SMALL_TASK = (
 
 @pytest.mark.slow
 def test_the_pipeline_learns_as_much_per_sample_as_small_rl_steps_and_sooner_and_large_ones_learn_less():
-    """What docs/learning.md says of lag, on a task of a second per run; arms are paired seed by seed.
+    """The claims of docs/learning.md on lag, on a task of a second per run; arms are paired seed by seed.
 
     False alarms, by the spread of 14 seeds: of reward against G = 4, -0.001 ± 0.008 (standard deviation) per seed, 3.7
     standard errors of four; of G = 16, 0.065 ± 0.036, 3.6; of the time, 1.53 ± 0.03, no seed in thousands.
@@ -297,24 +342,33 @@ def test_the_pipeline_learns_as_much_per_sample_as_small_rl_steps_and_sooner_and
 # ------------------------------------------------------------------------------------------- wrong input
 
 
+NEEDS_TURNS = "policy.task must be 'calculator' with an [environment], and another without, got "
+OF_CALCULATOR = "must hold the right answers of policy.task='calculator' with policy.size=6, "
+
+
 @pytest.mark.parametrize(
-    ("overrides", "line"),
+    ("base", "override", "line"),
     [
-        (("policy.size=10",),
+        (BASE, "policy.size=10",
             "workload.length.max must hold the longest right answer of policy.task='chain' with policy.size=10, "
             "13 tokens, got max=12"),
-        (("hardware.kv_cache_tokens=18",),
+        (BASE, "hardware.kv_cache_tokens=18",
             "hardware.kv_cache_tokens must hold a prompt of policy.task and workload.length.max, 19 tokens in all, "
             "got kv_cache_tokens=18"),
-        (("policy.heads=3",), "run: policy.heads must divide width, got heads=3, width=16"),
-        (("policy.loss.value_coefficient=0.5",),
+        (BASE, "policy.heads=3", "run: policy.heads must divide width, got heads=3, width=16"),
+        (BASE, "policy.loss.value_coefficient=0.5",
             "run: policy.loss.value_coefficient must be 0: the policy has no reference model and no value head"),
-        (("policy.warm_start.learning_rate=1e30",),
+        (BASE, "policy.warm_start.learning_rate=1e30",
             "policy.warm_start.learning_rate is too large: the base model is not finite, got learning_rate=1e+30"),
+        (BASE, "policy.task=calculator", f"{NEEDS_TURNS}'calculator' without one"),
+        (TURNS, "policy.task=chain", f"{NEEDS_TURNS}'chain' with one"),
+        (TURNS, "workload.length.max=2", f"workload.length.max {OF_CALCULATOR}3, got 2"),
+        (TURNS, "environment.turns.max=5", f"environment.turns.max {OF_CALCULATOR}6, got 5"),
+        (TURNS, "environment.turns.context_max=29", f"environment.turns.context_max {OF_CALCULATOR}30, got 29"),
     ],
 )  # fmt: skip
-def test_a_policy_that_does_not_fit_is_one_line_and_no_run(tmp_path, overrides, line):
-    assert message(lambda: simulate(config_with(*overrides), out=tmp_path / "run")) == line
+def test_a_policy_that_does_not_fit_is_one_line_and_no_run(tmp_path, base, override, line):
+    assert message(lambda: simulate(config_with(override, base=base), out=tmp_path / "run")) == line
     assert not (tmp_path / "run").exists()
 
 
@@ -325,7 +379,7 @@ def test_a_plan_has_no_policy(tmp_path):
     )
 
 
-def test_a_run_that_diverges_says_so_and_keeps_what_it_has_which_is_learned_again(tmp_path):
+def test_a_run_that_diverges_is_an_error_and_its_steps_are_kept_and_learned_again(tmp_path):
     with pytest.raises(RunFailedError, match=r"diverged: .* is (nan|inf) in optimizer step \d; .*") as caught:
         learned(config_with("policy.learning_rate=1e30"), tmp_path)
     assert "\n" not in str(caught.value)

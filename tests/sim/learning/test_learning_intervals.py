@@ -40,7 +40,7 @@ def test_an_interval_is_students_of_the_mean_and_of_a_ratio_that_of_its_logarith
 
 
 @pytest.mark.slow
-def test_the_tables_have_a_row_per_arm_and_say_where_a_reward_was_not_reached(script, tmp_path, monkeypatch, capsys):
+def test_the_tables_have_a_row_per_arm_and_mark_a_reward_that_was_not_reached(script, tmp_path, monkeypatch, capsys):
     compare(parse_run({**BASE, "compare": COMPARED}), out=tmp_path / "runs", workers=1)
     monkeypatch.setattr(sys, "argv", ["learning_intervals.py", str(tmp_path / "runs")])
     script.main()

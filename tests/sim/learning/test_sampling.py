@@ -1,4 +1,4 @@
-"""Sampling from a policy: who samples what, under which weights; and the KL study, made of it."""
+"""Sampling from a policy: which weights sample which tokens; and the KL study, which samples."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def content(draft):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_of_sampling_are_those_of_training(policy, temperature):
+def test_sampling_and_training_have_the_same_log_probabilities(policy, temperature):
     shape, weights, _ = policy
     drafts = drafts_of(range(20))
     sampler_for(shape, temperature=temperature).complete(weights, drafts)
@@ -68,7 +68,7 @@ def test_answers_end_with_end_or_at_the_limit(policy):
 
 
 @pytest.mark.slow
-def test_an_answer_does_not_depend_on_what_it_is_sampled_beside(policy):
+def test_an_answer_does_not_depend_on_answers_sampled_beside_it(policy):
     """To the last bit: alone, in another order, and among more answers than there are rows."""
     shape, weights, _ = policy
     together = drafts_of(range(3 * ROWS))

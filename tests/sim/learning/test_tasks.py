@@ -1,4 +1,4 @@
-"""Tasks of the policy that learns: what is right, by hand, and what is shown."""
+"""Tasks of the policy that learns: right answers, by hand, and demonstrations."""
 
 import numpy as np
 import pytest
