@@ -99,9 +99,8 @@ def _calibrate_source(
     *,
     as_json: bool,
 ) -> None:
+    from pipelinerl.calibration import hardware_file
     from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
-    from pipelinerl.calibration.hardware_file import as_json as result_as_json
-    from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
     from pipelinerl.calibration.solve import calibrate_numbers
 
     if source is None:
@@ -123,16 +122,15 @@ def _calibrate_source(
         raise ConfigError(f"calibrate takes SOURCE or numbers, got {source} and numbers")
     else:
         name = source.name
-        is_table = source.suffix == ".csv"
         with status("fitting"):
-            result = (calibrate_table if is_table else calibrate_trace)(source, config)
-    text = hardware_toml(result, name)
-    for doubt in doubts(result):
+            result = (calibrate_table if source.suffix == ".csv" else calibrate_trace)(source, config)
+    text = hardware_file.hardware_toml(result, name)
+    for doubt in hardware_file.doubts(result):
         complain(f"warning: {doubt}")
     if out is not None:
-        write_hardware(out, text)
+        hardware_file.write_hardware(out, text)
     if as_json:
-        print_json(result_as_json(result))
+        print_json(hardware_file.as_json(result))
     else:
         typer.echo(text, nl=False)
 
@@ -147,8 +145,7 @@ def _calibrate_log(
     *,
     as_json: bool,
 ) -> None:
-    from pipelinerl.calibration.hardware_file import as_json as result_as_json
-    from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
+    from pipelinerl.calibration import hardware_file
     from pipelinerl.calibration.log import Models, calibrate_log, described_run, logged_run
     from pipelinerl.calibration.log_formats import read_log
     from pipelinerl.config.run_file import dump_run
@@ -161,21 +158,22 @@ def _calibrate_log(
     with status("fitting"):
         result = calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
     name = ", ".join(source.name for source in sources)
-    for doubt in doubts(result.fit):
+    text = hardware_file.hardware_toml(result.fit, name)
+    for doubt in hardware_file.doubts(result.fit):
         complain(f"warning: {doubt}")
     if out is not None:
         lines = (f"Made from {name} by pipelinerl calibrate --from {format_}.", *result.assumed)
         whole = "".join(f"# {line}\n" for line in lines) + "\n" + dump_run(result.run)
-        write_hardware(out, hardware_toml(result.fit, name), run=None if out.suffix == ".toml" else whole)
+        hardware_file.write_hardware(out, text, run=None if out.suffix == ".toml" else whole)
     if as_json:
-        print_json({**result_as_json(result.fit), **_log_as_json(result)})
+        print_json({**hardware_file.as_json(result.fit), **_log_as_json(result)})
     else:
         from pipelinerl.pages.evidence import log_page
         from pipelinerl.pages.terminal import print_page
 
         print_page(log_page(result), name)
         if out is None:
-            typer.echo("\n" + hardware_toml(result.fit, name), nl=False)
+            typer.echo(f"\n{text}", nl=False)
         elif out.suffix != ".toml" and not result.log.asynchronous:
             typer.echo(f"what if asynchronous: {_asynchronous(result.run, out / 'run.toml')}")
 

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelinerl.cli.options import (
-    HardwareOption,
-    JsonOption,
-    MeasuredOption,
-    OutOption,
-    SeedOption,
-    SetOption,
-    WorkersOption,
-)
+from pipelinerl.cli import options
 from pipelinerl.cli.output import complain, draw_kept, print_json, stage_bars
 
 if TYPE_CHECKING:
@@ -45,28 +37,28 @@ def plan(
         Path | None,
         typer.Option(metavar="OTHER", help="Say what changed, and why, against another run file, plan.json or folder."),
     ] = None,
-    overrides: SetOption = [],  # noqa: B006 - typer copies it
-    seed: SeedOption = None,
-    out: OutOption = None,
-    workers: WorkersOption = None,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    seed: options.SeedOption = None,
+    out: options.OutOption = None,
+    workers: options.WorkersOption = None,
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
     ] = None,
-    hardware: HardwareOption = None,
-    measured: MeasuredOption = [],  # noqa: B006 - typer copies it
-    as_json: JsonOption = False,
+    hardware: options.HardwareOption = None,
+    measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
+    as_json: options.JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler: for a run file, or for a question of a few options."""
     from pipelinerl.config.question import ask, question_file, write_question
     from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan
 
-    options = {
+    asked = {
         "model": model, "gpu": gpu, "accelerators": accelerators, "sync": sync, "train_batch_size": train_batch_size,
         "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_mean_lag": max_mean_lag,
         "price": price,
     }  # fmt: skip
-    question = ask(options, run, overrides, seed, hardware=hardware)
+    question = ask(asked, run, overrides, seed, hardware=hardware)
     file = run or question_file(question, out)
     with stage_bars() as on_progress:
         other = None if against is None else (str(against), _other(against, workers=workers, on_progress=on_progress))
