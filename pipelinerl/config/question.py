@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import completed, parse_run, read_hardware, read_tables, with_overrides
+from pipelinerl.config.run_file import completed, flat, parse_run, read_hardware, read_tables, with_overrides
 from pipelinerl.config.scheduler import find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.kinds import CONVENTIONAL
@@ -265,11 +265,3 @@ def question_text(question: Question) -> str:
         note = "  # assumed" if f"{table}{line.partition(' = ')[0]}" in keys else ""
         lines.append(line + note)
     return "\n".join(lines) + "\n"
-
-
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by table and key."""
-    values: dict[str, Any] = {}
-    for key, value in tables.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return values

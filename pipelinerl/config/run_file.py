@@ -112,6 +112,14 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     return result
 
 
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by their dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
+
+
 def dump_run(config: RunConfig) -> str:
     """Return the configuration as TOML that ``load_run`` reads back to an equal one."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
