@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from pipelinerl.config.run import ClusterConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.cost import CostReport
-from pipelinerl.util.report import Report, data_frame
+from pipelinerl.util.report import Report, data_frame, equally_long
 
 # --------------------------------------------------------------------------------------------------- how sure a plan is
 
@@ -293,11 +293,7 @@ class ScreenedColumns(Report):
     lag_max: list[int]
     """Screened largest lag (optimizer steps)."""
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len({len(column) for column in self.__dict__.values()}) > 1:
-            raise ValueError("columns must be equally long")
-        return self
+    _equally_long = equally_long("label", "family", "tokens_per_s", "lag_mean", "lag_max")
 
 
 class UnknownEffect(Report):
@@ -337,11 +333,7 @@ class SplitCurve(Report):
     high: list[float] = Field(default_factory=list)
     """90th percentile of the draws."""
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len({len(column) for column in self.__dict__.values()}) > 1:
-            raise ValueError("columns must be equally long")
-        return self
+    _equally_long = equally_long("generation_accelerators", "tokens_per_s", "low", "high")
 
 
 class PlanReport(Report):

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import AllowInfNan, ValidationError
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import read_text
 from pipelinerl.util.strict_model import StrictModel
 
 STEPS_FILE = "steps.csv"
@@ -74,11 +75,7 @@ def read_steps(path: Path) -> list[StepRow]:
 
     ConfigError if the file cannot be read, lacks a column, or holds a wrong value; one line that names it.
     """
-    try:
-        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {path}: {reason}") from None
+    lines = list(csv.reader(read_text(path).splitlines()))
     header = lines[0] if lines else []
     missing = [column for column in COLUMNS if column not in header]
     if missing:

@@ -1,4 +1,4 @@
-"""Reports of runs: an older summary is read, steps as arrays and as a data frame, every message for a broken table."""
+"""Reports of runs: an older summary is read, steps as arrays, every message for a broken table."""
 
 import json
 from pathlib import Path
@@ -34,15 +34,6 @@ def test_steps_are_arrays_of_the_rows_beside_the_summary(folder: Path) -> None:
     assert steps.time_s.tolist() == [row.time_s for row in read_steps(folder / "steps.csv")]
     (folder / "steps.csv").unlink()
     assert len(RunReport.read(folder / "summary.json").steps) == 0
-
-
-def test_steps_are_a_data_frame_with_the_columns_of_the_file(folder: Path) -> None:
-    pytest.importorskip("pandas")
-    report = RunReport.read(folder / "summary.json")
-    frame = report.to_frame()
-    assert list(frame.columns) == list(COLUMNS)
-    assert frame["step"].tolist() == [1, 2, 3]
-    assert frame["lag_mean"].tolist() == report.steps.lag_mean.tolist()
 
 
 CELLS = dict.fromkeys(COLUMNS, "1")
