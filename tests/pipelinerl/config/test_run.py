@@ -49,6 +49,8 @@ def test_a_number_that_is_negative_or_of_another_type_is_one_line(key: str, valu
         assert faults(with_overrides(data, [f"{key}={wrong}"])) == [f"run: {key} must be {wanted}, got {shown}"]
 
 
+HOLDS = {key: data for key, _, data in NUMBERS}
+"""A run file that holds the key, by key."""
 MAY_BE_ZERO = {
     "seed", "scheduler.max_lag", "plan.lag_limit", "workload.prompt_tokens", "train.task.overlong_tokens",
     "train.optimizer.warmup_steps", "train.trainer.zero_stage", "train.trainer.restarts",
@@ -64,8 +66,7 @@ WHOLE = {key for key, value, _ in NUMBERS if isinstance(value, int)}
 @pytest.mark.parametrize("key", sorted(WHOLE - MAY_BE_ZERO))
 @pytest.mark.parametrize("value", [0, -1, -(10**30)])
 def test_a_count_is_at_least_one(key: str, value: int) -> None:
-    (data,) = [data for one, _, data in NUMBERS if one == key]
-    assert faults(with_overrides(data, [f"{key}={value}"])) == [f"run: {key} must be at least 1, got {value}"]
+    assert faults(with_overrides(HOLDS[key], [f"{key}={value}"])) == [f"run: {key} must be at least 1, got {value}"]
 
 
 NO_COUNTS = {"seed", "policy.warm_start.seed", "train.trainer.zero_stage"}
@@ -73,15 +74,8 @@ NO_COUNTS = {"seed", "policy.warm_start.seed", "train.trainer.zero_stage"}
 
 @pytest.mark.parametrize("key", sorted(WHOLE - NO_COUNTS))
 def test_a_count_has_a_largest_value(key: str) -> None:
-    (data,) = [data for one, _, data in NUMBERS if one == key]
-    (line,) = faults(with_overrides(data, [f"{key}={2**63}"]))
+    (line,) = faults(with_overrides(HOLDS[key], [f"{key}={2**63}"]))
     assert re.fullmatch(rf"run: {key} must be at most [\de+]+, got {2**63}", line)
-
-
-def test_so_has_a_count_in_a_list() -> None:
-    assert faults(with_overrides(EVERY_KEY, [f"plan.generation_batch_size=[{2**63}]"])) == [
-        f"run: plan.generation_batch_size.0 must be at most 1e+06, got {2**63}"
-    ]
 
 
 TIMES = [case for case in NUMBERS if case[0].startswith("hardware.") and case[0].endswith("_s")]
@@ -98,11 +92,7 @@ def test_a_time_of_the_hardware_has_a_largest_value(key: str, value: float, data
     ("changes", "line"),
     [
         (
-            [
-                "cluster.accelerators=100",
-                "cluster.generation_accelerators=99",
-                "scheduler.generation_batch_size=101011",
-            ],
+            ["cluster={accelerators=100, generation_accelerators=99}", "scheduler.generation_batch_size=101011"],
             "scheduler.generation_batch_size must give all engines at most 10000000 sequences together, got "
             "generation_batch_size=101011 on 99 engines",
         ),
@@ -121,8 +111,7 @@ def test_slots_and_rl_steps_hold_no_more_rollouts_than_memory(changes: list[str]
 @pytest.mark.parametrize("key", ["policy.temperature", "train.sampling.temperature"])
 @pytest.mark.parametrize(("value", "rule"), [(1e-300, "at least 0.01"), (0, "at least 0.01"), (1e300, "at most 100")])
 def test_a_temperature_is_one_that_engines_sample_at(key: str, value: float, rule: str) -> None:
-    (data,) = [data for one, _, data in NUMBERS if one == key]
-    assert faults(with_overrides(data, [f"{key}={value}"])) == [f"run: {key} must be {rule}, got {value}"]
+    assert faults(with_overrides(HOLDS[key], [f"{key}={value}"])) == [f"run: {key} must be {rule}, got {value}"]
 
 
 @pytest.mark.parametrize("key", sorted(MAY_BE_ZERO))
@@ -160,17 +149,6 @@ def test_something_else_in_place_of_a_table_is_one_line(name: str) -> None:
 
 CONVENTIONAL = "scheduler.kind=conventional"
 LINES: list[tuple[tuple[str, ...], str]] = [
-    # Unknown keys; the nearest known one is offered.
-    (("scheduler.max_lags=3",),
-        "scheduler.max_lags is an unknown key; did you mean max_lag? allowed: discard_limit, filter_no_signal, "
-        "generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, optimizer_steps_per_rl_step, "
-        "partial_rollouts, publish_every, ready_queue_size, train_batch_size, weight_update"),
-    (("hardware.decode.affine=3",),
-        "hardware.decode.affine is an unknown key; allowed: context_token_s, kind, sequence_s, step_s"),
-    (("affine=3",),
-        "affine is an unknown key; allowed: "
-        "cluster, compare, drift, environment, hardware, optimizer_steps, plan, policy, price, scheduler, seed, "
-        "train, workload"),
     # Words.
     (("scheduler.weight_update=drop",),
         "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\""),
@@ -178,16 +156,12 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("scheduler.on_full=true",), "scheduler.on_full must be 'wait' or 'drop_oldest', got true"),
     (("workload.length.kind=gamma",),
         "workload.length.kind must be 'fixed', 'uniform', 'lognormal' or 'empirical', got \"gamma\""),
-    (("hardware.decode={}",), "hardware.decode.kind must be one of utilisation, affine, roofline, got none"),
     (("hardware.decode.kind=5",), "hardware.decode.kind must be one of utilisation, affine, roofline, got 5"),
-    (("scheduler.filter_no_signal=1",), "scheduler.filter_no_signal must be true or false, got 1"),
-    (("workload.length.source=5",), "workload.length.source must be a string, got 5"),
     # Numbers.
     (("seed=2020-01-01",), 'seed must be a whole number, got "2020-01-01"'),
     ((f"seed={'1' * 5000}",), f'seed must be a whole number, got "{"1" * 76}...'),
     (("workload.success_rate=1.5",), "workload.success_rate must be at most 1, got 1.5"),
     (("hardware.decode.step_s=0",), "hardware.decode.step_s must be above 0, got 0"),
-    (("hardware.decode.step_s=inf",), "hardware.decode.step_s must be a number, got Infinity"),
     (("workload.length.growth=0",), "workload.length.growth must be above 0, got 0"),
     # Lengths.
     (("workload.length.kind=lognormal", "workload.length.mean=9"),
@@ -244,17 +218,15 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "tokens, got kv_cache_tokens=73"),
     # The comparison.
     (("plan.schedulers=[]",), "plan.schedulers must not be empty, got []"),
+    (("plan.generation_batch_size=[9223372036854775808]",),
+        "plan.generation_batch_size.0 must be at most 1e+06, got 9223372036854775808"),
     (("plan.generation_accelerators=[0]",), "plan.generation_accelerators.0 must be at least 1, got 0"),
     (("plan.min_ess=1.5",), "plan.min_ess must be below 1, got 1.5"),
     (("plan.min_ess=0.5",),
         "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), got "
         "min_ess=0.5"),
-    (("compare={baseline='a'}",), "compare.arms is missing"),
-    (("compare={baseline='a', arms=5}",), "compare.arms must be a list, got 5"),
     (("compare={baseline='a', arms=[]}",), "compare.arms must not be empty, got []"),
-    (("compare={baseline='a', arms=[5]}",), "compare.arms.0 must be a table, got 5"),
     (("compare={baseline='', arms=[{name=''}]}",), 'compare.arms.0.name must not be empty, got ""'),
-    (("compare={baseline='a', arms=[{name='a', set=['x=1', 5]}]}",), "compare.arms.0.set.1 must be a string, got 5"),
     (("compare={baseline='a', arms=[{name='a'}, {name='a'}]}",),
         "compare.arms must have different names, got ['a', 'a']"),
     (("compare={baseline='a', arms=[{name='a'}], scenarios=[{name='s'}, {name='t'}, {name='s'}]}",),
@@ -300,12 +272,7 @@ def test_missing_keys_are_a_line_each() -> None:
 
 
 def test_all_faults_are_reported_at_once() -> None:
-    assert tiny_faults("seed=-1", "scheduler.max_lags=1", "hardware.training.token_s=x") == [
-        "run: seed must be at least 0, got -1",
-        f"run: {LINES[0][1]}",
-        'run: hardware.training.token_s must be a number, got "x"',
-    ]
-
-
-def test_what_is_no_table_at_all_is_one_line() -> None:
-    assert faults([]) == ["run: the root must be a table, got []"]
+    seed, key, seconds = tiny_faults("seed=-1", "scheduler.max_lags=1", "hardware.training.token_s=x")
+    assert seed == "run: seed must be at least 0, got -1"
+    assert key.startswith("run: scheduler.max_lags is an unknown key; did you mean max_lag? allowed: discard_limit, ")
+    assert seconds == 'run: hardware.training.token_s must be a number, got "x"'
