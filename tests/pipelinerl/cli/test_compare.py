@@ -11,7 +11,10 @@ from run_folders import everything_in
 import analysis.plot
 import analysis.style
 import analysis.throughput
+from pipelinerl.cli.output import LOOK_FIRST
 from pipelinerl.config.run_file import load_run
+from pipelinerl.pages.runs import comparison_page
+from pipelinerl.records.comparison_report import ComparisonReport
 
 
 @pytest.mark.usefixtures("in_this_process", "no_figures")
@@ -19,36 +22,17 @@ def test_compare_prints_a_row_per_arm_and_keeps_what_it_prints(command: Command,
     tiny.write_text(TINY + COMPARE)
     result = command("compare", tiny, "--out", tmp_path / "out")
     assert (result.status, result.err) == (0, "")
-    kept = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    kept = ComparisonReport.read(tmp_path / "out" / "comparison.json")
     assert "tiny.toml: speed-up over conventional" in result.out
     assert "as given" in result.out
     assert "too few optimizer steps for pipeline: the second half alone gives " in result.out
-    assert kept["scenarios"][0]["arms"][0]["too_short"][0].startswith("the second half alone gives ")
-    for arm in kept["scenarios"][0]["arms"]:
-        (row,) = [line for line in result.out.splitlines() if line.startswith(arm["name"])]
-        summary, seconds = arm["summary"], arm["summary"]["seconds"]
-        shares = [
-            f"{seconds[key] / summary['duration_s']:.0%}" if seconds[key] else "-"
-            for key in ("generating", "training", "publishing", "waiting_for_data")
-        ]
-        assert row.split() == [
-            arm["name"],
-            f"{arm['speedup']:.2f}",
-            f"{summary['tokens_per_s']:,.0f}",
-            f"{summary['duration_s'] / 6:.4g}",
-            f"{summary['lag']['mean']:.2f}",
-            str(summary["lag"]["max"]),
-            *shares,
-        ]
-
-
-@pytest.mark.usefixtures("in_this_process", "no_figures")
-def test_json_of_compare_is_the_comparison_of_the_folder(command: Command, tmp_path: Path, tiny: Path) -> None:
-    tiny.write_text(TINY + COMPARE)
-    result = command("compare", tiny, "--json", "--seed", 8, "--out", tmp_path / "out")
-    assert (result.status, result.err) == (0, "")
-    assert json.loads(result.out) == json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert load_run(tmp_path / "out" / "as_given" / "pipeline" / "run.toml").seed == 8
+    assert kept.too_short[0] in result.out
+    rows = [line.split() for line in result.out.splitlines()]
+    assert all(row[1:] in rows for row in comparison_page(kept).tables[0].rows)
+    printed = command("compare", tiny, "--json", "--seed", 8, "--out", tmp_path / "again")
+    assert (printed.status, printed.err) == (0, "")
+    assert json.loads(printed.out) == json.loads((tmp_path / "again" / "comparison.json").read_text())
+    assert load_run(tmp_path / "again" / "as_given" / "pipeline" / "run.toml").seed == 8
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -61,15 +45,19 @@ def test_without_a_compare_table_the_run_is_compared_with_conventional_rl(comman
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process", "small_figures")
-def test_the_same_comparison_gives_the_same_bytes_in_every_file_and_figure(
+def test_the_same_comparison_gives_the_same_bytes_in_every_file_and_figure_and_ends_with_three_of_them(
     command: Command, tmp_path: Path, tiny: Path
 ) -> None:
     tiny.write_text(TINY + COMPARE)
-    for name in ("first", "second"):
-        assert command("compare", tiny, "--out", tmp_path / name).status == 0
+    said = [command("compare", tiny, "--out", tmp_path / name).out for name in ("first", "second")]
     first = everything_in(tmp_path / "first")
     assert {"comparison.json", "as_given/pipeline/steps.csv", "figures/time_split.png"} <= set(first)
     assert first == everything_in(tmp_path / "second")
+    assert "\nThe fastest is " in said[0]
+    shown = [Path(line.strip()) for line in said[0].splitlines() if line.endswith(".png")]
+    assert [one.stem for one in shown] == [name for name in LOOK_FIRST if name in {one.stem for one in shown}]
+    assert len(shown) == 3
+    assert all(one.is_file() for one in shown)
 
 
 @pytest.mark.usefixtures("in_this_process")

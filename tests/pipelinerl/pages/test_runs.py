@@ -7,7 +7,7 @@ import pytest
 from command_line import Command, sets
 from tiny_comparison import run
 
-from pipelinerl.pages.page import Page
+from pipelinerl.pages.page import Page, duration
 from pipelinerl.pages.runs import check_page, comparison_page, run_page
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
@@ -27,14 +27,28 @@ def lines_of(page: Page, title: str) -> list[str]:
     return lines
 
 
-def test_the_table_of_a_run_that_ended_at_once_says_that_it_is_incomplete(summary: RunReport) -> None:
+def test_the_table_of_a_run_has_its_numbers_and_says_if_it_is_incomplete(summary: RunReport) -> None:
+    """The other numbers are those of its summary."""
+
     def numbers(**changed: Any) -> dict[str, str]:
         return dict(run_page({"run": summary.model_copy(update=changed)}).tables[0].rows)
 
     nothing = summary.seconds.model_copy(update=dict.fromkeys(type(summary.seconds).model_fields, 0.0))
     ended = numbers(complete=False, duration_s=0.0, seconds=nothing)
     assert (ended["complete"], ended["trainer's time"]) == ("no: the run ended early", "none")
-    assert "complete" not in numbers()
+    whole, lag, busy = numbers(), summary.lag, summary.utilisation
+    assert "complete" not in whole
+    expected = {
+        "throughput": f"{summary.tokens_per_s:,.0f} tokens/s, {summary.samples_per_s:,.1f} samples/s",
+        "token lag (optimizer steps)": f"mean {lag.mean:.2f}, p95 {lag.p95}, p99 {lag.p99}, max {lag.max}",
+        "  of the mean": f"{lag.in_flight_mean:.2f} in flight, {lag.in_queue_mean:.2f} in queue",
+        "busy": f"generation {busy.generation:.0%}, training {busy.training:.0%}",
+        "simulated time": duration(summary.duration_s),
+        "bottleneck": summary.bottleneck,
+    }
+    assert {key: whole[key] for key in expected} == expected
+    assert f"training {summary.seconds.training / summary.duration_s:.0%}" in whole["trainer's time"]
+    assert f"{summary.rollouts.started:,} started" in whole["rollouts"]
 
 
 @pytest.mark.parametrize("bottleneck", Bottleneck)
@@ -64,11 +78,12 @@ def test_a_comparison_has_a_row_per_arm_and_answers_with_the_fastest(summary: Ru
     slow = summary.model_copy(update={"tokens_per_s": summary.tokens_per_s / 2, "optimizer_steps": 0})
     page = compared({"a": summary, "b": slow}, {"a": summary, "b": slow}, {"a": slow, "b": summary})
     assert page.answer.startswith("The fastest is a: 2.00 times the trained tokens per second of b; its tokens lag ")
-    assert [row[:4] for row in page.tables[0].rows[:2]] == [
-        ["scenario 0", "a", "1.50", f"{summary.tokens_per_s:,.0f}"],
-        ["scenario 0", "b", "1.50", f"{slow.tokens_per_s:,.0f}"],
+    lag = [f"{summary.lag.mean:.2f}", f"{summary.lag.max}"]
+    shares = [f"{one / summary.duration_s:.0%}" if one else "-" for _, one in summary.seconds]
+    assert page.tables[0].rows[:2] == [
+        ["scenario 0", "a", "1.50", f"{summary.tokens_per_s:,.0f}", f"{summary.duration_s / 6:.4g}", *lag, *shares],
+        ["scenario 0", "b", "1.50", f"{slow.tokens_per_s:,.0f}", "-", *lag, *shares],  # no step, no seconds of it
     ]
-    assert page.tables[0].rows[1][4] == "-"  # no step, no seconds of it
     assert lines_of(page, "depends on")[:2] == [
         "scenario 1: the same one is fastest, 1.50 times as fast as b.",
         "scenario 2: b is fastest instead, 1.50 times as fast as b.",
