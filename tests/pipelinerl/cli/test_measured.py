@@ -14,7 +14,6 @@ from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overr
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from sim.run import simulate
 
-DECIDES = "phase switch decides most, 40% of the difference"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
 
 

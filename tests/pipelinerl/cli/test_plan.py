@@ -7,29 +7,20 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from command_line import Command, assert_fails
+from command_line import Command, assert_fails, sets
 from tiny_plan import TINY, priced_plan
 
 from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
 
-FEW = (
-    "--set", "plan.simulate=1", "--set", "plan.simulate_steps=8", "--set", "optimizer_steps=8",
-    "--set", "plan.tensor_parallel=[1]", "--set", "plan.generation_batch_size=[8]", "--set", "plan.publish_every=[1]",
-    "--set", "plan.optimizer_steps_per_rl_step=[2]", "--set", "plan.schedulers=['pipeline']",
+FEW = sets(
+    "plan.simulate=1", "plan.simulate_steps=8", "optimizer_steps=8", "plan.tensor_parallel=[1]",
+    "plan.generation_batch_size=[8]", "plan.publish_every=[1]", "plan.optimizer_steps_per_rl_step=[2]",
+    "plan.schedulers=['pipeline']",
 )  # fmt: skip
 QUESTION = (
-    "--model",
-    "Qwen2.5-1.5B",
-    "--train-batch-size",
-    "8",
-    "--mean-length",
-    "50",
-    "--price",
-    "2",
-    "--max-mean-lag",
-    "20",
-)
+    "--model", "Qwen2.5-1.5B", "--train-batch-size", "8", "--mean-length", "50", "--price", "2", "--max-mean-lag", "20",
+)  # fmt: skip
 
 
 @pytest.mark.slow
