@@ -45,24 +45,17 @@ def test_the_version_is_the_packages(command: Command) -> None:
     assert command("--version").out == f"pipelinerl {pipelinerl.__version__}\n"
 
 
-RUN_OPTIONS = ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json")
-WORDS = {
-    "simulate": RUN_OPTIONS,
-    "compare": RUN_OPTIONS,
-    "plot": ("{DIR}...", "--out"),
-    "timeline": ("DIR", "--trace full", "--out", "--begin", "--end"),
-    "replay": ("DIR", "--trace full"),
-}
-
-
-@pytest.mark.parametrize(("name", "words"), WORDS.items())
-def test_help_of_a_command_names_what_it_takes_and_its_options(
-    command: Command, name: str, words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("simulate", ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json")),
+        ("timeline", ("DIR", "--trace full", "--out", "--begin", "--end")),
+    ],
+)
+def test_help_of_a_command_names_its_arguments_and_options(command: Command, name: str, words: tuple[str, ...]) -> None:
     result = command(name, "--help")
     assert (result.status, result.err) == (0, "")
-    for word in words:
-        assert word in result.out
+    assert [word for word in words if word not in result.out] == []
 
 
 def test_the_installed_command_is_this_one() -> None:

@@ -94,25 +94,19 @@ def test_a_timeline_that_is_cut_says_where_to_go_on(
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "words"),
+    ("options", "words"),
     [
-        (("--begin", 2, "--end", 1), 2, "--end must be after --begin, got 2 and 1"),
-        (("--begin", 1e9), 2, "--begin must be before the end of the run, "),
-        (("--out", "{tmp}/none/t.json"), 2, "--out must be a file in a folder that exists, got {tmp}/none/t.json"),
-        (("--out", "{tmp}"), 2, "--out must be a file in a folder that exists, got {tmp}"),
+        (("--begin", 2, "--end", 1), "--end must be after --begin, got 2 and 1"),
+        (("--begin", 1e9), "--begin must be before the end of the run, "),
+        (("--out", "{tmp}/none/t.json"), "--out must be a file in a folder that exists, got {tmp}/none/t.json"),
+        (("--out", "{tmp}"), "--out must be a file in a folder that exists, got {tmp}"),
     ],
 )
 def test_a_timeline_that_cannot_be_made_is_one_line(
-    command: Command, finished: Path, tmp_path: Path, options: tuple[object, ...], status: int, words: str
+    command: Command, finished: Path, tmp_path: Path, options: tuple[object, ...], words: str
 ) -> None:
     given = [str(one).format(tmp=tmp_path) for one in ("--out", tmp_path / "trace.json", *options)]
-    assert_fails(command("timeline", finished, *given), status, words.format(tmp=tmp_path))
-
-
-def test_a_timeline_needs_a_trace(command: Command, finished: Path, tmp_path: Path) -> None:
-    (finished / "trace.jsonl.gz").unlink()
-    words = f"cannot read trace {finished / 'trace.jsonl.gz'}: No such file or directory"
-    assert_fails(command("timeline", finished, "--out", tmp_path / "trace.json"), 2, words)
+    assert_fails(command("timeline", finished, *given), 2, words.format(tmp=tmp_path))
 
 
 # ----------------------------------------------------------------------------------------- replay
@@ -142,20 +136,18 @@ def test_replay_of_a_changed_command_says_where_with_status_1(command: Command, 
     result = command("replay", finished)
     assert (result.status, result.err) == (1, "")
     assert result.out.startswith(f"different: line {number + 1}, after RolloutFinished(")
-    assert "recorded StartTraining(" in result.out
-    assert "version=1, completes_step=True), now StartTraining(" in result.out
     assert result.out.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["cannot read trace {path}: No such file", "{path} is cut off after line "])
-def test_a_missing_or_broken_trace_has_status_2(command: Command, finished: Path, words: str) -> None:
-    path = finished / "trace.jsonl.gz"
+def test_a_missing_or_broken_trace_has_status_2(command: Command, finished: Path, tmp_path: Path) -> None:
+    path, timeline = finished / "trace.jsonl.gz", ("timeline", finished, "--out", tmp_path / "timeline.json")
     data = path.read_bytes()
-    if "cut off" in words:
-        path.write_bytes(data[: len(data) // 2])
-    else:
-        path.unlink()
-    assert_fails(command("replay", finished), 2, words.format(path=path))
+    path.write_bytes(data[: len(data) // 2])
+    for arguments in (timeline, ("replay", finished)):
+        assert_fails(command(*arguments), 2, f"{path} is cut off after line ")
+    path.unlink()
+    for arguments in (timeline, ("replay", finished)):
+        assert_fails(command(*arguments), 2, f"cannot read trace {path}: No such file or directory")
 
 
 def test_a_drift_model_is_not_checked_with_a_run_that_has_not_learned(
