@@ -35,14 +35,6 @@ def test_compare_prints_a_row_per_arm_and_keeps_what_it_prints(command: Command,
     assert load_run(tmp_path / "again" / "as_given" / "pipeline" / "run.toml").seed == 8
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_without_a_compare_table_the_run_is_compared_with_conventional_rl(command: Command, tiny: Path) -> None:
-    result = json.loads(command("compare", tiny, "--json").out)
-    assert result["baseline"] == "conventional G=32"
-    names = [arm["name"] for arm in result["scenarios"][0]["arms"]]
-    assert names == ["pipeline (as given)", "conventional G=8", "conventional G=16", "conventional G=32"]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process", "small_figures")
 def test_the_same_comparison_gives_the_same_bytes_in_every_file_and_figure_and_ends_with_three_of_them(

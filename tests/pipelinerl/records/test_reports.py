@@ -1,13 +1,17 @@
-"""Reports of runs: an older summary is read, steps as arrays, every message for a broken table."""
+"""Reports of runs and plans: an older summary is read, steps as arrays, every message for a broken table."""
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from made_up_runs import write_run
 from refusals import message
+from tiny_plan import priced_plan
 
+from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.steps import COLUMNS, read_steps
 
@@ -34,6 +38,29 @@ def test_steps_are_arrays_of_the_rows_beside_the_summary(folder: Path) -> None:
     assert steps.time_s.tolist() == [row.time_s for row in read_steps(folder / "steps.csv")]
     (folder / "steps.csv").unlink()
     assert len(RunReport.read(folder / "summary.json").steps) == 0
+
+
+def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(priced_plan().to_dict()))
+    assert PlanReport.read(path) == priced_plan()
+
+
+SCREENED = {"label": [], "family": ["x"], "tokens_per_s": [], "lag_mean": [], "lag_max": []}
+SPLITS = {"generation_accelerators": [1], "tokens_per_s": [1.0], "low": [1.0], "high": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"screened": SCREENED}, "screened.family must have 0 values, got 1"),
+        ({"splits": SPLITS}, "splits.high must have 1 values, got 2"),
+        ({"front": ["nobody"]}, "front.labels must be those of simulated candidates, got ['nobody']"),
+    ],
+)
+def test_a_broken_plan_is_one_line(changes: dict[str, Any], complaint: str) -> None:
+    data = {**priced_plan().to_dict(), **changes}
+    assert message(partial(PlanReport.from_dict, name="plan.json"), data) == f"plan.json: {complaint}"
 
 
 CELLS = dict.fromkeys(COLUMNS, "1")
