@@ -1,6 +1,5 @@
 """Help, installation, and what is missing without extras."""
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import COMPARE, TINY, Command, program
+from command_line import COMPARE, TINY, Command, all_of, program
 from run_folders import everything_in
 
 import pipelinerl.cli
@@ -127,16 +126,6 @@ def on_a_terminal(*words: object) -> tuple[int, str, bytes]:
         shown = thread.submit(all_of, ours)  # meanwhile: one that nobody reads holds the program up once it is full
         out, _ = process.communicate()
     return process.returncode, out, shown.result()
-
-
-def all_of(terminal: int) -> bytes:
-    """Return what a terminal shows until its other end is closed."""
-    shown = b""
-    with contextlib.suppress(OSError):  # Linux: the other end is closed
-        while chunk := os.read(terminal, 4096):
-            shown += chunk
-    os.close(terminal)
-    return shown
 
 
 def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_path: Path, tiny: Path) -> None:
