@@ -161,17 +161,16 @@ def test_relative_paths_are_relative_to_the_run_file_and_come_out_absolute(
     assert load_run(run_file(tmp_path / "copy", dump_run(config))) == config
 
 
-def test_a_path_that_leads_in_a_circle_is_left_to_who_opens_it(tmp_path: Path) -> None:
-    loop = tmp_path / "loop.csv"
-    loop.symlink_to(loop)
-    overrides = ["workload.length.kind=empirical", "workload.length.source=loop.csv"]
-    assert load_run(run_file(tmp_path), overrides).workload.length.source == str(loop)
-
-
-@pytest.mark.parametrize("source", ["skythought", "/data/lengths.csv"])
-def test_names_of_shipped_sets_and_absolute_paths_stay(tmp_path: Path, source: str) -> None:
-    overrides = ["workload.length.kind=empirical", f"workload.length.source={source}"]
-    assert load_run(run_file(tmp_path), overrides).workload.length.source == source
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("skythought", "skythought"), ("/data/lengths.csv", "/data/lengths.csv"), ("loop.csv", "{folder}/loop.csv")],
+)
+def test_names_of_shipped_sets_and_absolute_paths_stay_and_circles_are_for_the_reader(
+    tmp_path: Path, source: str, expected: str
+) -> None:
+    (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
+    config = load_run(run_file(tmp_path), ["workload.length.kind=empirical", f"workload.length.source={source}"])
+    assert config.workload.length.source == expected.format(folder=tmp_path)
 
 
 def test_paths_in_the_overrides_of_a_comparison_are_relative_to_the_run_file(tmp_path: Path) -> None:
