@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipelinerl.calibration.log import CalibratedLog, quantile
 from pipelinerl.hardware.prior import CERTAIN
-from pipelinerl.pages.page import Page, Place, Section, Table, markdown_table
+from pipelinerl.pages.page import Page, Place, Section, Table, markdown_table, short
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
 
 TABLE_FILE = "validation.md"
@@ -184,6 +184,4 @@ def _log_cells(result: CalibratedLog) -> Iterator[list[str]]:
 
 
 def _known(value: float | None) -> str:
-    if value is None:
-        return "not known"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "not known" if value is None else short(value)

@@ -6,6 +6,7 @@ recommended.toml; ``environments`` adds environments.json, ``train --check`` che
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.steps import STEPS_FILE, StepRow, StepsWriter
+from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow
 from pipelinerl.util.explain import writing
 
 RUN_FILE = "run.toml"
@@ -105,12 +106,14 @@ class RunFolder:
             self._steps = steps.open("a" if kept else "w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
             raise _unwritable(folder, error) from None
-        self._rows = StepsWriter(self._steps, header=not kept)
+        self._rows = csv.writer(self._steps, lineterminator="\n")
+        if not kept:
+            self._rows.writerow(COLUMNS)
 
     def write_step(self, row: StepRow) -> None:
         """Append a row to steps.csv."""
         with writing(self.folder / STEPS_FILE):
-            self._rows.write(row)
+            self._rows.writerow([value for _, value in row])
 
     def finish(self, report: RunReport, figures: FigureData) -> None:
         """Write the reports at the end of the run and close."""

@@ -1,11 +1,11 @@
-"""A row per optimizer step: its columns, and how steps.csv is written and read."""
+"""A row per optimizer step: its columns, and how steps.csv is read."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AllowInfNan, ValidationError
@@ -55,19 +55,6 @@ class StepRow(StrictModel):
 COLUMNS = tuple(StepRow.model_fields)
 _INTEGERS = {name for name, field in StepRow.model_fields.items() if field.annotation is int}
 _DTYPE = np.dtype([(name, np.int64 if name in _INTEGERS else np.float64) for name in COLUMNS])
-
-
-class StepsWriter:
-    """Writes rows to an open steps.csv, opened with ``newline=""``; a header are the names of the columns."""
-
-    def __init__(self, file: TextIO, *, header: bool) -> None:
-        self._csv = csv.writer(file, lineterminator="\n")
-        if header:
-            self._csv.writerow(COLUMNS)
-
-    def write(self, row: StepRow) -> None:
-        """Append a row."""
-        self._csv.writerow([value for _, value in row])
 
 
 def read_steps(path: Path) -> list[StepRow]:
