@@ -122,7 +122,7 @@ def test_ctrl_c_while_train_is_being_loaded_is_one_line_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_whatever_a_library_makes_of_ctrl_c_it_is_that_line() -> None:
+def test_an_error_that_a_library_raises_after_ctrl_c_is_an_interruption() -> None:
     def load() -> None:
         try:
             signal.raise_signal(signal.SIGINT)

@@ -14,13 +14,6 @@ import analysis.style
 import analysis.timeline
 
 
-def test_plot_prints_the_figures_it_has_drawn(command: Command, tmp_path: Path, finished: Path) -> None:
-    paths = [finished / "figures" / "one.png"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(analysis.plot, "save_figures", lambda *_, **__: paths)
-        assert command("plot", finished) == Result(0, f"{paths[0]}\n", "")
-
-
 @pytest.mark.slow
 def test_plot_draws_runs_side_by_side_where_it_is_told_to(
     command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,7 +43,7 @@ def test_plot_draws_runs_side_by_side_where_it_is_told_to(
         (("run", "comparison"), "DIR... must be runs or a single comparison, got 2 with {tmp}/comparison"),
     ],
 )
-def test_what_cannot_be_drawn_has_status_2_and_nothing_is_drawn(
+def test_folders_that_cannot_be_drawn_have_status_2_and_nothing_is_written(
     command: Command, tmp_path: Path, finished: Path, folders: tuple[str, ...], words: str
 ) -> None:
     shutil.copytree(finished, tmp_path / "no_profile", ignore=shutil.ignore_patterns("profile.json"))

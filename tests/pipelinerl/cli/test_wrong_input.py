@@ -129,7 +129,7 @@ def test_the_parser_of_every_command_refuses_in_one_line(command: Command, name:
         (("replay", "one", "two"), "Got unexpected extra argument(s) (two); usage: pipelinerl replay [OPTIONS] {DIR}"),
     ],
 )
-def test_what_the_parser_refuses_is_one_line_with_key_value_and_what_is_allowed(
+def test_the_parser_refuses_in_one_line_with_key_value_and_allowed_values(
     command: Command, arguments: tuple[str, ...], line: str
 ) -> None:
     result = command(*arguments)

@@ -56,7 +56,7 @@ def test_a_run_and_its_simulation_choose_the_same_transport(device, transport, c
     assert train.chosen_transport(colocated=colocated).name == chosen
 
 
-def test_what_is_given_stays():
+def test_given_tables_stay():
     given_tables = {
         "decode": {"kind": "affine", "step_s": 0.01}, "prefill": {"token_s": 1e-5}, "kv_cache_tokens": 1234,
         "training": {"token_s": 1e-3}, "weights": {"pause_s": 0.5}, "switch": {"to_training_s": 3.0},
@@ -198,7 +198,7 @@ def test_a_pack_holds_the_longest_rollout_or_training_does_not_fit():
     assert fits(trained("central"), longest=80_000)
 
 
-def test_what_the_run_file_says_about_its_trainer_counts_at_every_level():
+def test_stated_settings_of_the_trainer_count_at_every_level():
     """Packs and recomputation are known then: of these the band has none, and a pack that does not fit is refused."""
     for level in Level:
         values = run_values(trained(level.value, {"pack_tokens": 12_000, "activation_checkpointing": True}))

@@ -111,11 +111,6 @@ def test_an_unknown_key_is_one_line_with_all_that_are_known(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", TABLES[1:])
-def test_something_else_in_place_of_a_table_is_one_line(name: str) -> None:
-    assert faults(with_overrides(EVERY_KEY, [f"{name}=5"])) == [f"run: {name} must be a table, got 5"]
-
-
 CONVENTIONAL = "scheduler.kind=conventional"
 LINES: list[tuple[tuple[str, ...], str]] = [
     # Words.

@@ -226,7 +226,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(run_tables())
-def test_what_is_dumped_is_read_back_equal_from_any_folder(data: dict[str, Any]) -> None:
+def test_a_dumped_run_file_is_read_back_equal_from_any_folder(data: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = load_run(run_file(Path(folder) / "first", tomli_w.dumps(data)))
         text = dump_run(config)

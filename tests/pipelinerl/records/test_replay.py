@@ -147,7 +147,7 @@ def test_replay_names_the_first_difference_and_its_line(
     assert replay(Trace(rewritten(path, changed))) == result
 
 
-def test_what_happens_after_the_stop_has_no_answer(tmp_path: Path) -> None:
+def test_events_after_the_stop_are_not_compared(tmp_path: Path) -> None:
     path, lines = one_rollout(tmp_path)
     rewritten(path, [*lines, '{"t":2.0,"event":"RolloutFailed","rollout_id":5,"engine":0}'])
     assert replay(Trace(path)) == ReplayResult(4, 3, None)

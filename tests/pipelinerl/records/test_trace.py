@@ -86,7 +86,7 @@ def test_every_event_and_command_is_in_this_test() -> None:
     assert {type(one) for one, _ in EXAMPLES} == {*get_args(Event), *get_args(Command)}
 
 
-def test_what_is_written_is_read_back_with_its_types_its_line_and_time(tmp_path: Path) -> None:
+def test_records_are_read_back_with_their_types_lines_and_times(tmp_path: Path) -> None:
     contents = [one for one, _ in EXAMPLES]
     trace = Trace(write(tmp_path / "trace", *contents))
     assert trace.config == run()
@@ -158,7 +158,9 @@ NO_TRACES: list[tuple[bytes | list[str], str]] = [
 
 
 @pytest.mark.parametrize(("content", "line"), NO_TRACES)
-def test_what_does_not_begin_as_a_trace_is_one_line(tmp_path: Path, content: bytes | list[str], line: str) -> None:
+def test_a_file_that_does_not_begin_as_a_trace_is_one_line(
+    tmp_path: Path, content: bytes | list[str], line: str
+) -> None:
     path = tmp_path / "trace"
     if isinstance(content, bytes):
         path.write_bytes(content)
