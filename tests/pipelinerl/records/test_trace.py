@@ -158,9 +158,7 @@ NO_TRACES: list[tuple[bytes | list[str], str]] = [
 
 
 @pytest.mark.parametrize(("content", "line"), NO_TRACES)
-def test_a_file_that_does_not_begin_as_a_trace_is_one_line(
-    tmp_path: Path, content: bytes | list[str], line: str
-) -> None:
+def test_a_file_that_is_no_trace_is_one_line(tmp_path: Path, content: bytes | list[str], line: str) -> None:
     path = tmp_path / "trace"
     if isinstance(content, bytes):
         path.write_bytes(content)
