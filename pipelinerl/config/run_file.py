@@ -165,7 +165,7 @@ def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, s
 def _is_path(value: str, folder: Path) -> bool:
     """Return whether a name or path is a path: by its ending, or because that folder is there."""
     if "\0" in value:
-        return True  # and one that is refused
+        return True  # and is refused as one
     return value.endswith((".csv", ".toml", ".json", ".jsonl", ".jsonl.gz")) or (
         "/" in value and (folder / value).is_dir()
     )
@@ -180,7 +180,7 @@ def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:
         try:
             tables = with_overrides({}, [override])
         except ConfigError:
-            return override  # who plans the comparison says what is wrong with it
+            return override  # the comparison reports the fault
         for before, now in make_paths_absolute(tables, folder):
             override = override.replace(before, now)
         return override

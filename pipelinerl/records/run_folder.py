@@ -56,8 +56,8 @@ _FILES = (
 def check_vacant(folder: Path) -> None:
     """Check that a run can be written to a folder, which need not exist; writes nothing.
 
-    ConfigError if it is no folder, cannot be read, holds a file of a run or a comparison already, or lies in what is
-    no folder or may not be written to.
+    ConfigError if it is no folder, cannot be read, or holds a file of a run or a comparison already, or if its nearest
+    parent is no folder or not writable.
     """
     try:
         is_file = folder.exists() and not folder.is_dir()
@@ -90,8 +90,8 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 class RunFolder:
     """Writes the folder of one run, made if need be; ConfigError if it holds a run already or cannot be written.
 
-    Rows of steps are on disk as soon as their step is done. ``go_on_after``: so many rows stay of this run, which the
-    folder holds already.
+    Rows of steps are on disk as soon as their step is done. ``go_on_after``: rows kept of this run, whose folder exists
+    already (count).
     """
 
     def __init__(self, folder: Path, config: RunConfig, *, go_on_after: int | None = None) -> None:
