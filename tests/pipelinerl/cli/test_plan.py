@@ -58,8 +58,11 @@ def test_a_run_file_without_what_the_plan_finds_is_planned_and_compared_with_ano
     run.write_text(tomli_w.dumps(tables))
     other.mkdir()
     write_json(other / PLAN_FILE, priced_plan().to_dict())
-    result = command("plan", run, "--set", "plan.simulate=2", "--gpu", "A100", "--against", other)
+    ask = ("plan", run, "--set", "plan.simulate=3", "--gpu", "A100", "--against", other, "--out", tmp_path / "out")
+    result = command(*ask)
     assert result.status == 0, result.err
+    assert (tmp_path / "out" / "figures" / "plan_throughput_against_lag.png").exists()
+    assert_fails(command(*ask), 2, f"got {tmp_path / 'out'}, which holds plan.json")
     assert "\nrun file" not in result.out
     assert f"against {other}:" in result.out
     assert "  hardware.gpu: H100 -> A100: -" in result.out
@@ -96,19 +99,6 @@ def test_a_name_that_the_catalogue_lacks_ends_a_question_of_several_cases_at_onc
     monkeypatch.chdir(tmp_path)
     assert_fails(command("plan", *QUESTION, *words), 2, "got 'H20O'; did you mean H20")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("in_this_process")
-def test_the_command_prints_json_draws_and_keeps_the_folder(command: Command, tmp_path: Path) -> None:
-    path, out = tmp_path / "run.toml", tmp_path / "out"
-    path.write_text(tomli_w.dumps(TINY))
-    result, again = (command("plan", path, "--set", "plan.simulate=3", "--out", out, "--json") for _ in range(2))
-    assert result.status == 0
-    assert json.loads(result.out) == json.loads((out / "plan.json").read_text())
-    assert (out / "figures" / "plan_throughput_against_lag.png").exists()
-    assert_fails(again, 2, f"got {out}, which holds plan.json")
 
 
 # What measures, and the plan that takes what was measured.

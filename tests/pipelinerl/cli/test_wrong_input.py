@@ -123,7 +123,6 @@ def test_the_parser_of_every_command_refuses_in_one_line(command: Command, name:
         (("simulate", "run.toml", "--seed", "x"), '--seed must be a whole number, got "x"'),
         (("simulate", "run.toml", "--trace", "half"), "--trace: 'half' is not one of 'none', 'full'"),
         (("plan", "run.toml", "--workers", "0"), '--workers must be at least 1, got "0"'),
-        (("calibrate", "log", "--accelerators", "0"), '--accelerators must be at least 1, got "0"'),
         (("timeline", "run", "--out", "x", "--end", "late"), '--end must be a number, got "late"'),
         (("report", "run"), "Missing option '--out': page.html, or page.md for a pull request."),
         (("replay", "one", "two"), "Got unexpected extra argument(s) (two); usage: pipelinerl replay [OPTIONS] {DIR}"),
