@@ -68,21 +68,19 @@ def test_figures_that_cannot_be_written_have_status_2(
 # --------------------------------------------------------------------------------------- timeline
 
 
-def test_timeline_writes_a_file_and_says_what_is_in_it(command: Command, finished: Path, tmp_path: Path) -> None:
+def test_timeline_says_what_is_in_its_file_and_where_to_go_on_if_it_is_full(
+    command: Command, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     out = tmp_path / "trace.json"
     result = command("timeline", finished, "--out", out)
     assert (result.status, result.err) == (0, "")
     steps, rollouts = summary["optimizer_steps"], summary["rollouts"]["finished"]
     assert result.out.startswith(f"{out}: {steps} optimizer steps, {rollouts} rollouts finished, ")
+    assert result.out.count("\n") == 1
     assert json.loads(out.read_text())["displayTimeUnit"] == "ms"
-
-
-def test_a_timeline_that_is_cut_says_where_to_go_on(
-    command: Command, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(analysis.timeline, "MAX_ENTRIES", 0)
-    result = command("timeline", finished, "--out", tmp_path / "trace.json")
+    result = command("timeline", finished, "--out", out)
     assert result.out.splitlines()[1:] == ["cut at 0 s, where the file is full: go on with --begin 0"]
 
 
