@@ -79,8 +79,8 @@ def plan(
 
 def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json: bool, kept: Path | None) -> int:
     """Print and draw the plans of a question; return the exit status."""
-    reports = [one.report for one in cases if one.report is not None]
-    several = len(cases) > 1
+    plans = {one.name: one.report for one in cases if one.report is not None}
+    reports, several = [*plans.values()], len(cases) > 1
     if as_json:
         rows = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
         print_json({"cases": rows} if several else reports[0].to_dict())
@@ -88,15 +88,13 @@ def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json:
         from pipelinerl.pages.plans import cases_page, plan_page
         from pipelinerl.pages.terminal import print_page
 
-        plans = {one.name: one.report for one in cases if one.report is not None}
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
         print_page(cases_page(plans, failures=failed) if several else plan_page(reports[0]), name)
     if kept is not None and not as_json:
         typer.echo(f"the question is in {kept}; change it, and ask: pipelinerl plan {shlex.quote(str(kept))}")
     if out is not None:
-        for one in cases:
-            if one.report is not None:
-                draw_kept(out / one.folder if several else out, quiet=as_json)
+        for folder in (one.folder for one in cases if one.report is not None):
+            draw_kept(out / folder if several else out, quiet=as_json)
     failures = [line for one in reports if not one.search.complete for line in one.search.failures or [INTERRUPTED]]
     for failure in failures:
         complain(failure)
