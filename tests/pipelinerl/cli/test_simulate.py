@@ -28,6 +28,7 @@ def test_the_run_folder_holds_the_run_and_the_table_its_numbers(
     page = run_page({"tiny": RunReport.read(tmp_path / "run" / "summary.json")})
     assert "tiny.toml: pipeline" in result.out
     assert all(cell in result.out for row in page.tables[0].rows for text in row for cell in text.splitlines())
+    assert page.answer not in " ".join(result.out.split())  # the table alone
     rows = rows_of(tmp_path / "run")
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert sum(int(row["tokens"]) for row in rows) == summary["tokens_trained"]

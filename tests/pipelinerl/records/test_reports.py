@@ -11,6 +11,7 @@ from made_up_runs import write_run
 from refusals import message
 from tiny_plan import priced_plan
 
+from pipelinerl.records.comparison_report import ArmReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.steps import COLUMNS, read_steps
@@ -38,6 +39,18 @@ def test_steps_are_arrays_of_the_rows_beside_the_summary(folder: Path) -> None:
     assert steps.time_s.tolist() == [row.time_s for row in read_steps(folder / "steps.csv")]
     (folder / "steps.csv").unlink()
     assert len(RunReport.read(folder / "summary.json").steps) == 0
+
+
+def test_an_arm_keeps_the_folders_of_all_seeds_and_the_failure_of_one(folder: Path) -> None:
+    """A seed without a speed-up has failed."""
+    summary = json.loads((folder / "summary.json").read_text())
+    repeats = [
+        {"seed": 5, "folder": "a/5", "speedup": 1.5, "reward": 0.5},
+        {"seed": 1, "folder": "a/1", "speedup": None},
+    ]
+    arm = {"name": "a", "folder": "a/5", "speedup": 1.5, "summary": summary, "repeats": repeats}
+    report = ArmReport.from_dict(arm, name="arm")
+    assert (report.to_dict(), report.folders) == (arm, ["a/5", "a/1"])
 
 
 def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
