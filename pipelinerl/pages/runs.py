@@ -289,7 +289,7 @@ def check_page(report: CheckReport) -> Page:
 
 
 def config_and_text(path: Path | None) -> tuple[RunConfig | None, str | None]:
-    """Return a run file, read and as it stands."""
+    """Return a run file as configuration and as text; None for both without a path."""
     return (None, None) if path is None else (load_run(path), path.read_text(encoding="utf-8"))
 
 
