@@ -76,34 +76,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ComparisonReport": "pipelinerl.records.comparison_report",
-    "ConfigError": "pipelinerl.errors",
-    "PipelineRLError": "pipelinerl.errors",
-    "PlanReport": "pipelinerl.records.plan_report",
-    "ReplayResult": "pipelinerl.records.trace",
-    "RunConfig": "pipelinerl.config.run",
-    "RunFailedError": "pipelinerl.errors",
-    "RunReport": "pipelinerl.records.reports",
-    "ScheduleKind": "pipelinerl.scheduler.kinds",
-    "Scheduler": "pipelinerl.scheduler.base",
-    "SchedulerError": "pipelinerl.errors",
-    "TraceError": "pipelinerl.errors",
-    "compare": "pipelinerl.api",
-    "events": "pipelinerl.scheduler.events",
-    "load_run": "pipelinerl.config.run_file",
-    "make_scheduler": "pipelinerl.scheduler.kinds",
-    "plan": "pipelinerl.api",
-    "plot": "pipelinerl.api",
-    "replay": "pipelinerl.api",
-    "simulate": "pipelinerl.api",
+    "pipelinerl.api": ("compare", "plan", "plot", "replay", "simulate"),
+    "pipelinerl.config.run": ("RunConfig",),
+    "pipelinerl.config.run_file": ("load_run",),
+    "pipelinerl.errors": ("ConfigError", "PipelineRLError", "RunFailedError", "SchedulerError", "TraceError"),
+    "pipelinerl.records.comparison_report": ("ComparisonReport",),
+    "pipelinerl.records.plan_report": ("PlanReport",),
+    "pipelinerl.records.reports": ("RunReport",),
+    "pipelinerl.records.trace": ("ReplayResult",),
+    "pipelinerl.scheduler": ("events",),
+    "pipelinerl.scheduler.base": ("Scheduler",),
+    "pipelinerl.scheduler.kinds": ("ScheduleKind", "make_scheduler"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module(_HOMES[name])
-    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
+    value = import_module(f"{home}.{name}") if name == "events" else getattr(import_module(home), name)
     globals()[name] = value
     return value
 

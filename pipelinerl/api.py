@@ -66,8 +66,8 @@ def plan(
     """Recommend split, batch sizes, engines and schedule for a cluster: the ``[plan]`` table of the run file.
 
     Args:
-        run: The question; a file may leave out what the plan finds. None: ``question`` says it, and what it leaves open
-            is assumed.
+        run: The question; a run file may lack keys that the plan finds. None: ``question`` has it, and missing keys
+            are assumed.
         out: New folder for the plan and the recommended run file. None: nothing is written.
         workers: Processes (count). None: one per core.
         question: Options of the command, one value each: ``model``, ``gpu``, ``accelerators``, ``sync``,

@@ -14,6 +14,7 @@ from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipelinerl.calibration.log import CalibratedLog
+    from pipelinerl.calibration.solve import HardwareFit
     from pipelinerl.config.run import RunConfig
 
 
@@ -66,92 +67,79 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Fit the hardware model to a trace, a log, a table of step times, or three numbers; print the [hardware] table."""
+    from pipelinerl.calibration import hardware_file
     from pipelinerl.config.run_file import load_run
 
     numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
     given = {name: value for name, value in numbers.items() if value is not None}
     named = {"model": model, "gpu": gpu, "accelerators": accelerators}
+    described = [name for name, value in named.items() if value is not None]
     if run is None and hardware is not None:
         raise ConfigError("--hardware takes the place of a table of --run RUN.toml, which is missing")
     if format_ is not None:
         if given:
             raise ConfigError("calibrate takes --from with logs, or numbers, got both")
-        if run is not None and any(value is not None for value in named.values()):
+        if run is not None and described:
             raise ConfigError("--model, --gpu and --accelerators describe a job without --run RUN.toml, got both")
-        config = None if run is None else load_run(run, overrides, hardware=hardware)
-        _calibrate_log(sources or [], format_, config, named, overrides, out, as_json=as_json)
-        return
-    if stray := [name for name, value in named.items() if value is not None]:
-        raise ConfigError(f"--{stray[0]} describes the job of a log: it needs --from FORMAT")
-    if run is None and overrides:
+    elif described:
+        raise ConfigError(f"--{described[0]} describes the job of a log: it needs --from FORMAT")
+    elif run is None and overrides:
         raise ConfigError("--set overrides keys of --run RUN.toml, which is missing")
-    if len(sources or []) > 1:
-        raise ConfigError("calibrate takes one SOURCE, or several logs with --from FORMAT")
-    config = None if run is None else load_run(run, overrides, hardware=hardware)
-    _calibrate_source(sources[0] if sources else None, config, given, out, as_json=as_json)
-
-
-def _calibrate_source(
-    source: Path | None,
-    config: RunConfig | None,
-    numbers: dict[str, float],
-    out: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
-    from pipelinerl.calibration.hardware_file import as_json as result_as_json
-    from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
-    from pipelinerl.calibration.solve import calibrate_numbers
-
-    if source is None:
-        if config is None:
-            raise ConfigError("calibrate needs SOURCE, or --run RUN.toml with numbers such as --train-step-s")
-        from sim.batch import rollout_batch_s as model_rollout_s
-        from sim.batch import train_step_s as model_train_s
-
-        result = calibrate_numbers(
-            config,
-            train_step_s=numbers.get("train_step_s"),
-            rollout_batch_s=numbers.get("rollout_batch_s"),
-            weight_sync_s=numbers.get("weight_sync_s"),
-            model_train_s=model_train_s,
-            model_rollout_s=model_rollout_s,
-        )
-        name = ", ".join(f"{key}={value:g}" for key, value in numbers.items())
-    elif numbers:
-        raise ConfigError(f"calibrate takes SOURCE or numbers, got {source} and numbers")
+    config, log, files = None if run is None else load_run(run, overrides, hardware=hardware), None, sources or []
+    if format_ is None:
+        fit, name = _fit_of(files, config, given)
     else:
-        name = source.name
-        is_table = source.suffix == ".csv"
-        with status("fitting"):
-            result = (calibrate_table if is_table else calibrate_trace)(source, config)
-    text = hardware_toml(result, name)
-    for doubt in doubts(result):
+        log = _log_of(files, format_, config, named, overrides)
+        fit, name = log.fit, ", ".join(source.name for source in files)
+    text = hardware_file.hardware_toml(fit, name)
+    for doubt in hardware_file.doubts(fit):
         complain(f"warning: {doubt}")
     if out is not None:
-        write_hardware(out, text)
+        whole = None
+        if log is not None and out.suffix != ".toml":
+            whole = _run_file(log, f"{name} by pipelinerl calibrate --from {format_}")
+        hardware_file.write_hardware(out, text, run=whole)
     if as_json:
-        print_json(result_as_json(result))
-    else:
+        print_json(hardware_file.as_json(fit) | ({} if log is None else _log_as_json(log)))
+    elif log is None:
         typer.echo(text, nl=False)
+    else:
+        _print_log(log, name, text, out)
 
 
-def _calibrate_log(
-    sources: list[Path],
-    format_: str,
-    config: RunConfig | None,
-    named: dict[str, Any],
-    overrides: list[str],
-    out: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    from pipelinerl.calibration.hardware_file import as_json as result_as_json
-    from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
+def _fit_of(sources: list[Path], config: RunConfig | None, numbers: dict[str, float]) -> tuple[HardwareFit, str]:
+    """Return the hardware fitted to a trace, a table of step times, or numbers, and the name of its source."""
+    from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
+    from pipelinerl.calibration.solve import calibrate_numbers
+
+    if len(sources) > 1:
+        raise ConfigError("calibrate takes one SOURCE, or several logs with --from FORMAT")
+    if sources:
+        if numbers:
+            raise ConfigError(f"calibrate takes SOURCE or numbers, got {sources[0]} and numbers")
+        with status("fitting"):
+            fit = (calibrate_table if sources[0].suffix == ".csv" else calibrate_trace)(sources[0], config)
+        return fit, sources[0].name
+    if config is None:
+        raise ConfigError("calibrate needs SOURCE, or --run RUN.toml with numbers such as --train-step-s")
+    from sim.batch import rollout_batch_s, train_step_s
+
+    fit = calibrate_numbers(
+        config,
+        train_step_s=numbers.get("train_step_s"),
+        rollout_batch_s=numbers.get("rollout_batch_s"),
+        weight_sync_s=numbers.get("weight_sync_s"),
+        model_train_s=train_step_s,
+        model_rollout_s=rollout_batch_s,
+    )
+    return fit, ", ".join(f"{key}={value:g}" for key, value in numbers.items())
+
+
+def _log_of(
+    sources: list[Path], format_: str, config: RunConfig | None, named: dict[str, Any], overrides: list[str]
+) -> CalibratedLog:
     from pipelinerl.calibration.log import Models, calibrate_log, described_run, logged_run
     from pipelinerl.calibration.log_formats import read_log
-    from pipelinerl.config.run_file import dump_run
     from sim.batch import measured_steps, train_step_s
 
     if not sources:
@@ -159,25 +147,24 @@ def _calibrate_log(
     log = logged_run(read_log(sources, format_))
     described, assumed = described_run(log, run=config, named=named, overrides=overrides)
     with status("fitting"):
-        result = calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
-    name = ", ".join(source.name for source in sources)
-    for doubt in doubts(result.fit):
-        complain(f"warning: {doubt}")
-    if out is not None:
-        lines = (f"Made from {name} by pipelinerl calibrate --from {format_}.", *result.assumed)
-        whole = "".join(f"# {line}\n" for line in lines) + "\n" + dump_run(result.run)
-        write_hardware(out, hardware_toml(result.fit, name), run=None if out.suffix == ".toml" else whole)
-    if as_json:
-        print_json({**result_as_json(result.fit), **_log_as_json(result)})
-    else:
-        from pipelinerl.pages.evidence import log_page
-        from pipelinerl.pages.terminal import print_page
+        return calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
 
-        print_page(log_page(result), name)
-        if out is None:
-            typer.echo("\n" + hardware_toml(result.fit, name), nl=False)
-        elif out.suffix != ".toml" and not result.log.asynchronous:
-            typer.echo(f"what if asynchronous: {_asynchronous(result.run, out / 'run.toml')}")
+
+def _run_file(log: CalibratedLog, source: str) -> str:
+    from pipelinerl.config.run_file import dump_run
+
+    return "".join(f"# {line}\n" for line in (f"Made from {source}.", *log.assumed)) + "\n" + dump_run(log.run)
+
+
+def _print_log(log: CalibratedLog, name: str, text: str, out: Path | None) -> None:
+    from pipelinerl.pages.evidence import log_page
+    from pipelinerl.pages.terminal import print_page
+
+    print_page(log_page(log), name)
+    if out is None:
+        typer.echo(f"\n{text}", nl=False)
+    elif out.suffix != ".toml" and not log.log.asynchronous:
+        typer.echo(f"what if asynchronous: {_asynchronous(log.run, out / 'run.toml')}")
 
 
 def _log_as_json(result: CalibratedLog) -> dict[str, Any]:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import typer
-
-from pipelinerl.cli.options import (
-    JsonOption,
-    MeasuredOption,
-    OutOption,
-    RunArgument,
-    SeedOption,
-    SetOption,
-    WorkersOption,
-)
-from pipelinerl.cli.output import complain, draw_kept, print_json, progress_bar
+from pipelinerl.cli import options
+from pipelinerl.cli.output import end_of_runs, progress_bar
 
 
 def environments(
-    run: RunArgument,
-    overrides: SetOption = [],  # noqa: B006 - typer copies it
-    seed: SeedOption = None,
-    out: OutOption = None,
-    workers: WorkersOption = None,
-    measured: MeasuredOption = [],  # noqa: B006 - typer copies it
-    as_json: JsonOption = False,
+    run: options.RunArgument,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    seed: options.SeedOption = None,
+    out: options.OutOption = None,
+    workers: options.WorkersOption = None,
+    measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
+    as_json: options.JsonOption = False,
 ) -> None:
     """Simulate a run with turns with several numbers of environments, and print the fewest that suffice (the knee)."""
     from pipelinerl.calibration.measured import merged
     from pipelinerl.config.run_file import load_run
+    from pipelinerl.pages.runs import environments_page
     from sim.planning.environments import counts_to_try
     from sim.planning.environments import environments as try_environments
 
@@ -35,16 +26,4 @@ def environments(
     total = len(counts_to_try(config)) if config.environment else 0
     with progress_bar("runs", total) as advance:
         report = try_environments(config, out=out, workers=workers, on_done=advance, weights=found.weights)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        from pipelinerl.pages.runs import environments_page
-        from pipelinerl.pages.terminal import print_page
-
-        print_page(environments_page(report), run.name)
-    if not report.complete:
-        for failure in report.failures or ["interrupted; the runs that had ended are kept"]:
-            complain(failure)
-    if out is not None:
-        draw_kept(out, quiet=as_json)
-    raise typer.Exit(0 if report.complete else 1)
+    end_of_runs(report, environments_page(report), run.name, out=out, as_json=as_json)

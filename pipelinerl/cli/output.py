@@ -10,9 +10,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from pipelinerl.pages.page import Page
+    from pipelinerl.records.comparison_report import ComparisonReport
+    from pipelinerl.records.environments_report import EnvironmentsReport
+    from pipelinerl.util.report import Report
 
 REFRESHES_PER_S = 2
 """Rate at which progress is drawn (1/s). Ten, which is rich's default, takes a tenth of a simulation's time."""
@@ -36,6 +42,29 @@ def complain(text: str) -> None:
 def print_json(data: Any) -> None:
     """Print results for programs on stdout."""
     typer.echo(json.dumps(data, indent=2))
+
+
+def print_report(report: Report, page: Page, name: str, *, as_json: bool, only_table: bool = False) -> None:
+    """Print a report as JSON, or else its page, with ``name`` before the title of its table."""
+    if as_json:
+        print_json(report.to_dict())
+        return
+    from pipelinerl.pages.terminal import print_page
+
+    print_page(page, name, only_table=only_table)
+
+
+def end_of_runs(
+    report: ComparisonReport | EnvironmentsReport, page: Page, name: str, *, out: Path | None, as_json: bool
+) -> NoReturn:
+    """Print a report of several runs and its failures, draw the figures of its folder, and end with the exit status."""
+    print_report(report, page, name, as_json=as_json)
+    if not report.complete:
+        for failure in report.failures or ["interrupted; the runs that had ended are kept"]:
+            complain(failure)
+    if out is not None:
+        draw_kept(out, quiet=as_json)
+    raise typer.Exit(0 if report.complete else 1)
 
 
 # Progress

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelinerl.cli.options import (
-    HardwareOption,
-    JsonOption,
-    MeasuredOption,
-    OutOption,
-    SeedOption,
-    SetOption,
-    WorkersOption,
-)
+from pipelinerl.cli import options
 from pipelinerl.cli.output import complain, draw_kept, print_json, stage_bars
 
 if TYPE_CHECKING:
@@ -45,28 +37,28 @@ def plan(
         Path | None,
         typer.Option(metavar="OTHER", help="Say what changed, and why, against another run file, plan.json or folder."),
     ] = None,
-    overrides: SetOption = [],  # noqa: B006 - typer copies it
-    seed: SeedOption = None,
-    out: OutOption = None,
-    workers: WorkersOption = None,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    seed: options.SeedOption = None,
+    out: options.OutOption = None,
+    workers: options.WorkersOption = None,
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
     ] = None,
-    hardware: HardwareOption = None,
-    measured: MeasuredOption = [],  # noqa: B006 - typer copies it
-    as_json: JsonOption = False,
+    hardware: options.HardwareOption = None,
+    measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
+    as_json: options.JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler: for a run file, or for a question of a few options."""
     from pipelinerl.config.question import ask, question_file, write_question
     from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan
 
-    options = {
+    asked = {
         "model": model, "gpu": gpu, "accelerators": accelerators, "sync": sync, "train_batch_size": train_batch_size,
         "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_mean_lag": max_mean_lag,
         "price": price,
     }  # fmt: skip
-    question = ask(options, run, overrides, seed, hardware=hardware)
+    question = ask(asked, run, overrides, seed, hardware=hardware)
     file = run or question_file(question, out)
     with stage_bars() as on_progress:
         other = None if against is None else (str(against), _other(against, workers=workers, on_progress=on_progress))
@@ -87,8 +79,8 @@ def plan(
 
 def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json: bool, kept: Path | None) -> int:
     """Print and draw the plans of a question; return the exit status."""
-    reports = [one.report for one in cases if one.report is not None]
-    several = len(cases) > 1
+    plans = {one.name: one.report for one in cases if one.report is not None}
+    reports, several = [*plans.values()], len(cases) > 1
     if as_json:
         rows = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
         print_json({"cases": rows} if several else reports[0].to_dict())
@@ -96,15 +88,13 @@ def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json:
         from pipelinerl.pages.plans import cases_page, plan_page
         from pipelinerl.pages.terminal import print_page
 
-        plans = {one.name: one.report for one in cases if one.report is not None}
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
         print_page(cases_page(plans, failures=failed) if several else plan_page(reports[0]), name)
     if kept is not None and not as_json:
         typer.echo(f"the question is in {kept}; change it, and ask: pipelinerl plan {shlex.quote(str(kept))}")
     if out is not None:
-        for one in cases:
-            if one.report is not None:
-                draw_kept(out / one.folder if several else out, quiet=as_json)
+        for folder in (one.folder for one in cases if one.report is not None):
+            draw_kept(out / folder if several else out, quiet=as_json)
     failures = [line for one in reports if not one.search.complete for line in one.search.failures or [INTERRUPTED]]
     for failure in failures:
         complain(failure)

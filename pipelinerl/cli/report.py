@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import webbrowser
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -50,10 +49,13 @@ def report(
 
             text = page_markdown(page)
         else:
-            with _where_it_is_installed():
+            try:
                 from analysis.page import page_html
 
                 text = page_html(page, figures())
+            except ModuleNotFoundError as error:
+                name = error.name
+                raise ConfigError(f"{name} is not installed; pip install {name}, or --out page.md") from None
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -62,14 +64,6 @@ def report(
     typer.echo(f"{out}: {size / 1e6:.2f} MB" if size >= LEAST_MB else f"{out}: {size / 1e3:.1f} kB")
     if show:
         webbrowser.open(out.resolve().as_uri())
-
-
-@contextmanager
-def _where_it_is_installed() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install {error.name}, or --out page.md") from None
 
 
 def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:

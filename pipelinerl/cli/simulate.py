@@ -7,16 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.options import (
-    HardwareOption,
-    JsonOption,
-    MeasuredOption,
-    OutOption,
-    RunArgument,
-    SeedOption,
-    SetOption,
-)
-from pipelinerl.cli.output import draw_kept, print_json, progress_bar
+from pipelinerl.cli import options
+from pipelinerl.cli.output import draw_kept, print_report, progress_bar
 from pipelinerl.errors import ConfigError
 
 
@@ -28,18 +20,19 @@ class TraceLevel(StrEnum):
 
 
 def simulate(
-    run: RunArgument,
-    overrides: SetOption = [],  # noqa: B006 - typer copies it
-    seed: SeedOption = None,
-    out: OutOption = None,
+    run: options.RunArgument,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    seed: options.SeedOption = None,
+    out: options.OutOption = None,
     trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
-    hardware: HardwareOption = None,
-    measured: MeasuredOption = [],  # noqa: B006 - typer copies it
-    as_json: JsonOption = False,
+    hardware: options.HardwareOption = None,
+    measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
+    as_json: options.JsonOption = False,
 ) -> None:
     """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
     from pipelinerl.calibration.measured import of_its_arm
     from pipelinerl.config.run_file import load_run
+    from pipelinerl.pages.runs import run_page
     from sim.run import simulate as simulate_run
 
     config = of_its_arm(load_run(run, overrides, seed, hardware=hardware), measured)
@@ -47,12 +40,6 @@ def simulate(
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:
         report = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        from pipelinerl.pages.runs import run_page
-        from pipelinerl.pages.terminal import print_page
-
-        print_page(run_page({run.stem: report}), run.name, only_table=True)
+    print_report(report, run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
     if out is not None:
         draw_kept(out, quiet=as_json)

@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelinerl.cli.options import (
-    HardwareOption,
-    JsonOption,
-    OutOption,
-    RunArgument,
-    SeedOption,
-    SetOption,
-    needs_extra,
-)
-from pipelinerl.cli.output import draw_kept, print_json, training_bar
+from pipelinerl.cli import options
+from pipelinerl.cli.output import draw_kept, print_report, training_bar
 from pipelinerl.errors import ConfigError, PipelineRLError, RunInterruptedError
 
 if TYPE_CHECKING:
@@ -57,19 +49,20 @@ def interruptible() -> Iterator[None]:
 
 @interruptible()
 def train(
-    run: RunArgument,
-    overrides: SetOption = [],  # noqa: B006 - typer copies it
-    seed: SeedOption = None,
-    out: OutOption = None,
+    run: options.RunArgument,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    seed: options.SeedOption = None,
+    out: options.OutOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out DIR.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check task, machines and links, and make a few optimizer steps.")
     ] = False,
-    hardware: HardwareOption = None,
-    as_json: JsonOption = False,
+    hardware: options.HardwareOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
     from pipelinerl.config.run_file import load_run
+    from pipelinerl.pages.runs import run_page
 
     config = load_run(run, overrides, seed, hardware=hardware)
     if check:
@@ -78,32 +71,21 @@ def train(
         _check(config, run.name, out, as_json=as_json)
     if out is None:
         raise ConfigError("train needs --out DIR to keep checkpoints, metrics and the trained model in")
-    with needs_extra("train-cpu"):
+    with options.needs_extra("train-cpu"):
         from backends.run import train as train_run
 
     with training_bar(config.optimizer_steps) as on_step:
         report = train_run(config, out=out, resume=resume, on_step=on_step)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        from pipelinerl.pages.runs import run_page
-        from pipelinerl.pages.terminal import print_page
-
-        print_page(run_page({run.stem: report}), run.name, only_table=True)
+    print_report(report, run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
     draw_kept(out, quiet=as_json)
 
 
 def _check(config: RunConfig, name: str, out: Path | None, *, as_json: bool) -> None:
     from backends.check.run_check import check as check_run
     from pipelinerl.config.run import CHECK_STEPS
+    from pipelinerl.pages.runs import check_page
 
     with TemporaryDirectory(prefix="pipelinerl-check-") as folder, training_bar(CHECK_STEPS) as on_step:
         report = check_run(config, out=Path(folder) if out is None else out, shared=out is not None, on_step=on_step)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        from pipelinerl.pages.runs import check_page
-        from pipelinerl.pages.terminal import print_page
-
-        print_page(check_page(report), name)
+    print_report(report, check_page(report), name, as_json=as_json)
     raise typer.Exit(int(report.wrong))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import JsonOption, OutOption
-from pipelinerl.cli.output import print_json, stage_bars, without_matplotlib_a_line
+from pipelinerl.cli.output import print_report, stage_bars, without_matplotlib_a_line
 
 
 def validate(
@@ -20,8 +20,8 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
+    from pipelinerl.pages.evidence import TABLE_FILE, validation_markdown, validation_page
     from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, check_vacant, make_folder, write_json
-    from pipelinerl.records.validation_table import TABLE_FILE, validation_markdown
     from sim.validation.predict import shipped_runs
     from sim.validation.predict import validate as predict_runs
     from sim.validation.rows import read_published_runs
@@ -33,13 +33,7 @@ def validate(
     stage = "simulations" if rows is None else "simulations, of the shipped rows that yours are compared with, too"
     with stage_bars() as on_progress:
         report = predict_runs(runs, others=shipped, on_progress=lambda done, total: on_progress(stage, done, total))
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        from pipelinerl.pages.evidence import validation_page
-        from pipelinerl.pages.terminal import print_page
-
-        print_page(validation_page(report), "Published runs")
+    print_report(report, validation_page(report), "Published runs", as_json=as_json)
     if out is not None:
         make_folder(out)
         write_json(out / VALIDATION_FILE, report.to_dict())

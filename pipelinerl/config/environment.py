@@ -1,4 +1,4 @@
-"""The table ``[environment]``: rollouts with turns, and what acts between them."""
+"""The table ``[environment]``: rollouts with turns, and the environments that act between them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A question to ``plan`` in a line: its values, and assumptions for the rest.
 
 Theory of operation. Options are keys of a run file. Without a run file every key has an ``Assumption``, with other
-values that are as plausible; the answer tells what these would change. Keys that ``plan`` itself finds have a
-placeholder where they are left out, so that the rest can be checked; such a run file is no run to compare with.
+values that are as plausible; the answer shows their effects. Missing keys that ``plan`` itself finds get a placeholder,
+so that the rest can be checked; such a run file is no run to compare with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import completed, parse_run, read_hardware, read_tables, with_overrides
+from pipelinerl.config.run_file import completed, flat, parse_run, read_hardware, read_tables, with_overrides
 from pipelinerl.config.scheduler import find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.kinds import CONVENTIONAL
@@ -41,7 +41,7 @@ SEVERAL = ("gpu", "accelerators", "sync")
 MOST_CASES = 24
 """Cases of one question (count)."""
 LENGTH_RATIO = 8
-"""Longest answer over the mean, where one of them is not given (no unit)."""
+"""Longest answer over the mean, if only one of them is given (no unit)."""
 FIXED: dict[str, Any] = {
     "workload": {"length": {"kind": "lognormal"}},
     "plan": {"simulate": 8, "simulate_steps": 64},
@@ -72,7 +72,7 @@ class Case:
     whole: bool
     """Whether it can run unchanged: nothing is left to ``plan``."""
     sets: tuple[str, ...] = ()
-    """Overrides that make it of the given run file, without those of ``[plan]``."""
+    """Overrides that turn the given run file into this case, without overrides of ``[plan]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def with_value(tables: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def with_placeholders(tables: Mapping[str, Any], *, resized: bool = False) -> tuple[dict[str, Any], bool]:
-    """Return tables with something in every key that ``plan`` finds, and whether none of them was missing.
+    """Return tables with a value for every key that ``plan`` finds, and whether none of these keys was missing.
 
     Half of the accelerators generate, in whole engines, 64 sequences each; of a list of ``[plan]`` the first value
     is taken. ``resized``: the cluster has another size than its own split was written for.
@@ -265,11 +265,3 @@ def question_text(question: Question) -> str:
         note = "  # assumed" if f"{table}{line.partition(' = ')[0]}" in keys else ""
         lines.append(line + note)
     return "\n".join(lines) + "\n"
-
-
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by table and key."""
-    values: dict[str, Any] = {}
-    for key, value in tables.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return values

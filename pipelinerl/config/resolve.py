@@ -2,8 +2,8 @@
 
 A table that the run file gives stays as it is; a missing one is derived from ``hardware.gpu`` and ``hardware.model``;
 without these two it costs nothing. Coefficients follow the same rule: ``hardware.coefficients``, then
-``train.trainer``, then ``hardware.weight_sync``, then the level. Weights travel as ``train.transport`` has it, where
-neither of the other two says how.
+``train.trainer``, then ``hardware.weight_sync``, then the level. ``train.transport`` decides how weights travel, unless
+``hardware.weight_sync`` or ``hardware.coefficients`` does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def new_scheduler(config: RunConfig) -> Scheduler:
 def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:
     """Return the hardware of a run with every table as explicit numbers.
 
-    ``longest_tokens``: longest rollout of an engine, prompt included (tokens). None: as far as the run file tells.
+    ``longest_tokens``: longest rollout of an engine, prompt included (tokens). None: by the run file.
     Raises ConfigError if GPU or model are unknown, or the model or the longest rollout do not fit.
     """
     given = config.hardware

@@ -61,7 +61,7 @@ class CompareConfig(StrictModel):
 
 
 class PriceConfig(StrictModel):
-    """Prices. They move no schedule; ``pipelinerl.records.cost`` has the arithmetic."""
+    """Prices. They change no schedule; ``pipelinerl.records.cost`` has the arithmetic."""
 
     gpu_hour: float | None = Field(default=None, gt=0)
     """Price of a GPU-hour (USD). None: that of your own GPU's file."""
@@ -167,7 +167,7 @@ Values = Annotated[list[Count], Field(min_length=1)]
 class PlanConfig(StrictModel):
     """The search space of ``plan``. Each list holds the values tried; the rest of the run file stays as it is.
 
-    A listed value that no candidate can have is refused by ``plan``; what a list left out would hold is what fits.
+    ``plan`` refuses a listed value that no candidate can have. A missing list stands for all values that fit.
     """
 
     schedulers: list[str] = Field(default=[PIPELINE.name, CONVENTIONAL.name], min_length=1)
@@ -290,7 +290,7 @@ class RunConfig(StrictModel):
 
     @property
     def longest_rollout_tokens(self) -> int:
-        """Longest rollout, prompt included, as far as the run file tells (tokens); else see ``sim.workload``."""
+        """Longest rollout by the run file, prompt included (tokens); ``sim.workload`` knows recorded prompts."""
         if self.environment is not None:
             return self.environment.turns.context_max
         elsewhere = self.policy is not None or self.workload.length.kind == "empirical"

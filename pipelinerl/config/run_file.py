@@ -112,6 +112,14 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     return result
 
 
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by their dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
+
+
 def dump_run(config: RunConfig) -> str:
     """Return the configuration as TOML that ``load_run`` reads back to an equal one."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
@@ -157,7 +165,7 @@ def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, s
 def _is_path(value: str, folder: Path) -> bool:
     """Return whether a name or path is a path: by its ending, or because that folder is there."""
     if "\0" in value:
-        return True  # and one that is refused
+        return True  # and is refused as one
     return value.endswith((".csv", ".toml", ".json", ".jsonl", ".jsonl.gz")) or (
         "/" in value and (folder / value).is_dir()
     )
@@ -172,7 +180,7 @@ def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:
         try:
             tables = with_overrides({}, [override])
         except ConfigError:
-            return override  # who plans the comparison says what is wrong with it
+            return override  # the comparison reports the fault
         for before, now in make_paths_absolute(tables, folder):
             override = override.replace(before, now)
         return override

@@ -81,10 +81,6 @@ class Page:
     """A line each; on pages only."""
     run_file: str | None = None
 
-    def section(self, title: str) -> Sequence[str]:
-        """Return the lines of a section; none if the page lacks it."""
-        return next((one.lines for one in self.sections if one.title == title), ())
-
 
 def sort_values(cells: list[str]) -> list[float | None] | list[str]:
     """Return the keys that sort a column: the numbers that cells begin with (None: no value), or else the texts.
@@ -104,15 +100,22 @@ def page_markdown(page: Page) -> str:
     for one in page.sections:
         lines += _list(one.title, one.lines)
     for table in page.tables:
-        lines += ["", f"## {capitalised(table.title)}", ""]
-        for row in (list(table.columns), ["---"] * len(table.columns), *table.rows):
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |")
+        lines += ["", f"## {capitalised(table.title)}", "", *markdown_table(table.columns, table.rows)]
         lines += ["", table.note] if table.note else []
     lines += _list("Assumptions", page.assumptions)
     if page.run_file is not None:
         fold = ["<details><summary>The run file</summary>", "", "```toml", page.run_file.rstrip(), "```", ""]
         lines += ["", *fold, "</details>"]
     return "\n".join(lines) + "\n"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    cells = (
+        [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+        for row in (columns, ["---"] * len(columns), *rows)
+    )
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def _list(title: str, texts: Sequence[str]) -> list[str]:

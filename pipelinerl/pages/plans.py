@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.config.run_file import load_run
 from pipelinerl.pages.page import (
     COMMAND,
     Layout,
@@ -18,7 +17,7 @@ from pipelinerl.pages.page import (
     sentence,
     short,
 )
-from pipelinerl.pages.runs import DEPENDS, setting_assumptions, setting_of
+from pipelinerl.pages.runs import DEPENDS, config_and_text, setting_assumptions, setting_of
 from pipelinerl.records.plan_report import (
     Assumed,
     CertaintyReport,
@@ -37,7 +36,7 @@ ALMOST_ONE = 0.995
 
 def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
     """Return the page of a plan; its folder gives the run file."""
-    config = None if folder is None else load_run(folder / RECOMMENDED_FILE)
+    config, run_file = config_and_text(folder and folder / RECOMMENDED_FILE)
     limits = [
         f"{name} of at most {most:g}"
         for name, most in (("a lag", report.run.lag_limit), ("a mean lag", report.run.mean_lag_limit))
@@ -57,7 +56,7 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
             Section("how sure", [how_sure(report)], Place.ANSWER),
             Section(DEPENDS, depends_on(report), Place.ANSWER),
             Section("next", next_step(report), Place.ANSWER),
-            Section("what limits it", [*_reasons(report), *_deciding_coefficients(report)], Place.LINES),
+            Section("what limits it", _reasons(report), Place.LINES),
             measurements(report.certainty),
             *what_if(report),
         ],
@@ -66,7 +65,7 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
             *(f"not measured: {name}, off by {sd:.0%} (one standard deviation)" for name, sd in unknown if sd > 0),
             *setting_assumptions(config),
         ],
-        run_file=None if folder is None else (folder / RECOMMENDED_FILE).read_text(encoding="utf-8"),
+        run_file=run_file,
     )
 
 
@@ -74,11 +73,8 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
     """Return the page of the plans of several cases by name; folders, in that order, give the run file."""
     best = max(plans, key=lambda name: plans[name].recommended.tokens_per_s)
     report, names = plans[best], ", ".join(plans)
-    path = folders[list(plans).index(best)] / RECOMMENDED_FILE if folders else None
-    config = None if path is None else load_run(path)
-    with_effects = next(
-        (one for one in plans.values() if one.assumed), report
-    )  # the effects of assumptions are in one plan
+    config, run_file = config_and_text(folders[list(plans).index(best)] / RECOMMENDED_FILE if folders else None)
+    with_effects = next((one for one in plans.values() if one.assumed), report)  # effects of assumptions are in one
     following = [
         line if line.startswith(COMMAND) else f"{name}: {line}"
         for name, one in plans.items()
@@ -98,7 +94,7 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
         ],
         tables=[_cases_table(plans)],
         assumptions=setting_assumptions(config),
-        run_file=None if path is None else path.read_text(encoding="utf-8"),
+        run_file=run_file,
     )
 
 
@@ -177,10 +173,10 @@ def how_sure(report: PlanReport) -> str:
 def depends_on(report: PlanReport) -> list[str]:
     """Return what would change the answer, a sentence each."""
     odds = report.certainty.asynchronous
-    lines: list[str] = []
+    lines = []
     if odds is not None and not odds.certain:
         share = f"{odds.share:.0%} of the difference"
-        lines.insert(0, f"Asynchronous or synchronous: {odds.decided_by} decides most, {share}.")
+        lines.append(f"Asynchronous or synchronous: {odds.decided_by} decides most, {share}.")
     if report.assumed and report.assumed[0].instead:
         lines.append(f"The assumption with the most effect is {_assumption(report.assumed[0])}.")
     return lines
@@ -344,30 +340,31 @@ def _plan_table(report: PlanReport) -> Table:
     places.append(("run file", report.own))
     hours = f"GPU-hours of {report.run.optimizer_steps:,} optimizer steps"
     cost = "USD per million trained tokens" if priced else hours
+    rows = [_row(place, one, priced=priced) for place, one in places if one is not None]
     return Table(
         title=f"{search.candidates:,} candidates screened, {report.certainty.compared} compared in "
         f"{report.certainty.draws} draws, {search.simulated} simulated",
-        columns=("", "candidate", "tok/s", "band", "s/step", "$/Mtok" if priced else "GPU-h", "lag", "max", "wait"),
-        rows=[_row(place, one) for place, one in places if one is not None],
+        columns=tuple(rows[0]),
+        rows=[list(row.values()) for row in rows],
         note=f"{cost}; mean and largest lag in optimizer steps; wait: share of the trainer's time; band: 80 % of "
         "the draws.",
         layout=Layout.STACKED,
     )
 
 
-def _row(place: str, one: PlannedCandidate) -> list[str]:
+def _row(place: str, one: PlannedCandidate, *, priced: bool) -> dict[str, str]:
     usd = one.cost.usd_per_million_tokens
-    return [
-        place,
-        one.label.removesuffix(" (run file)"),
-        f"{one.tokens_per_s:,.0f}",
-        _band(one),
-        f"{one.step_s:.4g}",
-        f"{one.cost.gpu_hours:,.1f}" if usd is None else short(usd),
-        f"{one.lag_mean:.2f}",
-        f"{one.lag_max}",
-        f"{one.waiting:.0%}",
-    ]
+    return {
+        "": place,
+        "candidate": one.label.removesuffix(" (run file)"),
+        "tok/s": f"{one.tokens_per_s:,.0f}",
+        "band": _band(one),
+        "s/step": f"{one.step_s:.4g}",
+        "$/Mtok" if priced else "GPU-h": f"{one.cost.gpu_hours:,.1f}" if usd is None else short(usd),
+        "lag": f"{one.lag_mean:.2f}",
+        "max": f"{one.lag_max}",
+        "wait": f"{one.waiting:.0%}",
+    }
 
 
 def _cases_table(plans: Mapping[str, PlanReport]) -> Table:
@@ -422,12 +419,8 @@ def _reasons(report: PlanReport) -> list[str]:
             f"{search.within_limits} of the {search.simulated} simulated keep to the limits; simulated over screened "
             f"mean lag: {ratios}"
         )
-    return lines + [f"not tried: {row.key}={row.value}: {row.why}" for row in search.not_tried]
-
-
-def _deciding_coefficients(report: PlanReport) -> list[str]:
-    changing = [row.unknown for row in report.sensitivity if row.changes_decision]
-    if not changing:
-        return []
-    names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")
-    return [f"unknowns that alone change the decision, largest effect first: {names}"]
+    lines += [f"not tried: {row.key}={row.value}: {row.why}" for row in search.not_tried]
+    if changing := [row.unknown for row in report.sensitivity if row.changes_decision]:
+        names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")
+        lines.append(f"unknowns that alone change the decision, largest effect first: {names}")
+    return lines

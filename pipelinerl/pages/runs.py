@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run_file import flat, load_run, read_tables
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.check_report import CheckReport
@@ -46,13 +46,13 @@ def run_page(reports: Mapping[str, RunReport], folders: Sequence[Path] = ()) -> 
     names = list(reports)
     best = max(names, key=lambda name: reports[name].tokens_per_s)
     report = reports[best]
-    config, run_file = _run_file(folders[names.index(best)] if folders else None)
+    config, run_file = config_and_text(folders[names.index(best)] / RUN_FILE if folders else None)
     steps = report.optimizer_steps_per_rl_step
     method = f"{report.scheduler} G={steps}" if steps else report.scheduler
     answer = f"{_speed(report)}, with a mean lag of {report.lag.mean:.2f} optimizer steps, at most {report.lag.max}."
     columns: tuple[str, ...]
     if len(names) == 1:
-        question = f"How fast does {report.scheduler} RL train {_setting(config)}, and on how old tokens?"
+        question = f"How fast does {report.scheduler} RL train {setting_of(config)}, and on how old tokens?"
         title, columns, heading = f"{best}: {report.scheduler} RL", ("", ""), method
     else:
         question, title, columns = "Which of these runs trains fastest?", ", ".join(names), ("", *names)
@@ -135,7 +135,7 @@ def comparison_page(comparison: ComparisonReport, folder: Path | None = None) ->
     if scenarios:
         first, *others = scenarios
         best = _fastest(first.arms)
-        config, run_file = _run_file(folder and folder / best.folder)
+        config, run_file = config_and_text(folder and folder / best.folder / RUN_FILE)
         for scenario in others:
             winner = _fastest(scenario.arms)
             same = "the same one is fastest" if winner.name == best.name else f"{winner.name} is fastest instead"
@@ -149,8 +149,8 @@ def comparison_page(comparison: ComparisonReport, folder: Path | None = None) ->
         if folder is not None:
             tables.append(_differences(first.arms, folder))
     return Page(
-        title=f"Schedules for {_setting(config)}",
-        question=f"Which schedule trains {_setting(config)} fastest?",
+        title=f"Schedules for {setting_of(config)}",
+        question=f"Which schedule trains {setting_of(config)} fastest?",
         answer=comparison.answer,
         facts=facts,
         sections=[
@@ -225,59 +225,47 @@ def _learning(arm: ArmReport) -> list[str]:
 
 def _mean_and_spread(values: Sequence[float]) -> str:
     """Return the mean, and of several values the sample standard deviation."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:.3f}"
-    return f"{mean:.3f}±{(sum((one - mean) ** 2 for one in values) / (len(values) - 1)) ** 0.5:.3f}"
+    return f"{fmean(values):.3f}" + (f"±{stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _differences(arms: Sequence[ArmReport], folder: Path) -> Table:
-    flat = [_flat(tomllib.loads((folder / arm.folder / RUN_FILE).read_text(encoding="utf-8"))) for arm in arms]
-    keys = [
-        key for key in dict.fromkeys(key for one in flat for key in one) if len({str(one.get(key)) for one in flat}) > 1
-    ]
-    rows = [[key, *(str(one.get(key, "-")) for one in flat)] for key in keys]
+    runs = [flat(read_tables(folder / arm.folder / RUN_FILE)) for arm in arms]
+    keys = dict.fromkeys(key for one in runs for key in one)
+    values = {key: [str(one.get(key, "-")) for one in runs] for key in keys}
+    rows = [[key, *row] for key, row in values.items() if len(set(row)) > 1]
     return Table(title="What the arms differ in", columns=("key", *(arm.name for arm in arms)), rows=rows)
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def environments_page(report: EnvironmentsReport, folder: Path | None = None) -> Page:
     """Return the page of a run with several numbers of environments; the folder gives setting and run file."""
     knee = next(row for row in report.rows if row.count == report.knee)
-    config, run_file = _run_file(folder and folder / knee.folder)
+    config, run_file = config_and_text(folder and folder / knee.folder / RUN_FILE)
     priced = report.rows[0].usd_per_1000_rollouts is not None
     cost = "; $/1000: USD of 1000 rollouts, accelerators and environments" if priced else ""
-    cells = [
-        [
-            f"{row.count:,}",
-            f"{row.rollouts_per_hour:,.0f}",
-            f"{row.in_use_mean:,.0f}",
-            f"{row.generation:.0%}",
-            f"{row.training:.0%}",
-            f"{row.lag_mean:.2f}",
-            *([] if row.usd_per_1000_rollouts is None else [f"{row.usd_per_1000_rollouts:,.0f}"]),
-            row.bottleneck.value,
-        ]
+    rows = [
+        {
+            "environments": f"{row.count:,}",
+            "rollouts/h": f"{row.rollouts_per_hour:,.0f}",
+            "in use": f"{row.in_use_mean:,.0f}",
+            "engines": f"{row.generation:.0%}",
+            "trainer": f"{row.training:.0%}",
+            "lag": f"{row.lag_mean:.2f}",
+            **({} if row.usd_per_1000_rollouts is None else {"$/1000": f"{row.usd_per_1000_rollouts:,.0f}"}),
+            "bottleneck": row.bottleneck.value,
+        }
         for row in report.rows
     ]
-    numbers = ("environments", "rollouts/h", "in use", "engines", "trainer", "lag", *(["$/1000"] if priced else []))
     table = Table(
         title=f"environments for {report.slots:,} slots of engines",
-        columns=(*numbers, "bottleneck"),
-        rows=cells,
+        columns=tuple(rows[0]),
+        rows=[list(row.values()) for row in rows],
         note=f"Busy shares of engines and trainer; mean lag in optimizer steps{cost}.",
         texts=("bottleneck",),
         marked=report.rows.index(knee),
     )
     return Page(
-        title=f"Environments for {_setting(config)}",
-        question=f"How many environments does {_setting(config)} need?",
+        title=f"Environments for {setting_of(config)}",
+        question=f"How many environments does {setting_of(config)} need?",
         answer=sentence(report.verdict),
         sections=[Section(DEPENDS, [_REMEDIES[knee.bottleneck]]), Section("failed", report.failures)],
         tables=[table],
@@ -288,33 +276,21 @@ def environments_page(report: EnvironmentsReport, folder: Path | None = None) ->
 
 def check_page(report: CheckReport) -> Page:
     """Return the page of ``train --check``."""
+    advice = [f"{row.finding}, {row.what.strip()}: {row.advice}" for row in report.rows if row.advice]
     columns = ("what", "measured", "expected", "finding")
+    rows = [[row.what, row.measured, row.expected, row.finding] for row in report.rows]
     return Page(
         title="A check",
         question="Would this run work, and as fast as its hardware allows?",
         answer="",
-        sections=[
-            Section(
-                "advice",
-                [f"{row.finding}, {row.what.strip()}: {row.advice}" for row in report.rows if row.advice],
-                Place.LINES,
-            )
-        ],
-        tables=[
-            Table(
-                title="check",
-                columns=columns,
-                rows=[[row.what, row.measured, row.expected, row.finding] for row in report.rows],
-                texts=columns[:3],
-            )
-        ],
+        sections=[Section("advice", advice, Place.LINES)],
+        tables=[Table(title="check", columns=columns, rows=rows, texts=columns[:3])],
     )
 
 
-def _run_file(folder: Path | None) -> tuple[RunConfig | None, str | None]:
-    if folder is None:
-        return None, None
-    return load_run(folder / RUN_FILE), (folder / RUN_FILE).read_text(encoding="utf-8")
+def config_and_text(path: Path | None) -> tuple[RunConfig | None, str | None]:
+    """Return a run file as configuration and as text; None for both without a path."""
+    return (None, None) if path is None else (load_run(path), path.read_text(encoding="utf-8"))
 
 
 def _kind(report: RunReport) -> str:
@@ -336,12 +312,10 @@ def _fastest(arms: Sequence[ArmReport]) -> ArmReport:
     return max(arms, key=lambda arm: arm.summary.tokens_per_s)
 
 
-def _setting(config: RunConfig | None) -> str:
-    return "this run" if config is None else setting_of(config)
-
-
-def setting_of(config: RunConfig) -> str:
+def setting_of(config: RunConfig | None) -> str:
     """Return model and accelerators, by name where the run file has names."""
+    if config is None:
+        return "this run"
     model = config.hardware.model or (config.train and Path(config.train.model.path).name) or "a model"
     return f"{model} on {config.cluster.accelerators} {config.hardware.gpu or 'accelerators'}"
 

@@ -71,14 +71,12 @@ def _drawn(table: Table, name: str) -> RichTable:
         texts = table.texts or columns[:1]
     else:
         texts, columns = columns[1:2], columns[1:]
-    for place, column in enumerate(columns):
+    for column in columns:
         if column in texts:  # a long name gives way, the numbers do not
             stacked = table.layout is Layout.STACKED
             drawn.add_column("" if stacked else column, overflow="fold", min_width=24 if stacked else None)
         else:
-            drawn.add_column(column, justify="right", no_wrap=True)
-        if column == "finding":
-            drawn.columns[place].justify = "left"
+            drawn.add_column(column, justify="left" if column == "finding" else "right", no_wrap=True)
     above = None
     for number, row in enumerate(table.rows):
         cells = [_styled(cell, column) for cell, column in zip(row, table.columns, strict=True)]
@@ -94,5 +92,4 @@ def _drawn(table: Table, name: str) -> RichTable:
 
 
 def _styled(cell: str, column: str) -> str:
-    style = FINDINGS[Finding(cell)] if column == "finding" else ""
-    return f"[{style}]{cell}[/{style}]" if style else escape(cell)
+    return f"[{FINDINGS[Finding(cell)]}]{cell}[/]" if column == "finding" else escape(cell)

@@ -45,7 +45,7 @@ class Admission:
 
     @classmethod
     def of(cls, config: RunConfig) -> Admission | None:
-        """Return that of a run; None: it generates in rounds, with free slots at the end of each."""
+        """Return the limits of a run. None: it generates in rounds, with free slots at the end of each."""
         scheduler = config.scheduler
         if scheduler.schedule.has_rl_steps:
             return None
@@ -102,7 +102,7 @@ def find_bottleneck(
     """Return the side that limits the throughput of some optimizer steps.
 
     Colocated: the longer of the two phases, or neither if they differ by at most ``BALANCED_SHARE`` of the time.
-    Otherwise: generation, prefill, lag, reward or environment, as ``Admission.limit`` says, if the trainer waits for
+    Otherwise: generation, prefill, lag, reward or environment, by ``Admission.limit``, if the trainer waits for
     more than ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the
     steps; else neither. The trainer waits while it neither trains nor publishes; if colocated, engines generate then.
     ``admission``, if known, takes the last three arguments.

@@ -82,9 +82,9 @@ class ComparisonReport(Report):
         for arm in self.arms:
             if arm.too_short:
                 found.setdefault(arm.name, []).append("; ".join(arm.too_short))
-        others = {name: f" (and in {len(lines) - 1} more scenarios)" for name, lines in found.items() if lines[1:]}
         return [
-            f"too few optimizer steps for {name}: {lines[0]}{others.get(name, '')}" for name, lines in found.items()
+            f"too few optimizer steps for {name}: {first}" + (f" (and in {len(more)} more scenarios)" if more else "")
+            for name, (first, *more) in found.items()
         ]
 
     def to_frame(self) -> Any:

@@ -103,7 +103,7 @@ class Rates:
 
 
 def _together(*parts: tuple[int, float | None]) -> float | None:
-    """Return the sum of numbers of accelerators, each times its figure; None if one that is there has none."""
+    """Return the sum of counts times values; None if the value of a count above 0 is not known."""
     there = [(number, each) for number, each in parts if number]
     figures = [number * each for number, each in there if each is not None]
     return sum(figures) if len(figures) == len(there) else None

@@ -69,7 +69,7 @@ class FigureRecorder:
     # -------------------------------------------------------------------------------------- rollouts
 
     def rollout_started(self, time_s: float, rollout_id: int, engine: int, in_progress: int) -> None:
-        """Note a start, or that it goes on; ``in_progress`` counts the engine's rollouts with it."""
+        """Note that a rollout starts or goes on; ``in_progress`` counts the engine's rollouts, this one included."""
         if rollout_id in self._window:
             if self._window[rollout_id][1] >= 0:  # a weight update aborted it; between turns it is in progress
                 self._window[rollout_id][1] = -1.0

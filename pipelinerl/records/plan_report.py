@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from pipelinerl.config.run import ClusterConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.cost import CostReport
-from pipelinerl.util.report import Report, data_frame
+from pipelinerl.util.report import Report, data_frame, equally_long
 
 # --------------------------------------------------------------------------------------------------- how sure a plan is
 
@@ -21,11 +21,11 @@ class AsynchronousOdds(Report):
     faster: float
     """Probability that asynchronous RL is faster."""
     certain: bool
-    """Whether that, or the contrary, has a probability of 0.95 at least."""
+    """Whether this or the contrary has a probability of at least 0.95."""
     decided_by: str
-    """What decides most of the difference between the two."""
+    """The unknown that explains most of the difference between the two."""
     share: float
-    """Share of the variance of that difference which it explains."""
+    """Share of the variance of the difference that it explains."""
 
 
 class MeasurementValue(Report):
@@ -40,13 +40,13 @@ class MeasurementValue(Report):
     gain: float
     """Throughput that the measurement gains (mean, relative): the regret before it, less that after it."""
     settles: bool
-    """Whether that is anything."""
+    """Whether the gain is large enough to count."""
     commands: list[str]
-    """The commands that measure; the next plan takes what each writes, with ``--measured``. Empty: none measures it."""
+    """Commands that measure it; ``plan --measured`` reads their results. Empty: no command measures it."""
     minutes: float | None
-    """How long they take, estimated; null: not known."""
+    """Estimated time of all commands; null: not known."""
     gpus: int | None
-    """GPUs that the largest of them takes; null: not known."""
+    """GPUs of the largest command; null: not known."""
 
 
 class CertaintyReport(Report):
@@ -63,11 +63,11 @@ class CertaintyReport(Report):
     regret: float
     """Throughput that it loses against the fastest (mean, relative)."""
     least_regret: float
-    """The least regret of them all; what measurements gain is counted from here."""
+    """Least regret of all candidates; gains of measurements are counted from it."""
     expected: str
-    """The candidate that would be recommended if all were as the central coefficients have it."""
+    """The candidate recommended if every unknown has its central value."""
     expected_faster: float
-    """Its gain in throughput over the recommendation then (relative)."""
+    """Its gain in throughput over the recommendation in that case (relative)."""
     expected_regret: float
     """Its regret."""
     keeps_limits: float | None
@@ -105,7 +105,7 @@ class Assumed(Report):
     value: Value
     """Assumed value; null: the key is left out."""
     instead: list[Instead]
-    """Equally plausible values. The first of several cases has those of keys that no draw moves."""
+    """Equally plausible values; of several cases only the first has them for keys that no draw moves."""
 
     @property
     def largest(self) -> float:
@@ -121,11 +121,11 @@ class Changed(Report):
     before: Value
     """Its value there; null: left out."""
     alone: Instead
-    """What its value here would change there, alone."""
+    """Effect of the new value on the other plan, changed alone."""
 
 
 class Against(Report):
-    """Another plan, and what made the difference."""
+    """Another plan, and the reasons for the difference."""
 
     name: str
     """Its file or folder."""
@@ -142,7 +142,7 @@ class Against(Report):
     verdict: str
     """Its bottleneck."""
     complete: bool
-    """Whether all that it should have simulated was: it may have missed the best otherwise."""
+    """Whether it simulated all its candidates; else it may have missed the best."""
     changed: list[Changed]
     """The keys that differ, the largest effect first."""
 
@@ -248,7 +248,7 @@ class PlannedCandidate(CandidateNumbers):
     band: Band
     """Its throughput in the draws (tokens/s)."""
     verdict: str
-    """Its bottleneck, and what more GPUs would give."""
+    """Its bottleneck, and the gain of more GPUs."""
 
     @property
     def band_tokens_per_s(self) -> tuple[float, float]:
@@ -293,11 +293,7 @@ class ScreenedColumns(Report):
     lag_max: list[int]
     """Screened largest lag (optimizer steps)."""
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len({len(column) for column in self.__dict__.values()}) > 1:
-            raise ValueError("columns must be equally long")
-        return self
+    _equally_long = equally_long("label", "family", "tokens_per_s", "lag_mean", "lag_max")
 
 
 class UnknownEffect(Report):
@@ -337,11 +333,7 @@ class SplitCurve(Report):
     high: list[float] = Field(default_factory=list)
     """90th percentile of the draws."""
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len({len(column) for column in self.__dict__.values()}) > 1:
-            raise ValueError("columns must be equally long")
-        return self
+    _equally_long = equally_long("generation_accelerators", "tokens_per_s", "low", "high")
 
 
 class PlanReport(Report):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Literal
 
-from pydantic import model_validator
-
-from pipelinerl.util.report import Report
+from pipelinerl.util.report import Report, equally_long
 
 TrainerWork = Literal["training", "publishing"]
 
@@ -33,10 +30,7 @@ class LagByPosition(Report):
     tokens: list[int]
     """Trained tokens per bin (tokens)."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_lengths("tokens", self.tokens, self.lag_mean)
-        return self
+    _equally_long = equally_long("lag_mean", "tokens")
 
 
 class GenerationWindow(Report):
@@ -52,10 +46,7 @@ class GenerationWindow(Report):
     tokens_per_s: list[float]
     """Generated tokens per second on all engines, per bin; each rollout's tokens spread evenly over its time (1/s)."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_lengths("tokens_per_s", self.tokens_per_s, self.in_progress)
-        return self
+    _equally_long = equally_long("in_progress", "tokens_per_s")
 
 
 class EngineTimeline(Report):
@@ -70,10 +61,7 @@ class EngineTimeline(Report):
     paused: list[tuple[float, float]]
     """List of [start, end] of its pauses (s)."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_lengths("in_progress", self.in_progress, self.time_s)
-        return self
+    _equally_long = equally_long("time_s", "in_progress")
 
 
 class WeightUpdateTimes(Report):
@@ -114,11 +102,7 @@ class PlacesOverTime(Report):
     scoring: list[int]
     """Rollouts that are being scored (count)."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for key in ("environment", "waiting", "engine", "scoring"):
-            _check_lengths(key, getattr(self, key), self.time_s)
-        return self
+    _equally_long = equally_long("time_s", "environment", "waiting", "engine", "scoring")
 
 
 class TurnsProfile(Report):
@@ -137,12 +121,8 @@ class TurnsProfile(Report):
     places: PlacesOverTime
     """Where the open rollouts are, each with an environment."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_lengths("tokens", self.tokens, self.lag_mean)
-        _check_lengths("dropped", self.dropped, self.trained)
-        _check_lengths("ess_modelled", self.ess_modelled or self.lag_mean, self.lag_mean)
-        return self
+    _turns_equally_long = equally_long("lag_mean", "tokens", "ess_modelled")
+    _rollouts_equally_long = equally_long("trained", "dropped")
 
 
 class FigureData(Report):
@@ -158,8 +138,3 @@ class FigureData(Report):
     """Engines and trainer over time."""
     turns: TurnsProfile | None = None
     """Turns. Absent where rollouts have one."""
-
-
-def _check_lengths(key: str, values: Sequence[Any], others: Sequence[Any]) -> None:
-    if len(values) != len(others):
-        raise ValueError(f"{key} must have {len(others)} values, got {len(values)}")

@@ -38,7 +38,7 @@ class LagReport(Report):
 
 
 class RolloutCounts(Report):
-    """Rollouts by what became of them (counts)."""
+    """Rollouts by outcome (counts)."""
 
     started: int
     """Started for the first time (rollouts)."""
@@ -61,7 +61,7 @@ class RolloutCounts(Report):
 
 
 class TokenCounts(Report):
-    """Generated tokens by what became of their rollouts (counts), prompts not counted."""
+    """Generated tokens by outcome of their rollouts (counts), prompts not counted."""
 
     generated: int
     """Generated, kept tokens counted once (tokens)."""

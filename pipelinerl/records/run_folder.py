@@ -6,6 +6,7 @@ recommended.toml; ``environments`` adds environments.json, ``train --check`` che
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.steps import STEPS_FILE, StepRow, StepsWriter
+from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow
 from pipelinerl.util.explain import writing
 
 RUN_FILE = "run.toml"
@@ -55,8 +56,8 @@ _FILES = (
 def check_vacant(folder: Path) -> None:
     """Check that a run can be written to a folder, which need not exist; writes nothing.
 
-    ConfigError if it is no folder, cannot be read, holds a file of a run or a comparison already, or lies in what is
-    no folder or may not be written to.
+    ConfigError if it is no folder, cannot be read, or holds a file of a run or a comparison already, or if its nearest
+    parent is no folder or not writable.
     """
     try:
         is_file = folder.exists() and not folder.is_dir()
@@ -89,8 +90,8 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 class RunFolder:
     """Writes the folder of one run, made if need be; ConfigError if it holds a run already or cannot be written.
 
-    Rows of steps are on disk as soon as their step is done. ``go_on_after``: so many rows stay of this run, which the
-    folder holds already.
+    Rows of steps are on disk as soon as their step is done. ``go_on_after``: rows kept of this run, whose folder exists
+    already (count).
     """
 
     def __init__(self, folder: Path, config: RunConfig, *, go_on_after: int | None = None) -> None:
@@ -105,12 +106,14 @@ class RunFolder:
             self._steps = steps.open("a" if kept else "w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
             raise _unwritable(folder, error) from None
-        self._rows = StepsWriter(self._steps, header=not kept)
+        self._rows = csv.writer(self._steps, lineterminator="\n")
+        if not kept:
+            self._rows.writerow(COLUMNS)
 
     def write_step(self, row: StepRow) -> None:
         """Append a row to steps.csv."""
         with writing(self.folder / STEPS_FILE):
-            self._rows.write(row)
+            self._rows.writerow([value for _, value in row])
 
     def finish(self, report: RunReport, figures: FigureData) -> None:
         """Write the reports at the end of the run and close."""

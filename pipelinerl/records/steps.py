@@ -1,16 +1,17 @@
-"""A row per optimizer step: its columns, and how steps.csv is written and read."""
+"""A row per optimizer step: its columns, and how steps.csv is read."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AllowInfNan, ValidationError
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import read_text
 from pipelinerl.util.strict_model import StrictModel
 
 STEPS_FILE = "steps.csv"
@@ -56,29 +57,12 @@ _INTEGERS = {name for name, field in StepRow.model_fields.items() if field.annot
 _DTYPE = np.dtype([(name, np.int64 if name in _INTEGERS else np.float64) for name in COLUMNS])
 
 
-class StepsWriter:
-    """Writes rows to an open steps.csv, opened with ``newline=""``; a header are the names of the columns."""
-
-    def __init__(self, file: TextIO, *, header: bool) -> None:
-        self._csv = csv.writer(file, lineterminator="\n")
-        if header:
-            self._csv.writerow(COLUMNS)
-
-    def write(self, row: StepRow) -> None:
-        """Append a row."""
-        self._csv.writerow([value for _, value in row])
-
-
 def read_steps(path: Path) -> list[StepRow]:
     """Return the rows of a steps.csv; a run that was cut short may have none.
 
     ConfigError if the file cannot be read, lacks a column, or holds a wrong value; one line that names it.
     """
-    try:
-        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {path}: {reason}") from None
+    lines = list(csv.reader(read_text(path).splitlines()))
     header = lines[0] if lines else []
     missing = [column for column in COLUMNS if column not in header]
     if missing:

@@ -49,14 +49,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, what: str = "") -> str:
     """Return a UTF-8 file's text, without byte order mark; ConfigError, naming it ``what``, if it is unreadable."""
     try:
         return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"cannot read {what} {path}: it is not UTF-8 text") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read {f'{what} {path}'.lstrip()}: {reason}") from None
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:

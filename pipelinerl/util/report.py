@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import explain
+from pipelinerl.util.explain import explain, read_text
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -46,11 +46,7 @@ class Report(StrictModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Return the report that a JSON file holds; ConfigError as ``from_dict``, and if it cannot be read."""
-        try:
-            return cls._parsed(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"cannot read {path}: {reason}") from None
+        return cls._parsed(read_text(path), str(path))
 
     @classmethod
     def _parsed(cls, text: str, name: str) -> Self:
@@ -65,6 +61,20 @@ class Report(StrictModel):
             else:
                 line = f": {explain(error, cls)[0]}"
             raise ConfigError(name + line) from None
+
+
+def equally_long(first: str, *others: str) -> Any:
+    """Return the validator of a report whose lists of these keys must be equally long, where they are present."""
+
+    def check(report: Any) -> Any:
+        number = len(getattr(report, first))
+        for key in others:
+            values = getattr(report, key)
+            if values is not None and len(values) != number:
+                raise ValueError(f"{key} must have {number} values, got {len(values)}")
+        return report
+
+    return model_validator(mode="after")(check)
 
 
 def data_frame(rows: Any) -> Any:

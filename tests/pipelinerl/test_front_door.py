@@ -8,19 +8,18 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_plan import priced_plan
 
 import pipelinerl as prl
-from pipelinerl.config.question import Assumption, ask
+from pipelinerl.config.question import ask
 from pipelinerl.config.run import RunConfig
 from pipelinerl.pages.plans import what_if
 from pipelinerl.records.plan_report import Assumed
 from pipelinerl.records.run_folder import SUMMARY_FILE
-from sim.planning.simulate import HowToPlan
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
@@ -83,6 +82,7 @@ def test_a_run_file_is_simulated_kept_replayed_and_drawn(tmp_path: Path) -> None
     run = prl.load_run(QUICKSTART, SMALL)
     report = prl.simulate(run, out=tmp_path / "run", trace=True)
     assert report.to_dict() == json.loads((tmp_path / "run" / SUMMARY_FILE).read_text(encoding="utf-8"))
+    assert prl.simulate(str(tmp_path / "run" / "run.toml")).to_dict() == report.to_dict()  # a path stands for its run
     assert report.steps.tokens.sum() == report.tokens_trained
     assert prl.replay(tmp_path / "run").difference is None
     figures = prl.plot(tmp_path / "run", out=tmp_path / "figures")
@@ -112,20 +112,17 @@ def test_a_question_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 
     asked = []
 
-    def planned(
-        config: RunConfig, how: HowToPlan, *, whole: bool, assumed: Sequence[Assumption], effects: bool
-    ) -> prl.PlanReport:
+    def planned(config: RunConfig, _how: object, **named: Any) -> prl.PlanReport:
         asked.append(config)
-        assert (whole, effects) == (False, True)
-        rows = [Assumed(key=one.key, value=one.value, instead=[]) for one in assumed]
+        assert (named["whole"], named["effects"]) == (False, True)
+        rows = [Assumed(key=one.key, value=one.value, instead=[]) for one in named["assumed"]]
         return priced_plan().model_copy(update={"assumed": rows})
 
     monkeypatch.setattr(sim.planning.answer, "plan", planned)
-    report = prl.plan(model="Qwen3-14B", gpu="H100", accelerators=64, max_mean_lag=4)
+    question = {"model": "Qwen3-14B", "gpu": "H100", "accelerators": 64, "max_mean_lag": 4}
+    report = prl.plan(**question)
     (config,) = asked
-    assert [one.key for one in report.assumed] == [
-        one.key for one in ask({"model": "Qwen3-14B", "gpu": "H100", "accelerators": 64, "max_mean_lag": 4}).assumed
-    ]
+    assert [one.key for one in report.assumed] == [one.key for one in ask(question).assumed]
     shown = report._repr_html_()
     assert all(line in shown for one in what_if(report) for line in one.lines)
     assert (config.hardware.model, config.cluster.accelerators, config.plan.mean_lag_limit) == ("Qwen3-14B", 64, 4)
@@ -138,13 +135,6 @@ def test_a_question_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_question_that_plan_does_not_take_is_one_line(question: dict[str, str], said: str) -> None:
     with pytest.raises(prl.ConfigError, match=said):
         prl.plan(**question)
-
-
-def test_a_path_stands_for_its_run(tmp_path: Path) -> None:
-    text = QUICKSTART.read_text(encoding="utf-8")
-    (tmp_path / "run.toml").write_text(text.replace("optimizer_steps = ", "optimizer_steps = 4 # "), encoding="utf-8")
-    loaded = prl.load_run(tmp_path / "run.toml")
-    assert prl.simulate(str(tmp_path / "run.toml")).to_dict() == prl.simulate(loaded).to_dict()
 
 
 def test_import_loads_no_other_package_and_no_module_of_ours() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -9,35 +11,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-TINY = """
-seed = 3
-optimizer_steps = 6
+import tiny_comparison
+import tomli_w
+from tiny_comparison import BASE
 
-[cluster]
-accelerators = 4
-generation_accelerators = 2
+from pipelinerl.config.run_file import with_overrides
 
-[scheduler]
-train_batch_size = 4
-generation_batch_size = 6
-optimizer_steps_per_rl_step = 3
-
-[workload]
-group_size = 2
-prompt_tokens = 10
-length = { kind = "uniform", max = 50 }
-
-[hardware]
-decode = { kind = "affine", step_s = 0.01 }
-training = { token_s = 1e-3 }
-weights = { publish_s = 0.01, pause_s = 0.01 }
-"""
+TINY = tomli_w.dumps(
+    with_overrides(
+        BASE,
+        [
+            "scheduler.optimizer_steps_per_rl_step=3",
+            "workload.prompt_tokens=10",
+            "hardware.weights={publish_s=0.01, pause_s=0.01}",
+        ],
+    )
+)
+"""A run file of six optimizer steps."""
 COMPARE = """
 [compare]
 baseline = "conventional"
 arms = [{ name = "pipeline" }, { name = "conventional", set = ["scheduler.kind=conventional"] }]
 """
-STALLS = ("workload.success_rate=1.0", "scheduler.filter_no_signal=true", "scheduler.discard_limit=20")
+STALLS = tiny_comparison.STALLS["set"]
 """Overrides with which a run fails."""
 EMPIRICAL = "workload.length.kind=empirical"
 RUN_FILES = ["profile.json", "run.toml", "steps.csv", "summary.json"]
@@ -92,6 +88,16 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def all_of(terminal: int) -> bytes:
+    """Return what a terminal shows until its other end is closed, and close it."""
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+    os.close(terminal)
+    return shown
 
 
 def has_rows(path: Path, number: int) -> bool:

@@ -107,7 +107,6 @@ def _profile(rows: list[dict[str, float]], rl_step: int | None) -> dict[str, Any
         total = in_queue
     time = np.linspace(0, 1, 60)
     busy = np.ones(60) if rl_step is None else np.clip(1.2 * (1 - time), 0, 1)
-    until_s = 260.0
     return {
         "lag_by_position": {
             "width_tokens": LONGEST_TOKENS // 32,
@@ -121,41 +120,34 @@ def _profile(rows: list[dict[str, float]], rl_step: int | None) -> dict[str, Any
             "in_progress": (SLOTS * ENGINES * busy).tolist(),
             "tokens_per_s": (9000 * busy / (0.4 + 0.6 * busy)).tolist(),
         },
-        "timeline": _timeline(rows, rl_step, until_s),
+        "timeline": _timeline(rows, rl_step, until_s=260.0),
     }
 
 
 def _timeline(rows: list[dict[str, float]], rl_step: int | None, until_s: float) -> dict[str, Any]:
     rng = np.random.default_rng(2)
-    trainer, updates, phases = [], [], []
+    trainer, updates, generates_T = [], [], np.full(int(until_s), rl_step is None)  # T: seconds
     for row in rows:
         end = row["time_s"] - row["publish_s"]
-        trainer.append([end - row["train_s"], end, "training"])
-        if row["wait_s"]:
-            phases.append((end - row["train_s"] - row["wait_s"], row["wait_s"]))
+        start = end - row["train_s"]
+        trainer.append([start, min(end, until_s), "training"])
+        generates_T[int(start - row["wait_s"]) : int(start)] = True
         if row["publish_s"]:
-            trainer.append([end, row["time_s"], "publishing"])
+            trainer.append([end, min(row["time_s"], until_s), "publishing"])
             updates.append({"version": row["step"], "published_s": row["time_s"], "loaded_s": row["time_s"] + 1.0})
-    engines = []
-    for engine in range(ENGINES):
-        if rl_step is None:
-            times = np.arange(0, until_s, 1.0)
-            counts = SLOTS - rng.integers(0, 3, len(times))
-            paused = [[one["published_s"], one["loaded_s"]] for one in updates if one["loaded_s"] < until_s]
-        else:
-            paused = []
-            drain = [
-                (start + wait * np.sort(rng.beta(2, 2, SLOTS)), np.arange(SLOTS - 1, -1, -1)) for start, wait in phases
-            ]
-            times = np.concatenate([[start, *ends] for (start, _), (ends, _) in zip(phases, drain, strict=True)])
-            counts = np.concatenate([[SLOTS, *left] for _, left in drain])
-        keep = times < until_s
-        engines.append(
-            {"engine": engine, "time_s": times[keep].tolist(), "in_progress": counts[keep].tolist(), "paused": paused}
-        )
+    paused = [[one["published_s"], one["loaded_s"]] for one in updates if one["loaded_s"] < until_s]
+    engines = [
+        {
+            "engine": engine,
+            "time_s": np.arange(until_s).tolist(),
+            "in_progress": (generates_T * (SLOTS - rng.integers(0, 3, len(generates_T)))).tolist(),
+            "paused": paused if rl_step is None else [],
+        }
+        for engine in range(ENGINES)
+    ]
     return {
         "until_s": until_s,
-        "trainer": [[start, min(end, until_s), what] for start, end, what in trainer if start < until_s],
+        "trainer": [block for block in trainer if block[0] < until_s],
         "engines": engines,
         "updates": [one for one in updates if one["published_s"] < until_s],
     }

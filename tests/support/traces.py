@@ -7,26 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiny_comparison import BASE
+import tiny_comparison
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
 from sim.run import simulate
 
-TABLES: dict[str, Any] = {
-    **BASE,
-    "optimizer_steps": 5,
-    "workload": BASE["workload"] | {"prompt_tokens": 10},
-    "hardware": BASE["hardware"]
-    | {
-        "weights": {"publish_s": 0.01, "transfer_s": 0.02, "pause_s": 0.01},
-        "latency": {"dispatch_jitter_s": 0.01, "reward_s": 0.05},
-    },
-}
+MORE = (
+    "optimizer_steps=5",
+    "workload.prompt_tokens=10",
+    "hardware.weights={publish_s=0.01, transfer_s=0.02, pause_s=0.01}",
+    "hardware.latency={dispatch_jitter_s=0.01, reward_s=0.05}",
+)
 
 
 def run(*overrides: str) -> RunConfig:
-    return parse_run(with_overrides(TABLES, overrides))
+    return tiny_comparison.run(*MORE, *overrides)
 
 
 def lines_of(path: Path) -> list[str]:

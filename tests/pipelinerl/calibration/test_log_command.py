@@ -111,7 +111,7 @@ def test_a_hardware_file_takes_the_place_of_the_run_files_table(
 ) -> None:
     """The run file's own hardware would be refused: a run without [hardware] at all is completed by the option."""
     (tmp_path / "hw.toml").write_text(HARDWARE)
-    run, rest = tmp_path / "run.toml", TINY.partition("[hardware]")[0]
+    run, rest = tmp_path / "run.toml", TINY.partition("[hardware")[0]
     run.write_text(rest + '\n[compare]\nbaseline = "one"\narms = [{ name = "one" }]\n')
     assert command(name, run).status == 2
     result = command(name, run, "--hardware", tmp_path / "hw.toml", "--json")

@@ -9,9 +9,11 @@ from command_line import COMPARE, STALLS, TINY, Command
 from run_folders import everything_in
 
 import analysis.plot
-import analysis.style
 import analysis.throughput
+from pipelinerl.cli.output import LOOK_FIRST
 from pipelinerl.config.run_file import load_run
+from pipelinerl.pages.runs import comparison_page
+from pipelinerl.records.comparison_report import ComparisonReport
 
 
 @pytest.mark.usefixtures("in_this_process", "no_figures")
@@ -19,57 +21,34 @@ def test_compare_prints_a_row_per_arm_and_keeps_what_it_prints(command: Command,
     tiny.write_text(TINY + COMPARE)
     result = command("compare", tiny, "--out", tmp_path / "out")
     assert (result.status, result.err) == (0, "")
-    kept = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    kept = ComparisonReport.read(tmp_path / "out" / "comparison.json")
     assert "tiny.toml: speed-up over conventional" in result.out
     assert "as given" in result.out
     assert "too few optimizer steps for pipeline: the second half alone gives " in result.out
-    assert kept["scenarios"][0]["arms"][0]["too_short"][0].startswith("the second half alone gives ")
-    for arm in kept["scenarios"][0]["arms"]:
-        (row,) = [line for line in result.out.splitlines() if line.startswith(arm["name"])]
-        summary, seconds = arm["summary"], arm["summary"]["seconds"]
-        shares = [
-            f"{seconds[key] / summary['duration_s']:.0%}" if seconds[key] else "-"
-            for key in ("generating", "training", "publishing", "waiting_for_data")
-        ]
-        assert row.split() == [
-            arm["name"],
-            f"{arm['speedup']:.2f}",
-            f"{summary['tokens_per_s']:,.0f}",
-            f"{summary['duration_s'] / 6:.4g}",
-            f"{summary['lag']['mean']:.2f}",
-            str(summary["lag"]["max"]),
-            *shares,
-        ]
-
-
-@pytest.mark.usefixtures("in_this_process", "no_figures")
-def test_json_of_compare_is_the_comparison_of_the_folder(command: Command, tmp_path: Path, tiny: Path) -> None:
-    tiny.write_text(TINY + COMPARE)
-    result = command("compare", tiny, "--json", "--seed", 8, "--out", tmp_path / "out")
-    assert (result.status, result.err) == (0, "")
-    assert json.loads(result.out) == json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert load_run(tmp_path / "out" / "as_given" / "pipeline" / "run.toml").seed == 8
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_without_a_compare_table_the_run_is_compared_with_conventional_rl(command: Command, tiny: Path) -> None:
-    result = json.loads(command("compare", tiny, "--json").out)
-    assert result["baseline"] == "conventional G=32"
-    names = [arm["name"] for arm in result["scenarios"][0]["arms"]]
-    assert names == ["pipeline (as given)", "conventional G=8", "conventional G=16", "conventional G=32"]
+    assert kept.too_short[0] in result.out
+    rows = [line.split() for line in result.out.splitlines()]
+    assert all(row[1:] in rows for row in comparison_page(kept).tables[0].rows)
+    printed = command("compare", tiny, "--json", "--seed", 8, "--out", tmp_path / "again")
+    assert (printed.status, printed.err) == (0, "")
+    assert json.loads(printed.out) == json.loads((tmp_path / "again" / "comparison.json").read_text())
+    assert load_run(tmp_path / "again" / "as_given" / "pipeline" / "run.toml").seed == 8
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process", "small_figures")
-def test_the_same_comparison_gives_the_same_bytes_in_every_file_and_figure(
+def test_the_same_comparison_gives_the_same_bytes_in_every_file_and_figure_and_ends_with_three_of_them(
     command: Command, tmp_path: Path, tiny: Path
 ) -> None:
     tiny.write_text(TINY + COMPARE)
-    for name in ("first", "second"):
-        assert command("compare", tiny, "--out", tmp_path / name).status == 0
+    said = [command("compare", tiny, "--out", tmp_path / name).out for name in ("first", "second")]
     first = everything_in(tmp_path / "first")
     assert {"comparison.json", "as_given/pipeline/steps.csv", "figures/time_split.png"} <= set(first)
     assert first == everything_in(tmp_path / "second")
+    assert "\nThe fastest is " in said[0]
+    shown = [Path(line.strip()) for line in said[0].splitlines() if line.endswith(".png")]
+    assert [one.stem for one in shown] == [name for name in LOOK_FIRST if name in {one.stem for one in shown}]
+    assert len(shown) == 3
+    assert all(one.is_file() for one in shown)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -89,27 +68,22 @@ def test_paper_mode_is_compared_in_flashes_with_the_analytic_curves_beside_it(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("has_baseline", [True, False])
-def test_a_comparison_of_which_a_run_fails_shows_the_others_with_status_1(
-    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, has_baseline: bool
+@pytest.mark.usefixtures("in_this_process", "small_figures")
+def test_a_comparison_whose_baseline_fails_shows_the_others_with_status_1(
+    command: Command, tmp_path: Path, tiny: Path
 ) -> None:
-    """Where the baseline is among the failed there is no speed-up to draw, but all else."""
-    monkeypatch.setattr(analysis.style, "DPI", 20)
-    baseline = "pipeline" if has_baseline else "stalls"
+    """There is no speed-up to draw, but all else."""
     arms = f'[{{ name = "pipeline" }}, {{ name = "stalls", set = {json.dumps(STALLS)} }}]'
-    tiny.write_text(f'{TINY}\n[compare]\nbaseline = "{baseline}"\narms = {arms}\n')
-    with tiny.open("a") as file:
-        file.write('scenarios = [{ name = "one" }, { name = "other", set = ["seed=5"] }]\n')
+    scenarios = '[{ name = "one" }, { name = "other", set = ["seed=5"] }]'
+    tiny.write_text(f'{TINY}\n[compare]\nbaseline = "stalls"\narms = {arms}\nscenarios = {scenarios}\n')
     result = command("compare", tiny, "--out", tmp_path / "out")
     assert result.status == 1
     assert result.err.startswith("pipelinerl: scenario 'one', arm 'stalls': stalled: more than ")
     assert result.err.count("\n") == 2
-    row, _ = [line for line in result.out.splitlines() if line.startswith("pipeline")]
-    assert row.split()[1] == ("1.00" if has_baseline else "-")
+    assert [line.split()[1] for line in result.out.splitlines() if line.startswith("pipeline")] == ["-", "-"]
     names = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
     assert "lag_by_step" in names
-    assert ("speedup_by_scenario" in names) == has_baseline
+    assert "speedup_by_scenario" not in names
 
 
 @pytest.mark.usefixtures("in_this_process")

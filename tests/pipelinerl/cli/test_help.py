@@ -1,6 +1,5 @@
 """Help, installation, and what is missing without extras."""
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import COMPARE, TINY, Command, program
+from command_line import COMPARE, TINY, Command, all_of, program
 from run_folders import everything_in
 
 import pipelinerl.cli
@@ -45,24 +44,17 @@ def test_the_version_is_the_packages(command: Command) -> None:
     assert command("--version").out == f"pipelinerl {pipelinerl.__version__}\n"
 
 
-RUN_OPTIONS = ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json")
-WORDS = {
-    "simulate": RUN_OPTIONS,
-    "compare": RUN_OPTIONS,
-    "plot": ("{DIR}...", "--out"),
-    "timeline": ("DIR", "--trace full", "--out", "--begin", "--end"),
-    "replay": ("DIR", "--trace full"),
-}
-
-
-@pytest.mark.parametrize(("name", "words"), WORDS.items())
-def test_help_of_a_command_names_what_it_takes_and_its_options(
-    command: Command, name: str, words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("simulate", ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json")),
+        ("timeline", ("DIR", "--trace full", "--out", "--begin", "--end")),
+    ],
+)
+def test_help_of_a_command_names_its_arguments_and_options(command: Command, name: str, words: tuple[str, ...]) -> None:
     result = command(name, "--help")
     assert (result.status, result.err) == (0, "")
-    for word in words:
-        assert word in result.out
+    assert [word for word in words if word not in result.out] == []
 
 
 def test_the_installed_command_is_this_one() -> None:
@@ -134,16 +126,6 @@ def on_a_terminal(*words: object) -> tuple[int, str, bytes]:
         shown = thread.submit(all_of, ours)  # meanwhile: one that nobody reads holds the program up once it is full
         out, _ = process.communicate()
     return process.returncode, out, shown.result()
-
-
-def all_of(terminal: int) -> bytes:
-    """Return what a terminal shows until its other end is closed."""
-    shown = b""
-    with contextlib.suppress(OSError):  # Linux: the other end is closed
-        while chunk := os.read(terminal, 4096):
-            shown += chunk
-    os.close(terminal)
-    return shown
 
 
 def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_path: Path, tiny: Path) -> None:

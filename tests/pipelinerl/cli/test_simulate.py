@@ -1,7 +1,8 @@
-"""`pipelinerl simulate`: what it prints, what the folder holds, and what a run that fails leaves."""
+"""`pipelinerl simulate`: what it prints and draws, what the folder holds, and what a run that fails leaves."""
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from command_line import EMPIRICAL, RUN_FILES, STALLS, Command, Result, assert_fails, program, sets
 from run_folders import everything_in, rows_of
 
+from pipelinerl.cli.output import figures_named
 from pipelinerl.config.run_file import load_run
-from pipelinerl.pages.page import duration
+from pipelinerl.pages.runs import run_page
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import RunFolder
 
 
@@ -22,32 +25,16 @@ def test_the_run_folder_holds_the_run_and_the_table_its_numbers(
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == RUN_FILES
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["optimizer_steps"], summary["complete"]) == (6, True)
-    lag, rollouts = summary["lag"], summary["rollouts"]
-    for number in (
-        "tiny.toml: pipeline",
-        f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['samples_per_s']:,.1f} samples/s",
-        f"mean {lag['mean']:.2f}, p95 {lag['p95']}, p99 {lag['p99']}, max {lag['max']}",
-        f"{lag['in_flight_mean']:.2f} in flight, {lag['in_queue_mean']:.2f} in queue",
-        f"training {summary['seconds']['training'] / summary['duration_s']:.0%}",
-        f"generation {summary['utilisation']['generation']:.0%}, training {summary['utilisation']['training']:.0%}",
-        summary["bottleneck"],
-        duration(summary["duration_s"]),
-        f"{rollouts['started']:,} started",
-        f"{rollouts['trained']:,} trained",
-    ):
-        assert number in result.out
+    page = run_page({"tiny": RunReport.read(tmp_path / "run" / "summary.json")})
+    assert "tiny.toml: pipeline" in result.out
+    assert all(cell in result.out for row in page.tables[0].rows for text in row for cell in text.splitlines())
+    assert page.answer not in " ".join(result.out.split())  # the table alone
     rows = rows_of(tmp_path / "run")
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert sum(int(row["tokens"]) for row in rows) == summary["tokens_trained"]
-
-
-def test_json_on_stdout_is_the_summary_of_the_folder(
-    command: Command, tmp_path: Path, tiny: Path, no_figures: None
-) -> None:
-    result = command("simulate", tiny, "--json", "--out", tmp_path / "run")
-    assert (result.status, result.err) == (0, "")
-    assert json.loads(result.out) == json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert json.loads(command("simulate", tiny, "--json").out) == json.loads(result.out)
+    printed = command("simulate", tiny, "--json", "--out", tmp_path / "again")
+    assert (printed.status, printed.err) == (0, "")
+    assert json.loads(printed.out) == json.loads((tmp_path / "again" / "summary.json").read_text()) == summary
 
 
 def test_without_out_nothing_is_written(command: Command, tmp_path: Path, tiny: Path) -> None:
@@ -56,24 +43,13 @@ def test_without_out_nothing_is_written(command: Command, tmp_path: Path, tiny: 
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bytes_in_every_file_and_figure(
-    command: Command, tmp_path: Path, tiny: Path, small_figures: None
-) -> None:
-    """The folders have the same name, as figures name a run by its folder."""
-    for name in ("first", "second"):
-        assert command("simulate", tiny, "--out", tmp_path / name / "run", "--trace", "full").status == 0
-    first = everything_in(tmp_path / "first" / "run")
-    assert {*RUN_FILES, "trace.jsonl.gz", "figures/lag_by_step.png", "figures/time_split.pdf"} <= set(first)
-    assert first == everything_in(tmp_path / "second" / "run")
-
-
-def test_another_seed_gives_another_run_and_the_option_overrides_the_file(
+def test_a_seed_gives_the_same_bytes_and_another_one_others_and_the_option_overrides_the_file(
     command: Command, tmp_path: Path, tiny: Path, no_figures: None
 ) -> None:
     for name, seed in (("a", ()), ("b", ("--seed", 4)), ("c", ("--seed", 3)), ("d", ("--set", "seed=4"))):
         assert command("simulate", tiny, *seed, "--out", tmp_path / name, "--trace", "full").status == 0
     a, b, c, d = (everything_in(tmp_path / name) for name in "abcd")
+    assert set(a) == {*RUN_FILES, "trace.jsonl.gz"}
     assert a == c
     assert b == d
     for name in a:
@@ -132,3 +108,23 @@ def test_a_file_that_may_not_grow_leaves_no_traceback(tmp_path: Path, tiny: Path
     command = [*program(limit), "simulate", tiny, "--out", tmp_path / "run", "--set", "optimizer_steps=100"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert_fails(Result(ended.returncode, ended.stdout, ended.stderr), 1, "File too large")
+
+
+def test_three_figures_are_shown_and_the_others_named() -> None:
+    stems = ["lag_by_position", "lag_by_step", "time_split", "reward", "throughput_against_max_lag"]
+    said = figures_named([Path("out") / f"{stem}.{kind}" for stem in stems for kind in ("png", "pdf")])
+    shown = [f"  out/{stem}.png" for stem in ("throughput_against_max_lag", "time_split", "lag_by_step")]
+    assert said.splitlines() == ["Figures:", *shown, "  and lag_by_position, reward"]
+
+
+def test_without_matplotlib_the_numbers_are_kept_and_a_line_says_so(
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"matplotlib", "analysis"}]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = command("simulate", tiny, "--out", tmp_path / "out")
+    assert result.status == 0
+    assert result.err.count("\n") == 1
+    assert "matplotlib is not installed" in result.err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == RUN_FILES

@@ -29,11 +29,6 @@ def test_by_name_gives_every_table():
     assert (tables.gpu, tables.model, tables.level) == ("H100", "Qwen2.5-7B", Level.PESSIMISTIC)
 
 
-def test_a_copy_of_a_run_file_by_name_is_the_same():
-    config = by_name(level="optimistic", coefficients={"pause_s": 0.5}, training={"token_s": 1e-4})
-    assert parse_run(tomllib.loads(dump_run(config))) == config
-
-
 def test_weights_travel_as_train_transport_has_it_unless_the_run_file_says_how_long_they_take():
     """The default of GPUs apart is to send while all go on; what [hardware] says of the weights comes first."""
     staged = resolved_hardware(trained(trainer={})).weights
@@ -61,7 +56,7 @@ def test_a_run_and_its_simulation_choose_the_same_transport(device, transport, c
     assert train.chosen_transport(colocated=colocated).name == chosen
 
 
-def test_what_is_given_stays():
+def test_given_tables_stay():
     given_tables = {
         "decode": {"kind": "affine", "step_s": 0.01}, "prefill": {"token_s": 1e-5}, "kv_cache_tokens": 1234,
         "training": {"token_s": 1e-3}, "weights": {"pause_s": 0.5}, "switch": {"to_training_s": 3.0},
@@ -128,15 +123,6 @@ def test_paths_of_a_run_file_are_relative_to_it(tmp_path):
     assert simulate(config).samples_trained == 16
 
 
-def test_a_model_that_does_not_fit_is_one_line_with_the_size_that_does():
-    """141 GB on 73.5 usable of each: two have 147.1, which leaves room for 100 tokens."""
-    config = parse_run(run_data(gpu="H100", model="Llama-3.1-70B"))
-    assert message(resolved_hardware, config) == (
-        "cluster.tensor_parallel=1 is too small for Llama-3.1-70B on H100: weights of 141.1 GB and the KV cache of one "
-        "rollout of 100 tokens need 141.1 GB, 73.5 GB are available; the smallest that fits is tensor_parallel=2"
-    )
-
-
 def test_each_kind_of_accelerator_has_to_hold_its_own_side():
     """70B, 141 GB: one MI300X holds it as an engine, one H100 does not, whoever trains."""
     held = parse_run(run_data(gpu="H100", generation_gpu="MI300X", model="Llama-3.1-70B"))
@@ -153,36 +139,32 @@ def test_each_kind_of_accelerator_has_to_hold_its_own_side():
     assert "is too small for Llama-3.1-70B on H100:" in message(resolved_hardware, swapped)
 
 
-def test_an_unknown_accelerator_of_the_engines_is_one_line_with_its_key():
-    line = message(resolved_hardware, by_name(generation_gpu="H2O"))
-    assert line.startswith(
-        "hardware.generation_gpu must be a name of the catalogue or a file, got 'H2O'; did you mean H20"
-    )
-
-
-def test_a_rollout_that_does_not_fit_is_one_line():
-    """32B: 65.5 GB of weights leave 8 GB, 30 521 tokens, for a rollout of 40 000."""
-    tables = run_data(gpu="H100", model="Qwen2.5-32B") | {"workload": {"length": {"kind": "fixed", "max": 40_000}}}
-    line = message(resolved_hardware, parse_run(tables))
-    assert "one rollout of 40000 tokens need 76.0 GB, 73.5 GB are available" in line
-
-
-def test_a_reserve_larger_than_the_memory_never_fits():
-    line = message(resolved_hardware, by_name(coefficients={"memory_reserve_bytes": 1e12}))
-    assert "0.0 GB are available; none is large enough" in line
+RANGE = "hardware.gpu, hardware.model and hardware.coefficients give a table that a run file could not have: "
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "fault"),
+    ("overrides", "words"),
     [
-        ("training_step_s", 1e308, "TrainingConfig.step_s must be at most 100000, got 1e+308"),
-        ("layer_overhead_s", 1e308, "RooflineDecode.step_overhead_s must be a number, got Infinity"),
+        # 141 GB on 73.5 usable of each: two have 147.1, which leaves room for 100 tokens.
+        (["hardware.model=Llama-3.1-70B"],
+            "cluster.tensor_parallel=1 is too small for Llama-3.1-70B on H100: weights of 141.1 GB and the KV cache of "
+            "one rollout of 100 tokens need 141.1 GB, 73.5 GB are available; the smallest that fits is "
+            "tensor_parallel=2"),
+        # 65.5 GB of weights leave 8 GB, 30 521 tokens, for a rollout of 40 000.
+        (["hardware.model=Qwen2.5-32B", "workload.length.max=40000"],
+            "one rollout of 40000 tokens need 76.0 GB, 73.5 GB are available"),
+        (["hardware.coefficients.memory_reserve_bytes=1e12"], "0.0 GB are available; none is large enough"),
+        (["hardware.generation_gpu=H2O"],
+            "hardware.generation_gpu must be a name of the catalogue or a file, got 'H2O'; did you mean H20"),
+        (["hardware.coefficients.training_step_s=1e308"],
+            f"{RANGE}TrainingConfig.step_s must be at most 100000, got 1e+308"),
+        (["hardware.coefficients.layer_overhead_s=1e308"],
+            f"{RANGE}RooflineDecode.step_overhead_s must be a number, got Infinity"),
     ],
-)
-def test_coefficients_that_give_a_table_out_of_range_are_one_line(name, value, fault):
-    assert message(resolved_hardware, by_name(coefficients={name: value})) == (
-        "hardware.gpu, hardware.model and hardware.coefficients give a table that a run file could not have: " + fault
-    )
+)  # fmt: skip
+def test_what_does_not_fit_or_is_unknown_is_one_line(overrides, words):
+    config = parse_run(with_overrides(run_data(gpu="H100", model="Qwen2.5-7B"), overrides))
+    assert words in message(resolved_hardware, config)
 
 
 def run_values(config, *, accelerators=8, longest=9000):
@@ -216,7 +198,7 @@ def test_a_pack_holds_the_longest_rollout_or_training_does_not_fit():
     assert fits(trained("central"), longest=80_000)
 
 
-def test_what_the_run_file_says_about_its_trainer_counts_at_every_level():
+def test_stated_settings_of_the_trainer_count_at_every_level():
     """Packs and recomputation are known then: of these the band has none, and a pack that does not fit is refused."""
     for level in Level:
         values = run_values(trained(level.value, {"pack_tokens": 12_000, "activation_checkpointing": True}))

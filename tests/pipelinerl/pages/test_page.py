@@ -1,5 +1,6 @@
 """Words and numbers of all pages; a page in Markdown and on a terminal."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,10 +119,11 @@ seed = 1
 
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Print a page on a terminal of 80 columns, and return its lines without spaces at their ends."""
+    """Print a page, or a table alone, on a terminal of 80 columns; return the lines without spaces at their ends."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def show(page: Page, **options: bool) -> list[str]:
+    def show(shown: Page | Table, **options: bool) -> list[str]:
+        page = Page(title="", question="", answer="", tables=[shown]) if isinstance(shown, Table) else shown
         print_page(page, "[blue]run.toml", **options)
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 80
@@ -144,7 +146,7 @@ def test_rows_are_below_a_heading_or_below_their_first_cell(printed: Any) -> Non
     def table(layout: Layout) -> list[str]:
         rows = [["x", "fast", "1,250"], ["x", "slow", "12"]]
         made = Table(title="t", columns=("scenario", "arm", "tok/s"), rows=rows, layout=layout)
-        lines = [line for line in printed(Page(title="", question="", answer="", tables=[made])) if line]
+        lines = [line for line in printed(made) if line]
         return lines[1 + next(number for number, line in enumerate(lines) if "───" in line) :]
 
     assert [line.split() for line in table(Layout.GROUPED)] == [["x"], ["fast", "1,250"], ["slow", "12"]]
@@ -153,9 +155,8 @@ def test_rows_are_below_a_heading_or_below_their_first_cell(printed: Any) -> Non
 
 def test_an_answer_with_reasons_is_above_the_table_and_its_commands_are_below_it(printed: Any) -> None:
     reasons = [Section("why", ["It is fast."], Place.ANSWER), Section("next", ["Measure:", "$ do it"], Place.ANSWER)]
-    lines = printed(
-        Page(title="", question="", answer="One.\nTwo.", facts=[("Cost", "2 USD")], sections=reasons, tables=[TABLE])
-    )
+    facts = [("Cost", "2 USD")]
+    lines = printed(replace(PAGE, answer="One.\nTwo.", facts=facts, sections=reasons))
     assert lines[:6] == ["answer  One.", "        Two.", "why     It is fast.", "next    Measure:", "$ do it", ""]
     assert "One." not in lines[6:]
     assert lines[-1] == "cost: 2 USD"
@@ -163,9 +164,6 @@ def test_an_answer_with_reasons_is_above_the_table_and_its_commands_are_below_it
 
 def test_a_table_to_read_from_top_to_bottom_is_ruled_and_findings_have_colours(printed: Any) -> None:
     ruled = Table(title="t", columns=("", ""), rows=[["busy", "2 %"]], sortable=False, texts=("",))
-    assert any(
-        line.startswith("│ busy │ 2 %") for line in printed(Page(title="", question="", answer="", tables=[ruled]))
-    )
+    assert any(line.startswith("│ busy │ 2 %") for line in printed(ruled))
     found = Table(title="t", columns=("what", "finding"), rows=[["links", "ok"], ["disk", "wrong"]])
-    lines = printed(Page(title="", question="", answer="", tables=[found]))
-    assert [line.split() for line in lines[-3:-1]] == [["links", "ok"], ["disk", "wrong"]]
+    assert [line.split() for line in printed(found)[-3:-1]] == [["links", "ok"], ["disk", "wrong"]]

@@ -7,8 +7,8 @@ from tiny_plan import priced_plan
 
 from pipelinerl.config.run import ClusterConfig
 from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.pages.page import Place, Section
-from pipelinerl.pages.plans import cases_page, choice, measurements, plan_page, probability
+from pipelinerl.pages.page import Page
+from pipelinerl.pages.plans import cases_page, choice, plan_page, probability
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -41,14 +41,16 @@ def report(*measurements: MeasurementValue, **changed: Any) -> CertaintyReport:
     return made.model_copy(update=changed)
 
 
+def sections(page: Page) -> dict[str, list[str]]:
+    """The lines of each section by title."""
+    return {one.title: list(one.lines) for one in page.sections}
+
+
 def answers(*measurements: MeasurementValue, **changed: Any) -> dict[str, list[str]]:
+    """The sections of a plan with these measurements; ``changed`` are keys of its certainty or of the plan."""
+    of_plan = {key: changed.pop(key) for key in [*changed] if key in PlanReport.model_fields}
     certainty = report(*measurements, **changed)
-    return sections(priced_plan().model_copy(update={"certainty": certainty}))
-
-
-def sections(plan: PlanReport) -> dict[str, list[str]]:
-    """The lines of each section of its page by title."""
-    return {one.title: list(one.lines) for one in plan_page(plan).sections}
+    return sections(plan_page(priced_plan().model_copy(update={"certainty": certainty, **of_plan})))
 
 
 def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() -> None:
@@ -60,8 +62,7 @@ def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() 
     own = priced_plan().own
     assert own is not None
     beyond = own.model_copy(update={"keeps_to_limits": False, "recommended_over_own": 0.8})
-    made = priced_plan().model_copy(update={"certainty": report(), "own": beyond})
-    assert sections(made)["why"] == [f"{fastest} The run file is 25% faster and breaks a limit."]
+    assert answers(own=beyond)["why"] == [f"{fastest} The run file is 25% faster and breaks a limit."]
     other = priced_plan().simulated[-1]
     faster = {"expected": other.label, "expected_faster": 0.19}
     assert answers(**faster, expected_regret=0.15)["why"] == [
@@ -76,52 +77,29 @@ def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() 
 
 
 @pytest.mark.parametrize(
-    ("kind", "split"),
+    ("kind", "gpus", "generate", "idle", "words"),
     [
-        (
-            "pipeline",
-            "Pipeline RL: 3 GPUs generate and 1 trains; 8 sequences in progress on each engine of one GPU; new w",
-        ),
-        (
-            "one_step_off",
-            "One_step_off RL: 3 GPUs generate and 1 trains; 8 sequences in progress on each engine of one",
-        ),
-        (
-            "conventional",
-            "Conventional RL: all 4 GPUs generate, then all train; 8 sequences in progress on each engine",
-        ),
-        (
-            "partial_rollouts",
-            "Partial_rollouts RL: all 4 GPUs generate, then all train; 8 sequences in progress on eac",
-        ),
+        ("pipeline", 4, 3, None, "Pipeline RL: 3 GPUs generate and 1 trains"),
+        ("pipeline", 2, 1, None, "Pipeline RL: 1 GPU generates and 1 trains"),
+        ("one_step_off", 4, 3, None, "One_step_off RL: 3 GPUs generate and 1 trains"),
+        ("conventional", 4, 3, None, "Conventional RL: all 4 GPUs generate, then all train"),
+        ("partial_rollouts", 4, 3, None, "Partial_rollouts RL: all 4 GPUs generate, then all train"),
+        ("conventional", 4, None, 1, "Conventional RL: 4 of 5 GPUs generate, then these train, and 1 stands idle"),
+        ("conventional", 4, None, 3, "Conventional RL: 4 of 7 GPUs generate, then these train, and 3 stand idle"),
     ],
 )
-def test_the_answer_says_which_gpus_do_what(kind: str, split: str) -> None:
-    """Where the same GPUs do both, a split that the question holds is not one of the answer."""
+def test_the_answer_says_which_gpus_do_what(
+    kind: str, gpus: int, generate: int | None, idle: int | None, words: str
+) -> None:
+    """Where the same GPUs generate and train, the answer has no split, even if the question has one."""
     best = priced_plan().recommended
     scheduler = SchedulerConfig(kind=kind, train_batch_size=8, generation_batch_size=8, publish_every=2)
-    cluster = ClusterConfig(accelerators=4, generation_accelerators=3)
-    words = choice(best.model_copy(update={"scheduler": scheduler, "cluster": cluster}))
-    assert words.startswith(split)
-    assert ("optimizer steps on what was generated at once" in words) == (kind != "pipeline")
-    assert f"That gives {best.tokens_per_s:,.0f} tokens/s (" in words
-
-
-def test_one_gpu_generates_and_one_trains() -> None:
-    scheduler = SchedulerConfig(kind="pipeline", train_batch_size=8, generation_batch_size=8)
-    changed = {"scheduler": scheduler, "cluster": ClusterConfig(accelerators=2, generation_accelerators=1)}
-    words = choice(priced_plan().recommended.model_copy(update=changed))
-    assert words.startswith("Pipeline RL: 1 GPU generates and 1 trains; 8 sequences")
-
-
-@pytest.mark.parametrize(("idle", "rest"), [(1, "1 stands idle"), (3, "3 stand idle")])
-def test_the_answer_says_which_gpus_stand_idle(idle: int, rest: str) -> None:
-    scheduler = SchedulerConfig(kind="conventional", train_batch_size=8, generation_batch_size=8)
-    changed = {"scheduler": scheduler, "cluster": ClusterConfig(accelerators=4), "idle": idle}
-    words = choice(priced_plan().recommended.model_copy(update=changed))
-    assert words.startswith(
-        f"Conventional RL: 4 of {4 + idle} GPUs generate, then these train, and {rest}; 8 sequences"
-    )
+    cluster = ClusterConfig(accelerators=gpus, generation_accelerators=generate)
+    said = choice(best.model_copy(update={"scheduler": scheduler, "cluster": cluster, "idle": idle}))
+    assert said.startswith(f"{words}; 8 sequences in progress on each engine of one GPU; ")
+    assert ("optimizer steps on what was generated at once" in said) == (kind != "pipeline")
+    assert "; new weights every 2 optimizer steps (" in said
+    assert f"That gives {best.tokens_per_s:,.0f} tokens/s (" in said
 
 
 def test_how_sure_a_plan_is_of_its_speed_its_limits_and_its_memory() -> None:
@@ -134,16 +112,9 @@ def test_how_sure_a_plan_is_of_its_speed_its_limits_and_its_memory() -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [
-        (0.0, "at most 0.005"),
-        (0.006, "0.01"),
-        (0.5, "0.50"),
-        (0.994, "0.99"),
-        (0.9951, "at least 0.995"),
-        (1.0, "at least 0.995"),
-    ],
+    [(0.0, "at most 0.005"), (0.006, "0.01"), (0.5, "0.50"), (0.994, "0.99"), (0.9951, "at least 0.995")],
 )
-def test_no_probability_is_told_as_certain(value: float, words: str) -> None:
+def test_no_probability_is_shown_as_certain(value: float, words: str) -> None:
     assert probability(value) == f"with probability {words}"
 
 
@@ -166,11 +137,9 @@ def test_asynchronous_rl_is_certain_or_it_is_said_what_decides(
 
 def test_the_assumption_with_the_most_effect_is_among_what_it_depends_on() -> None:
     others = [
-        Instead(value=0.5, throughput=1.47, fastest="pipeline"),
-        Instead(value=2.0, throughput=0.9, fastest=None),
+        Instead(value=v, throughput=x, fastest=kind) for v, x, kind in ((0.5, 1.47, "pipeline"), (2.0, 0.9, None))
     ]
-    made = priced_plan().model_copy(update={"assumed": [Assumed(key="workload.length.cv", value=1.0, instead=others)]})
-    assert sections(made)["depends on"][-1] == (
+    assert answers(assumed=[Assumed(key="workload.length.cv", value=1.0, instead=others)])["depends on"][-1] == (
         "The assumption with the most effect is workload.length.cv = 1: 0.5 gives +47% (pipeline turns "
         "the fastest), 2 gives -10%."
     )
@@ -187,18 +156,13 @@ def test_the_next_step_is_the_measurement_that_gains_nearly_all_for_the_fewest_c
         "with --measured:",
         "$ do it",
     ]
-    title = "throughput that a measurement gains on average, and the probability of the fastest, 0.58 now"
-    assert measurements(report(*some)) == Section(
-        title,
-        [
-            "+2.0%, 0.70: weight transfer (about 6 minutes on 8 GPUs)",
-            "nothing: decode step",
-            "+2.4%, 0.70: weight transfer and mean answer (about 6 minutes on 8 GPUs)",
-        ],
-        Place.LIST,
-    )
-    no_surer = measurements(report(*some, right=0.7)).lines
-    assert no_surer[0] == "+2.0%: weight transfer (about 6 minutes on 8 GPUs)"
+    title = "throughput that a measurement gains on average, and the probability of the fastest, {} now"
+    assert answers(*some)[title.format("0.58")] == [
+        "+2.0%, 0.70: weight transfer (about 6 minutes on 8 GPUs)",
+        "nothing: decode step",
+        "+2.4%, 0.70: weight transfer and mean answer (about 6 minutes on 8 GPUs)",
+    ]
+    assert answers(*some, right=0.7)[title.format("0.70")][0] == "+2.0%: weight transfer (about 6 minutes on 8 GPUs)"
 
 
 def test_without_a_command_that_gains_nearly_all_the_best_command_is_next() -> None:
@@ -206,14 +170,14 @@ def test_without_a_command_that_gains_nearly_all_the_best_command_is_next() -> N
     assert answers(far, near)["next"][1:] == ["$ do it"]
     know = "Know mean answer, which gains 5.0% throughput on average, and ask again;"
     assert answers(far)["next"] == [f"{know} train --check measures that where the run file has [train]."]
-    made = priced_plan().model_copy(update={"certainty": report(far), "asked": {"train": {}}})
-    assert sections(made)["next"] == [f"{know} no command measures that."]
+    assert answers(far, asked={"train": {}})["next"] == [f"{know} no command measures that."]
 
 
 def test_nothing_to_measure_is_said() -> None:
     for some in ((), (value("switch", gain=0.0),)):
-        assert answers(*some)["next"] == ["No measurement would change the plan: run it."]
-        assert not measurements(report(*some)).lines
+        said = answers(*some)
+        assert said["next"] == ["No measurement would change the plan: run it."]
+        assert not next(lines for title, lines in said.items() if title.startswith("throughput that a measurement"))
 
 
 def test_the_table_has_the_recommendation_and_the_candidates_it_was_compared_with() -> None:
@@ -225,14 +189,13 @@ def test_the_table_has_the_recommendation_and_the_candidates_it_was_compared_wit
     for one in (report.recommended, report.runner_up, report.own):
         assert one is not None
         assert [f"{one.tokens_per_s:,.0f}"] in [row[2:3] for row in table.rows if row[1] in one.label]
-    assert f"bottleneck: {report.recommended.verdict}" in page.section("what limits it")
+    assert f"bottleneck: {report.recommended.verdict}" in sections(page)["what limits it"]
 
 
 def test_a_run_file_of_a_kind_that_was_not_tried_is_marked() -> None:
-    report = priced_plan()
-    assert report.own is not None
-    other = report.own.model_copy(update={"among_schedulers": False})
-    lines = sections(report.model_copy(update={"own": other}))["what limits it"]
+    own = priced_plan().own
+    assert own is not None
+    lines = answers(own=own.model_copy(update={"among_schedulers": False}))["what limits it"]
     marked = "run file (only to compare with: plan.schedulers has no pipeline): recommended is "
     assert any(line.startswith(marked) for line in lines)
 
@@ -240,8 +203,7 @@ def test_a_run_file_of_a_kind_that_was_not_tried_is_marked() -> None:
 def test_assumptions_and_the_differences_from_another_plan_are_listed() -> None:
     report = priced_plan()
     best = report.recommended
-    *_, assumed = sections(report).values()
-    assert assumed == []
+    assert plan_page(report).sections[-1].lines == []
     slower = Instead(value="A100", throughput=0.5, fastest=None)
     other = Against(
         name="old", label=best.label, family=best.family, tokens_per_s=best.tokens_per_s / 2, lag_mean=1.0,
@@ -270,15 +232,16 @@ def test_the_page_of_cases_names_the_fastest_the_cheapest_and_the_winners() -> N
         update={"tokens_per_s": 2 * best.tokens_per_s, "cost": dear, "family": "conventional", "label": "other"}
     )
     page = cases_page({"4 GPUs": report, "8 GPUs": report.model_copy(update={"recommended": faster})}, failures=["no"])
+    said = sections(page)
     first, second = page.answer.splitlines()
     assert first.startswith(f"Fastest: 8 GPUs, {2 * best.tokens_per_s:,.0f} tokens/s for ")
     assert ". Cheapest: 4 GPUs, " in first
     assert first.endswith(". 8 GPUs: 100% faster than 4 GPUs, for 200% more per token.")
     assert second == "Pipeline wins with 4 GPUs; conventional wins with 8 GPUs."
-    assert f"{2 * best.tokens_per_s:,.0f} tokens/s" in page.section("8 GPUs")[0]
-    limits = page.section("what limits each")
+    assert f"{2 * best.tokens_per_s:,.0f} tokens/s" in said["8 GPUs"][0]
+    limits = said["what limits each"]
     assert (limits[0], limits[-1]) == (f"4 GPUs: {best.verdict}", "no")
-    assert [line[:7] for line in page.section("next") if not line.startswith("$ ")] == ["4 GPUs:", "8 GPUs:"]
+    assert [line[:7] for line in said["next"] if not line.startswith("$ ")] == ["4 GPUs:", "8 GPUs:"]
     assert [row[:2] for row in page.tables[0].rows] == [["4 GPUs", best.label], ["8 GPUs", "other"]]
     alone = cases_page({"4 GPUs": report}).answer
     assert alone.startswith(f"Fastest and cheapest: 4 GPUs, {best.tokens_per_s:,.0f} tokens/s for ")

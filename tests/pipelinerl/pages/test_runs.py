@@ -1,16 +1,17 @@
 """Pages of runs, comparisons and checks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import Command, sets
 from tiny_comparison import run
 
-from pipelinerl.pages.page import Page
+from pipelinerl.pages.page import Page, duration
 from pipelinerl.pages.runs import check_page, comparison_page, run_page
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
-from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, ScenarioReport
 from pipelinerl.records.reports import RunReport
 from sim.run import simulate
 
@@ -20,25 +21,40 @@ def summary() -> RunReport:
     return simulate(run())
 
 
-def numbers(report: RunReport) -> dict[str, str]:
-    """The rows of its table."""
-    return dict(run_page({"run": report}).tables[0].rows)
+def lines_of(page: Page, title: str) -> list[str]:
+    """The lines of a section."""
+    (lines,) = [list(one.lines) for one in page.sections if one.title == title]
+    return lines
 
 
-def test_an_incomplete_run_says_so(summary: RunReport) -> None:
-    assert "complete" not in numbers(summary)
-    assert numbers(summary.model_copy(update={"complete": False}))["complete"] == "no: the run ended early"
+def test_the_table_of_a_run_has_its_numbers_and_says_if_it_is_incomplete(summary: RunReport) -> None:
+    """The other numbers are those of its summary."""
 
+    def numbers(**changed: Any) -> dict[str, str]:
+        return dict(run_page({"run": summary.model_copy(update=changed)}).tables[0].rows)
 
-def test_a_run_of_no_time_at_all_has_a_table(summary: RunReport) -> None:
     nothing = summary.seconds.model_copy(update=dict.fromkeys(type(summary.seconds).model_fields, 0.0))
-    assert numbers(summary.model_copy(update={"duration_s": 0.0, "seconds": nothing}))["trainer's time"] == "none"
+    ended = numbers(complete=False, duration_s=0.0, seconds=nothing)
+    assert (ended["complete"], ended["trainer's time"]) == ("no: the run ended early", "none")
+    whole, lag, busy = numbers(), summary.lag, summary.utilisation
+    assert "complete" not in whole
+    expected = {
+        "throughput": f"{summary.tokens_per_s:,.0f} tokens/s, {summary.samples_per_s:,.1f} samples/s",
+        "token lag (optimizer steps)": f"mean {lag.mean:.2f}, p95 {lag.p95}, p99 {lag.p99}, max {lag.max}",
+        "  of the mean": f"{lag.in_flight_mean:.2f} in flight, {lag.in_queue_mean:.2f} in queue",
+        "busy": f"generation {busy.generation:.0%}, training {busy.training:.0%}",
+        "simulated time": duration(summary.duration_s),
+        "bottleneck": summary.bottleneck,
+    }
+    assert {key: whole[key] for key in expected} == expected
+    assert f"training {summary.seconds.training / summary.duration_s:.0%}" in whole["trainer's time"]
+    assert f"{summary.rollouts.started:,} started" in whole["rollouts"]
 
 
 @pytest.mark.parametrize("bottleneck", Bottleneck)
 def test_every_bottleneck_has_what_would_change_it(bottleneck: Bottleneck, summary: RunReport) -> None:
     page = run_page({"run": summary.model_copy(update={"bottleneck": bottleneck})})
-    (line,) = page.section("depends on")
+    (line,) = lines_of(page, "depends on")
     assert "make it faster" in line or "makes it faster" in line
 
 
@@ -51,34 +67,28 @@ def test_a_run_too_short_for_its_start_up_to_fade_says_so(command: Command, step
 
 def compared(*scenarios: dict[str, RunReport], speedup: float | None = 1.5) -> Page:
     """The page of arms by name in each scenario; the baseline is b."""
-    made = [
-        {
-            "name": f"scenario {number}",
-            "arms": [
-                {"name": name, "folder": "x", "speedup": speedup, "summary": one.to_dict()}
-                for name, one in arms.items()
-            ],
-        }
-        for number, arms in enumerate(scenarios)
-    ]
-    data = {"baseline": "b", "scenarios": made, "failures": ["one failed"], "complete": True}
-    return comparison_page(ComparisonReport.from_dict(data, name="comparison"))
+    made = []
+    for number, arms in enumerate(scenarios):
+        reports = [ArmReport(name=name, folder="x", speedup=speedup, summary=one) for name, one in arms.items()]
+        made.append(ScenarioReport(name=f"scenario {number}", arms=reports))
+    return comparison_page(ComparisonReport(baseline="b", scenarios=made, failures=["one failed"], complete=True))
 
 
 def test_a_comparison_has_a_row_per_arm_and_answers_with_the_fastest(summary: RunReport) -> None:
     slow = summary.model_copy(update={"tokens_per_s": summary.tokens_per_s / 2, "optimizer_steps": 0})
     page = compared({"a": summary, "b": slow}, {"a": summary, "b": slow}, {"a": slow, "b": summary})
     assert page.answer.startswith("The fastest is a: 2.00 times the trained tokens per second of b; its tokens lag ")
-    assert [row[:4] for row in page.tables[0].rows[:2]] == [
-        ["scenario 0", "a", "1.50", f"{summary.tokens_per_s:,.0f}"],
-        ["scenario 0", "b", "1.50", f"{slow.tokens_per_s:,.0f}"],
+    lag = [f"{summary.lag.mean:.2f}", f"{summary.lag.max}"]
+    shares = [f"{one / summary.duration_s:.0%}" if one else "-" for _, one in summary.seconds]
+    assert page.tables[0].rows[:2] == [
+        ["scenario 0", "a", "1.50", f"{summary.tokens_per_s:,.0f}", f"{summary.duration_s / 6:.4g}", *lag, *shares],
+        ["scenario 0", "b", "1.50", f"{slow.tokens_per_s:,.0f}", "-", *lag, *shares],  # no step, no seconds of it
     ]
-    assert page.tables[0].rows[1][4] == "-"  # no step, no seconds of it
-    assert page.section("depends on")[:2] == [
+    assert lines_of(page, "depends on")[:2] == [
         "scenario 1: the same one is fastest, 1.50 times as fast as b.",
         "scenario 2: b is fastest instead, 1.50 times as fast as b.",
     ]
-    assert page.section("failed") == ["one failed"]
+    assert lines_of(page, "failed") == ["one failed"]
 
 
 def test_a_comparison_without_its_baseline_or_without_a_run_has_a_page(summary: RunReport) -> None:
@@ -93,4 +103,4 @@ def test_a_check_has_a_row_per_measurement_and_its_advice() -> None:
     ]
     page = check_page(CheckReport(rows=rows))
     assert page.tables[0].rows == [["  links", "1 GB/s", "2 GB/s", "slow"], ["disk", "1 GB", "", "ok"]]
-    assert page.section("advice") == ["slow, links: look"]
+    assert lines_of(page, "advice") == ["slow, links: look"]

@@ -23,17 +23,17 @@ def test_a_run_that_trained_on_nothing_has_no_cost_per_token() -> None:
     assert cost.to_dict() == {"gpu_hours": 4.0, "gpu_hours_per_million_tokens": None}
 
 
-def test_each_kind_of_gpu_has_its_own_price_and_power() -> None:
-    """Of 8 GPUs 6 generate."""
-    config = tiny("cluster.accelerators=8", "cluster.generation_accelerators=6")
-    rates = BOTH.rates(config)
-    assert (rates.usd_per_hour, rates.watts) == (2 * 2.0 + 6 * 0.5, 2 * 700.0 + 6 * 400.0)
-    assert rates.usd_per_gpu_hour == pytest.approx(7 / 8)
-
-
-def test_colocated_accelerators_are_those_that_train() -> None:
-    rates = BOTH.rates(tiny("cluster.accelerators=8", "scheduler.kind='conventional'"))
-    assert (rates.usd_per_hour, rates.watts) == (16.0, 5600.0)
+@pytest.mark.parametrize(
+    ("kind", "usd", "watts"),
+    [("pipeline", 2 * 2.0 + 6 * 0.5, 2 * 700.0 + 6 * 400.0), ("conventional", 16.0, 5600.0)],
+)
+def test_each_kind_of_gpu_has_its_own_price_and_power_and_colocated_ones_are_those_that_train(
+    kind: str, usd: float, watts: float
+) -> None:
+    """Of 8 GPUs 6 generate, or all do both."""
+    cluster = ("cluster.accelerators=8", "cluster.generation_accelerators=6")
+    rates = BOTH.rates(tiny(*cluster, f"scheduler.kind={kind}"))
+    assert (rates.usd_per_hour, rates.watts, rates.usd_per_gpu_hour) == (usd, watts, usd / 8)
 
 
 def test_without_a_price_of_one_kind_there_is_no_money() -> None:

@@ -95,40 +95,48 @@ def test_lag_by_position_has_at_most_64_bins_and_null_where_no_token_is():
     }
 
 
-def test_the_generation_window_ends_when_three_times_the_first_rollouts_have_ended():
-    """Two slots: the sixth rollout ends at 3 s. Two rollouts and two tokens per second all the time."""
-    window = figures_of(in_rounds(rounds=9))["generation_window"]
-    assert window["width_s"] == 3.0 / 200
-    assert window["in_progress"] == pytest.approx([2.0] * 200)
-    assert window["tokens_per_s"] == pytest.approx([2.0] * 200)
+AGAIN = [RolloutAborted(0, 0, NO_TOKENS), start(0)]
+WINDOWS = {
+    # Two slots: the sixth rollout ends at 3 s.
+    "until three times the first rollouts have ended": (in_rounds(rounds=9), 3.0, 2.0),
+    # Two rollouts of 4 tokens in 4 s, one interrupted at 2 s; the window is the whole run.
+    "an interrupted rollout counts once to its end": (
+        [
+            (0.0, start(0), start(1)),
+            (2.0, RolloutAborted(0, 0, spans((0, 2))), start(0, 0, 2)),
+            (4.0, *ended(0, (0, 4)), *ended(1, (0, 4)), StartTraining((0, 1), 0, True), TrainingFinished(1, 0.0)),
+        ],
+        4.0,
+        2.0,
+    ),
+    # One slot; the third rollout ends at 8 s, the first was interrupted twice before.
+    "an interruption is no end": (
+        [
+            (0.0, start(0)),
+            (1.0, *AGAIN),
+            (2.0, *AGAIN),
+            (4.0, *ended(0, (0, 4)), start(1)),
+            (6.0, *ended(1, (0, 2)), start(2)),
+            (8.0, *ended(2, (0, 2)), start(3)),
+            (9.0, *ended(3, (0, 1)), StartTraining((0,), 0, True)),
+            (10.0, TrainingFinished(1, 1.0)),
+        ],
+        8.0,
+        1.0,
+    ),
+}
+"""History; end of the window; rollouts in progress and tokens per second all the time."""
 
 
-def test_a_rollout_in_the_window_that_was_interrupted_counts_once_to_its_end():
-    """Two rollouts of 4 tokens in 4 s, one interrupted at 2 s; the window is the whole run of 4 s."""
-    history = [
-        (0.0, start(0), start(1)),
-        (2.0, RolloutAborted(0, 0, spans((0, 2))), start(0, 0, 2)),
-        (4.0, *ended(0, (0, 4)), *ended(1, (0, 4)), StartTraining((0, 1), 0, True), TrainingFinished(1, 0.0)),
-    ]
-    window = figures_of(history)["generation_window"]
-    assert window["in_progress"] == pytest.approx([2.0] * 200)
-    assert window["tokens_per_s"] == pytest.approx([2.0] * 200)
+@pytest.mark.parametrize(("history", "end_s", "level"), WINDOWS.values(), ids=WINDOWS)
+def test_the_generation_window(history, end_s, level):
+    check_window(figures_of(history)["generation_window"], end_s, level)
 
 
-def test_an_interruption_is_no_end_for_the_window():
-    """One slot; the third rollout ends at 8 s, the first was interrupted twice before."""
-    again = [RolloutAborted(0, 0, NO_TOKENS), start(0)]
-    history = [
-        (0.0, start(0)),
-        (1.0, *again),
-        (2.0, *again),
-        (4.0, *ended(0, (0, 4)), start(1)),
-        (6.0, *ended(1, (0, 2)), start(2)),
-        (8.0, *ended(2, (0, 2)), start(3)),
-        (9.0, *ended(3, (0, 1)), StartTraining((0,), 0, True)),
-        (10.0, TrainingFinished(1, 1.0)),
-    ]
-    assert figures_of(history)["generation_window"]["width_s"] == 8.0 / 200
+def check_window(window, end_s, level):
+    assert window["width_s"] == end_s / 200
+    assert window["in_progress"] == pytest.approx([level] * 200)
+    assert window["tokens_per_s"] == pytest.approx([level] * 200)
 
 
 def test_the_window_of_a_colocated_run_is_its_first_generation_phase():
@@ -180,9 +188,7 @@ def test_a_full_timeline_ends_where_its_points_do(monkeypatch):
 def test_a_full_window_ends_where_its_rollouts_do(monkeypatch):
     """Room for four rollouts: the fifth starts at 2 s, so the window is the first two rounds."""
     monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 4)
-    window = figures_of(in_rounds(rounds=9))["generation_window"]
-    assert window["width_s"] == 2.0 / 200
-    assert window["in_progress"] == pytest.approx([2.0] * 200)
+    check_window(figures_of(in_rounds(rounds=9))["generation_window"], 2.0, 2.0)
 
 
 @pytest.mark.parametrize("last", ["finishes on its engine", "is ended by its environment", "fails", "is discarded"])

@@ -1,10 +1,9 @@
 """The ledger of a run: hand-written histories with hand-made sums."""
 
 import pickle
-from typing import get_args
 
 import pytest
-from ledger_histories import FIRST_STEP, STORY, ended, keys, ledger_of, spans, start, summary_of
+from ledger_histories import FIRST_STEP, STORY, ended, keys, ledger_of, play_to, spans, start, summary_of
 
 import pipelinerl.records.figure_data
 import pipelinerl.records.rollout_buffer
@@ -14,7 +13,6 @@ from pipelinerl.scheduler.events import (
     AbortRollout,
     DiscardReason,
     DiscardRollouts,
-    Event,
     PublishWeights,
     RolloutAborted,
     RolloutFailed,
@@ -63,7 +61,8 @@ def test_every_key_of_the_summary_by_hand():
 
 def test_every_column_of_the_steps_by_hand():
     """Step 2 begins at 8: 1 s publishing, 2 s training, 3 s of waiting. Step 3: 14 to 19."""
-    columns = list(zip(*([value for _, value in row] for row in rows_of(STORY)), strict=True))
+    rows = ledger_of(STORY, num_engines=2).steps
+    columns = list(zip(*([value for _, value in row] for row in rows), strict=True))
     assert columns == [
         (1, 2, 3),  # step
         (8.0, 14.0, 19.0),  # time_s
@@ -83,16 +82,10 @@ def test_every_column_of_the_steps_by_hand():
     ]
 
 
-def rows_of(history):
-    return ledger_of(history, num_engines=2).steps
-
-
 def test_a_step_is_reported_as_soon_as_it_is_done():
     reported = []
     ledger = RunLedger(num_engines=2, colocated=False, longest=10, on_step=lambda row: reported.append(row.time_s))
-    for time_s, *entries in STORY[:10]:
-        for entry in entries:
-            (ledger.event if isinstance(entry, get_args(Event)) else ledger.command)(time_s, entry)
+    play_to(ledger, STORY[:10])
     assert reported == [8.0, 14.0]
 
 
@@ -327,24 +320,21 @@ def test_quantiles_are_the_least_lags_that_reach_their_share(oldest, quantiles):
     assert lag["mean"] == lag["in_queue_mean"] == (45 + 2 * 4 + 3 * oldest) / sum(num_tokens)
 
 
-@pytest.mark.parametrize(
-    ("history", "busy_s"),
-    [
-        pytest.param([(2.0, start(0)), (5.0, *ended(0, (0, 3)))], 3.0, id="while it has a rollout"),
-        pytest.param(
-            [(2.0, start(0)), (3.0, start(1)), (5.0, *ended(0, (0, 3))), (6.0, *ended(1, (0, 3)))], 4.0, id="or two"
-        ),
-        pytest.param([(2.0, start(0)), (6.0, WeightsLoaded(0, 1, 1.5))], 6.5, id="less a pause"),
-        pytest.param([(2.0, start(0)), (6.0, WeightsLoaded(0, 1, 5.0))], 4.0, id="a pause longer than it was busy"),
-        pytest.param([(6.0, WeightsLoaded(0, 1, 5.0)), (7.0, start(0))], 3.0, id="a pause while it is idle"),
-        pytest.param(
-            [(2.0, start(0)), (5.0, RolloutAborted(0, 0, NO_TOKENS), start(0)), (6.0, WeightsLoaded(0, 1, 1.0))],
-            7.0,
-            id="an aborting update",
-        ),
-        pytest.param([(2.0, start(0)), (3.0, RolloutFailed(0, 0)), (8.0, start(1))], 3.0, id="until it fails"),
-    ],
-)
+BUSY = {
+    "while it has a rollout": ([(2.0, start(0)), (5.0, *ended(0, (0, 3)))], 3.0),
+    "or two": ([(2.0, start(0)), (3.0, start(1)), (5.0, *ended(0, (0, 3))), (6.0, *ended(1, (0, 3)))], 4.0),
+    "less a pause": ([(2.0, start(0)), (6.0, WeightsLoaded(0, 1, 1.5))], 6.5),
+    "a pause longer than it was busy": ([(2.0, start(0)), (6.0, WeightsLoaded(0, 1, 5.0))], 4.0),
+    "a pause while it is idle": ([(6.0, WeightsLoaded(0, 1, 5.0)), (7.0, start(0))], 3.0),
+    "an aborting update": (
+        [(2.0, start(0)), (5.0, RolloutAborted(0, 0, NO_TOKENS), start(0)), (6.0, WeightsLoaded(0, 1, 1.0))],
+        7.0,
+    ),
+    "until it fails": ([(2.0, start(0)), (3.0, RolloutFailed(0, 0)), (8.0, start(1))], 3.0),
+}
+
+
+@pytest.mark.parametrize(("history", "busy_s"), BUSY.values(), ids=BUSY)
 def test_an_engine_is_busy_while_it_works_on_a_rollout(history, busy_s):
     """Ten seconds long each, so that busy seconds are tenths; the publication is only there to end the history."""
     ledger = ledger_of([*history, (10.0, WeightsPublished(1, 0.0))])

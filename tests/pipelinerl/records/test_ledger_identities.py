@@ -1,11 +1,14 @@
 """The ledger of simulated runs: identities, sums over single rollouts, and the ledger of a written trace."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_histories import play_to
 from played_run import Keeping
+from traces import recorded
 
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import RunFailedError
@@ -21,7 +24,6 @@ from pipelinerl.scheduler.events import (
     WeightUpdate,
 )
 from sim.cluster import SimulatedCluster
-from sim.run import simulate
 
 
 @st.composite
@@ -62,35 +64,19 @@ def runs(draw):
     }
 
 
-class Kept(Keeping):
-    """Stops the run after so many steps."""
-
-    def __init__(self, tables, *, stop_after=None):
-        self.config = parse_run(drop_none(tables))
-        super().__init__(
-            num_engines=self.config.num_engines,
-            colocated=self.config.colocated,
-            longest=self.config.workload.length.max,
-            on_step=self.step_done,
-        )
-        self.stop_after = stop_after
-        self.cluster = SimulatedCluster(self.config)
-        try:
-            self.cluster.run(self)
-        except RunFailedError:
-            assert stop_after is not None
-
-    def step_done(self, row):
-        if row.step == self.stop_after:
-            self.cluster.interrupt()
-
-
-def drop_none(tables):
-    return {
-        key: drop_none(value) if isinstance(value, dict) else value
-        for key, value in tables.items()
-        if value is not None
-    }
+def kept(tables, *, stop_after=None):
+    """The configuration of a simulated run and its ledger; the run is interrupted after so many steps."""
+    config = parse_run(tables)
+    cluster = SimulatedCluster(config)
+    ledger = Keeping(
+        num_engines=config.num_engines,
+        colocated=config.colocated,
+        longest=config.workload.length.max,
+        on_step=lambda row: cluster.interrupt() if row.step == stop_after else None,
+    )
+    with nullcontext() if stop_after is None else pytest.raises(RunFailedError, match="interrupted"):
+        cluster.run(ledger)
+    return config, ledger
 
 
 ENDS = ("trained", "discarded", "aborted", "failed", "unfinished")
@@ -154,12 +140,12 @@ def check_sums_of_single_rollouts(ledger):
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(tables=runs())
 def test_the_ledger_of_a_run_balances_and_is_the_sum_of_its_rollouts(tables):
-    ledger = Kept(tables)
+    config, ledger = kept(tables)
     check_identities(ledger)
     check_sums_of_single_rollouts(ledger)
     summary, rows = ledger.summary().to_dict(), ledger.steps
     assert summary["complete"]
-    assert summary["rollouts"]["trained"] == summary["optimizer_steps"] * ledger.config.scheduler.train_batch_size
+    assert summary["rollouts"]["trained"] == summary["optimizer_steps"] * config.scheduler.train_batch_size
     assert rows[-1].time_s == summary["duration_s"]
     assert sum(row.train_s for row in rows) == pytest.approx(summary["seconds"]["training"])
     assert sum(row.publish_s for row in rows) == pytest.approx(summary["seconds"]["publishing"])
@@ -171,7 +157,7 @@ def test_the_ledger_of_a_run_balances_and_is_the_sum_of_its_rollouts(tables):
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(tables=runs(), stop_after=st.integers(1, 6))
 def test_the_ledger_of_a_run_cut_short_balances(tables, stop_after):
-    ledger = Kept({**tables, "optimizer_steps": 12}, stop_after=stop_after)
+    _, ledger = kept({**tables, "optimizer_steps": 12}, stop_after=stop_after)
     check_identities(ledger)
     assert ledger.summary().to_dict()["optimizer_steps"] == stop_after
     assert not ledger.summary().to_dict()["complete"]
@@ -180,28 +166,12 @@ def test_the_ledger_of_a_run_cut_short_balances(tables, stop_after):
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 @pytest.mark.parametrize("weight_update", WeightUpdate)
 def test_the_ledger_of_a_written_trace_is_that_of_the_run(tmp_path, kind, weight_update):
-    config = parse_run(
-        {
-            "optimizer_steps": 15, "cluster": {"accelerators": 4, "generation_accelerators": 2},
-            "scheduler": {
-                "kind": kind, "train_batch_size": 8, "generation_batch_size": 5, "optimizer_steps_per_rl_step": 3,
-                "weight_update": weight_update.value,
-            },
-            "workload": {"group_size": 2, "prompt_tokens": 5, "length": {"kind": "uniform", "max": 40}},
-            "hardware": {
-                "decode": {"kind": "affine", "step_s": 0.01}, "prefill": {"token_s": 1e-4},
-                "training": {"token_s": 1e-3}, "weights": {"publish_s": 0.02, "pause_s": 0.03},
-                "latency": {"dispatch_jitter_s": 0.01},
-            },
-        },
-    )  # fmt: skip
-    report = simulate(config, out=tmp_path / "run", trace=True)
-    ledger = RunLedger(num_engines=config.num_engines, colocated=config.colocated, longest=40)
-    for record in Trace(tmp_path / "run" / "trace.jsonl.gz").records():
-        if record.event is not None:
-            ledger.event(record.time_s, record.event)
-        else:
-            ledger.command(record.time_s, record.command)
+    overrides = ("scheduler.optimizer_steps_per_rl_step=3", f"scheduler.weight_update={weight_update.value}")
+    trace = Trace(recorded(tmp_path, f"scheduler.kind={kind}", *overrides, "optimizer_steps=15"))
+    config = trace.config
+    ledger = RunLedger(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
+    play_to(ledger, ((one.time_s, one.event if one.event is not None else one.command) for one in trace.records()))
     recomputed = ledger.summary().to_dict()
-    assert recomputed == {key: value for key, value in report.to_dict().items() if key in recomputed}
-    assert ledger.figure_data().to_dict() == json.loads((tmp_path / "run" / "profile.json").read_text())
+    report = json.loads((tmp_path / "summary.json").read_text())
+    assert recomputed == {key: value for key, value in report.items() if key in recomputed}
+    assert ledger.figure_data().to_dict() == json.loads((tmp_path / "profile.json").read_text())

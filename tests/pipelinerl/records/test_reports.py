@@ -1,13 +1,18 @@
-"""Reports of runs: an older summary is read, steps as arrays and as a data frame, every message for a broken table."""
+"""Reports of runs and plans: an older summary is read, steps as arrays, every message for a broken table."""
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from made_up_runs import write_run
 from refusals import message
+from tiny_plan import priced_plan
 
+from pipelinerl.records.comparison_report import ArmReport
+from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.steps import COLUMNS, read_steps
 
@@ -36,13 +41,39 @@ def test_steps_are_arrays_of_the_rows_beside_the_summary(folder: Path) -> None:
     assert len(RunReport.read(folder / "summary.json").steps) == 0
 
 
-def test_steps_are_a_data_frame_with_the_columns_of_the_file(folder: Path) -> None:
-    pytest.importorskip("pandas")
-    report = RunReport.read(folder / "summary.json")
-    frame = report.to_frame()
-    assert list(frame.columns) == list(COLUMNS)
-    assert frame["step"].tolist() == [1, 2, 3]
-    assert frame["lag_mean"].tolist() == report.steps.lag_mean.tolist()
+def test_an_arm_keeps_the_folders_of_all_seeds_and_the_failure_of_one(folder: Path) -> None:
+    """A seed without a speed-up has failed."""
+    summary = json.loads((folder / "summary.json").read_text())
+    repeats = [
+        {"seed": 5, "folder": "a/5", "speedup": 1.5, "reward": 0.5},
+        {"seed": 1, "folder": "a/1", "speedup": None},
+    ]
+    arm = {"name": "a", "folder": "a/5", "speedup": 1.5, "summary": summary, "repeats": repeats}
+    report = ArmReport.from_dict(arm, name="arm")
+    assert (report.to_dict(), report.folders) == (arm, ["a/5", "a/1"])
+
+
+def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(priced_plan().to_dict()))
+    assert PlanReport.read(path) == priced_plan()
+
+
+SCREENED = {"label": [], "family": ["x"], "tokens_per_s": [], "lag_mean": [], "lag_max": []}
+SPLITS = {"generation_accelerators": [1], "tokens_per_s": [1.0], "low": [1.0], "high": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"screened": SCREENED}, "screened.family must have 0 values, got 1"),
+        ({"splits": SPLITS}, "splits.high must have 1 values, got 2"),
+        ({"front": ["nobody"]}, "front.labels must be those of simulated candidates, got ['nobody']"),
+    ],
+)
+def test_a_broken_plan_is_one_line(changes: dict[str, Any], complaint: str) -> None:
+    data = {**priced_plan().to_dict(), **changes}
+    assert message(partial(PlanReport.from_dict, name="plan.json"), data) == f"plan.json: {complaint}"
 
 
 CELLS = dict.fromkeys(COLUMNS, "1")
@@ -67,8 +98,6 @@ def test_a_table_is_read_by_its_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "cannot read {path}: No such file or directory"),
-        (b"\xff", "cannot read {path}: it is not UTF-8 text"),
         ("", "{path} lacks the columns " + ", ".join(COLUMNS)),
         (table(columns=COLUMNS[:-2]), "{path} lacks the columns " + ", ".join(COLUMNS[-2:])),
         (table(CELLS, CELLS) + "1,2\n", f"{{path}}, line 4: must have {len(COLUMNS)} values, got 2"),
@@ -77,8 +106,7 @@ def test_a_table_is_read_by_its_header(tmp_path: Path) -> None:
         (table({**CELLS, "step": ""}), "{path}, line 2: step must be a number, got nan"),
     ],
 )
-def test_a_broken_table_is_one_line(tmp_path: Path, content: str | bytes | None, complaint: str) -> None:
+def test_a_broken_table_is_one_line(tmp_path: Path, content: str, complaint: str) -> None:
     path = tmp_path / "steps.csv"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     assert message(read_steps, path) == complaint.format(path=path)

@@ -29,22 +29,19 @@ operations = st.lists(
 
 def check_taken(taken, expected):
     """Compare what was gathered of some rollouts with their values, in the order asked for."""
-    starts, ends, versions, finish_versions = [], [], [], []
-    for spans, finish_version, _ in expected:
-        starts += [0, *spans.ends[:-1]]
-        ends += spans.ends
-        versions += spans.versions
-        finish_versions += [finish_version] * len(spans.ends)
-    assert taken.starts_N.tolist() == starts
-    assert taken.ends_N.tolist() == ends
-    assert taken.versions_N.tolist() == versions
-    assert taken.finish_versions_N.tolist() == finish_versions
+    pieces = [
+        (start, end, version, finish_version)
+        for spans, finish_version, _ in expected
+        for start, end, version in zip((0, *spans.ends), spans.ends, spans.versions, strict=False)
+    ]
+    columns = (taken.starts_N, taken.ends_N, taken.versions_N, taken.finish_versions_N)
+    assert list(zip(*(one.tolist() for one in columns), strict=True)) == pieces
     rewards = [math.nan if reward is None else reward for _, _, reward in expected]
     assert taken.rewards_M == pytest.approx(rewards, abs=0, rel=0, nan_ok=True)
 
 
 @given(operations=operations)
-def test_what_was_put_in_comes_out_in_any_order_whatever_is_cut_off(operations):
+def test_rollouts_come_out_as_they_were_put_in_in_any_order(operations):
     finished, model = FinishedRollouts(), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelinerl.records.rollout_buffer, "CUT_AT_BYTES", 1)

@@ -7,8 +7,8 @@ import pytest
 from published import changed, row
 
 from pipelinerl.hardware.prior import RUN_SD, SYNC_ARM_SD, SYNC_SD
+from pipelinerl.pages.evidence import speed_up_words
 from pipelinerl.records.validation_report import SpeedUp
-from pipelinerl.records.validation_table import speed_up_words
 from sim.validation.infer import SimulationGrid
 from sim.validation.pairs import speed_up_summary, speed_ups
 from sim.validation.predict import validate

@@ -12,9 +12,8 @@ from naive_rules import as_much_per_gpu, more_apart_staler, sum_of_parts
 from published import changed, predicted, row
 
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.pages.evidence import validation_page
+from pipelinerl.pages.evidence import validation_markdown, validation_page
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow, ValidationReport
-from pipelinerl.records.validation_table import validation_markdown
 from sim.run import simulate
 from sim.validation.infer import STEP, run_config, simulation_grid
 from sim.validation.pairs import speed_up_summary
@@ -376,4 +375,4 @@ def test_assumptions_stand_beside_the_prediction():
     first = made_row("a", 10, 11, quantity="tokens/s", assumed=("an H100", "mean length"))
     result = validation_report([first, made_row("b", 10, 11, assumed=("mean length",))])
     assert "| an H100; mean length | 0 |" in validation_markdown(result)
-    assert "mean length: a, b" in validation_page(result).section("assumed")
+    assert "mean length: a, b" in validation_page(result).sections[0].lines

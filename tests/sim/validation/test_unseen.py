@@ -5,7 +5,7 @@ import math
 import pytest
 from published import predicted, row
 
-from pipelinerl.records.validation_table import validation_sentence
+from pipelinerl.pages.evidence import validation_sentence
 from sim.validation.predict import validate
 from sim.validation.unseen import AloneRun, median_interval, spread_of, truly_simulated, unseen_bands
 
