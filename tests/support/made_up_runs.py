@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from analysis.read import Run
-from analysis.throughput import RateCurves, RatePoint
+from analysis.throughput import RateCurves
 from pipelinerl.records.steps import COLUMNS
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
@@ -186,11 +186,24 @@ def with_metrics(runs: list[Run]) -> list[Run]:
     return [replace(run, metrics=metrics) for run in runs]
 
 
+def with_figure_data(run: Run, **parts: dict[str, Any]) -> Run:
+    """Return a run with other values in parts of its figure data."""
+    changed = {name: getattr(run.figure_data, name).model_copy(update=values) for name, values in parts.items()}
+    return replace(run, figure_data=run.figure_data.model_copy(update=changed))
+
+
 CURVES = RateCurves(
     max_lag=np.array([8.0, 132.0]), pipeline=np.array([1.10, 16.90]), conventional=np.array([1.18, 10.69])
 )
-POINTS = [
-    RatePoint("G=134", "conventional", 133, 10.4),
-    RatePoint("H=192", "pipeline", 132, 16.2),
-    RatePoint("H=64", "pipeline", 64, 8.1),
-]
+
+
+def case_study(run: Run) -> list[Run]:
+    """Return runs that are ``run`` but for their place in Fig. 9."""
+    places = [("G=134", "conventional", 133, 10.4), ("H=192", "pipeline", 132, 16.2), ("H=64", "pipeline", 64, 8.1)]
+    return [placed(run, *place) for place in places]
+
+
+def placed(run: Run, name: str, scheduler: str, largest_lag: int, tokens_per_flash: float) -> Run:
+    lag = run.report.lag.model_copy(update={"max": largest_lag})
+    changed = {"scheduler": scheduler, "lag": lag, "tokens_per_flash": tokens_per_flash}
+    return replace(run, name=name, report=run.report.model_copy(update=changed))
