@@ -34,13 +34,13 @@ def test_lag_by_position_shows_the_bins_at_their_middle(runs: list[Run]) -> None
         assert_allclose(line.get_ydata(), [np.nan if lag is None else lag for lag in lag_mean])
 
 
-def test_lag_by_step_of_a_short_run_shows_steps_csv(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", rl_step=4, num_steps=150))
-    [axes] = figures.lag_by_step([run]).axes
-    largest, mean = axes.lines
-    assert_allclose(mean.get_xdata(), np.arange(1, 151))
-    assert_allclose(mean.get_ydata(), np.arange(150) % 4)
-    assert_allclose(largest.get_ydata(), run.steps.lag_max)
+def test_lag_by_step_of_short_runs_shows_steps_csv(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / str(steps), rl_step=4, num_steps=steps)) for steps in (150, 1)]
+    for axes, run in zip(figures.lag_by_step(runs).axes, runs, strict=True):
+        largest, mean = axes.lines
+        assert_allclose(mean.get_xdata(), np.arange(1, len(run.steps) + 1))
+        assert_allclose(mean.get_ydata(), np.arange(len(run.steps)) % 4)
+        assert_allclose(largest.get_ydata(), run.steps.lag_max)
 
 
 def test_lag_by_step_of_a_long_run_ends_with_100_steps_as_they_are(runs: list[Run]) -> None:
@@ -61,12 +61,6 @@ def test_a_sawtooth_becomes_a_flat_mean_in_a_band_from_0_to_its_top(runs: list[R
     assert_allclose(largest.get_ydata(), rl_step - 1)
     band = axes.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (0, rl_step - 1)
-
-
-def test_lag_by_step_takes_a_run_far_shorter_than_the_others(runs: list[Run], tmp_path: Path) -> None:
-    short = read_run(write_run(tmp_path / "short", num_steps=1))
-    mean, _ = figures.lag_by_step([runs[0], short]).axes[2].lines
-    assert_allclose(mean.get_ydata(), short.steps.lag_mean)
 
 
 def test_lag_histogram_shows_shares_on_one_scale_and_means_that_add_up(runs: list[Run]) -> None:

@@ -45,7 +45,7 @@ def slices(entries: list[dict[str, Any]], name: str, **fields: Any) -> list[dict
 
 
 @pytest.mark.parametrize("name", ["folder", "agents"])
-def test_the_counts_are_those_of_the_summary(name: str, request: pytest.FixtureRequest) -> None:
+def test_tracks_are_named_and_counts_are_those_of_the_summary(name: str, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue(name)
     summary = json.loads((run / "summary.json").read_text())
     counts, entries = drawn(run)
@@ -57,6 +57,11 @@ def test_the_counts_are_those_of_the_summary(name: str, request: pytest.FixtureR
     arrows = Counter(one["pid"] for one in only(entries, ph="f"))
     assert arrows == Counter(one["pid"] for one in slices(entries, "load "))
     assert counts.weights_loaded == arrows.total() > 0
+    names = {one["pid"]: one["args"]["name"] for one in only(entries, ph="M", name="process_name")}
+    engines = {FIRST_ENGINE + number: f"engine {number}" for number in range(4)}
+    assert names == {RUN: "run", TRAINER: "trainer", **engines} | (
+        {SANDBOXES: "environments"} if name == "agents" else {}
+    )
     for counter, column in (("mean lag", "lag_mean"), ("in progress", "in_progress"), ("ready", "ready")):
         shown = [sum(one["args"].values()) for one in only(entries, ph="C", pid=RUN, name=counter)]
         assert shown == [getattr(row, column) for row in read_steps(run / STEPS_FILE)]
@@ -127,13 +132,6 @@ def test_a_real_trainers_ranks_have_a_track_each(tmp_path: Path, folder: Path) -
             step = steps[one["args"]["step"]]
             assert one["dur"] == pytest.approx(shown[one["name"]] * step["dur"], abs=2)
             assert step["ts"] <= one["ts"] <= one["ts"] + one["dur"] <= step["ts"] + step["dur"]
-
-
-def test_tracks_are_named(folder: Path) -> None:
-    _, entries = drawn(folder)
-    names = {one["pid"]: one["args"]["name"] for one in only(entries, ph="M", name="process_name")}
-    engines = {FIRST_ENGINE + number: f"engine {number}" for number in range(4)}
-    assert names == {RUN: "run", TRAINER: "trainer", **engines}
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])

@@ -24,7 +24,7 @@ def write_run(folder: Path, *, rl_step: int | None = None, num_steps: int = 40) 
     on 1..L and g = 8 has a mean lag of g (1 - p / L) / 2 at position p.
     """
     folder.mkdir(parents=True)
-    rows = _pipeline_rows(num_steps) if rl_step is None else _conventional_rows(num_steps, rl_step)
+    rows = _rows(num_steps, rl_step)
     with (folder / "steps.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -34,26 +34,20 @@ def write_run(folder: Path, *, rl_step: int | None = None, num_steps: int = 40) 
     return folder
 
 
-def _pipeline_rows(num_steps: int) -> list[dict[str, float]]:
+def _rows(num_steps: int, rl_step: int | None) -> list[dict[str, float]]:
     rng = np.random.default_rng(1)
     rows, time_s = [], 0.0
     for step in range(1, num_steps + 1):
-        train_s, publish_s, wait_s = 14.4, 0.5, float(rng.uniform(0.5, 3.0))
-        time_s += train_s + publish_s + wait_s
-        in_flight, in_queue = 8 / 3 * (1 - np.exp(-step / 8)) + rng.normal(0, 0.1), rng.uniform(0.3, 0.6)
-        top = min(step - 1, int(rng.integers(7, 10)))
-        rows.append(_row(step, time_s, (train_s, publish_s, wait_s), (in_flight, in_queue), top))
-    return rows
-
-
-def _conventional_rows(num_steps: int, rl_step: int) -> list[dict[str, float]]:
-    rows, time_s = [], 0.0
-    for step in range(1, num_steps + 1):
-        lag = (step - 1) % rl_step
-        wait_s = 40.0 + 12.0 * rl_step if lag == 0 else 0.0
-        publish_s = 0.5 if lag == rl_step - 1 else 0.0
-        time_s += 9.0 + wait_s + publish_s
-        rows.append(_row(step, time_s, (9.0, publish_s, wait_s), (0.0, float(lag)), lag))
+        if rl_step is None:
+            seconds = (14.4, 0.5, float(rng.uniform(0.5, 3.0)))
+            lags = (8 / 3 * (1 - np.exp(-step / 8)) + rng.normal(0, 0.1), rng.uniform(0.3, 0.6))
+            top = min(step - 1, int(rng.integers(7, 10)))
+        else:
+            top = (step - 1) % rl_step
+            seconds = (9.0, 0.5 if top == rl_step - 1 else 0.0, 40.0 + 12.0 * rl_step if top == 0 else 0.0)
+            lags = (0.0, float(top))
+        time_s += sum(seconds)
+        rows.append(_row(step, time_s, seconds, lags, top))
     return rows
 
 
