@@ -228,7 +228,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     trainer = RayTrainer(DeepSpeedRank, settings, [{"num_cpus": 1}])
     members = GroupMembers(trainer, dict(enumerate(engines)), timeout_s=120)
     group = WeightSyncGroup(members) if transport.grouped else None
-    standing_still = transport.standing_still or arguments.transport == "before"
+    standing_still = transport.standing_still
     watch, free, steps, rows = Watch(), asyncio.Lock(), list[float](), list[dict[str, float]]()
     tasks: list[asyncio.Task[None]] = []
     try:
