@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from command_line import Command
 from learning_run import BASE
 
 from analysis.learning import learning, mean_and_band, student_t
-from analysis.read import read_comparison, read_runs
+from analysis.read import Run, read_comparison
 
 ARMS = [
     {"name": "pipeline"},
@@ -50,8 +51,6 @@ def test_compare_of_learning_runs_draws_them_with_bands(command: Command, run_fi
     assert tomllib.loads(fitted.out)["drift"]["rates"][0] >= 0
     arms = read_comparison(out).arms
     assert arms[1].folders == ["as_given/G=2/seed_0", "as_given/G=2/seed_1"]
-    by_time, by_samples, _ = learning({one.name: read_runs([out / name for name in one.folders]) for one in arms}).axes
-    assert by_time.get_ylim() == by_samples.get_ylim()
 
 
 @pytest.mark.slow
@@ -66,6 +65,12 @@ def test_replay_of_a_run_that_learned_learns_again(command: Command, run_file: P
     other = command("replay", out)
     assert other.status == 1
     assert "different: learned weights" in other.out
+
+
+def test_the_scale_of_rewards_fits_the_means_and_not_the_bands(runs: list[Run]) -> None:
+    seeds = [replace(runs[0], metrics={"reward/mean": np.full(200, value)}) for value in (0.0, 1.0)]
+    by_time, by_samples, _ = learning({"arm": seeds}).axes
+    assert by_time.get_ylim() == by_samples.get_ylim() == pytest.approx((0.4, 0.6))
 
 
 T_OF_2 = 2 * 0.95 / (2 * (1 - 0.95**2)) ** 0.5
