@@ -138,8 +138,11 @@ def _timeline(rows: list[dict[str, float]], rl_step: int | None, until_s: float)
             paused = [[one["published_s"], one["loaded_s"]] for one in updates if one["loaded_s"] < until_s]
         else:
             paused = []
-            times = np.concatenate([start + wait * np.linspace(0, 1, SLOTS + 1) for start, wait in phases])
-            counts = np.tile(np.arange(SLOTS, -1, -1), len(phases))
+            drain = [
+                (start + wait * np.sort(rng.beta(2, 2, SLOTS)), np.arange(SLOTS - 1, -1, -1)) for start, wait in phases
+            ]
+            times = np.concatenate([[start, *ends] for (start, _), (ends, _) in zip(phases, drain, strict=True)])
+            counts = np.concatenate([[SLOTS, *left] for _, left in drain])
         keep = times < until_s
         engines.append(
             {"engine": engine, "time_s": times[keep].tolist(), "in_progress": counts[keep].tolist(), "paused": paused}
