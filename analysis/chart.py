@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from analysis.read import Run
 from analysis.style import COLUMN_IN, INK, MUTED, SeriesStyle, add_legend, handy_scale, house_style, make_panels
 from pipelinerl.util.arrays import FloatArray
 
@@ -40,7 +41,7 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Series:
-    """A series of a chart; those with one label are one entry of the legend."""
+    """A series of a chart; series with the same label share an entry of the legend."""
 
     label: str
     mark: Mark = Mark.LINE
@@ -51,9 +52,9 @@ class Series:
     dash: str = "-"
     """Of lines: ``-``, ``--`` or ``:``."""
     named: bool = True
-    """Whether it is its label's entry in the legend of a file; one of each label is."""
+    """Whether the legend of a file shows it: one series of each label."""
     marker: str = "o"
-    """Of points, and of lines that have some: ``o``, ``s``, ``D`` or ``*``."""
+    """Of points and ``marked`` lines: ``o``, ``s``, ``D`` or ``*``."""
     marked: bool = False
     width: float = 1.3
     """Of lines (points)."""
@@ -61,7 +62,7 @@ class Series:
     """Of points (points)."""
     alpha: float = 1.0
     hover: Mapping[str, Any] = field(default_factory=dict)
-    """Texts of each point that a page shows beside its numbers, by name; the empty name has the title."""
+    """Texts that a page shows at each point beside its numbers, by name; the empty name holds the title."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def drawn(
 ) -> Figure:
     """Return charts as a figure, side by side or as ``panels`` of ``make_panels``; sizes in inches, without the legend.
 
-    The first chart gives the legend's entries, to which ``notes`` are added, and its title unless there is another.
+    The first chart gives the entries of the legend, before ``notes``, and the title unless there is another.
     """
     several = [charts] if isinstance(charts, Chart) else charts
     panels = panels or {"columns": len(several)}
@@ -147,10 +148,9 @@ def draw(chart: Chart, axes: Axes) -> None:
         axes.tick_params(axis="y", length=0)
     else:
         axes.set(ylim=(chart.y.start, chart.y.end))
-    if chart.x.ticks is not None:
-        axes.xaxis.set_major_locator(MaxNLocator(chart.x.ticks, integer=True))
-    if chart.y.ticks is not None:
-        axes.yaxis.set_major_locator(MaxNLocator(chart.y.ticks, integer=True))
+    for drawn_axis, axis in ((axes.xaxis, chart.x), (axes.yaxis, chart.y)):
+        if axis.ticks is not None:
+            drawn_axis.set_major_locator(MaxNLocator(axis.ticks, integer=True))
     axes.grid()
 
 
@@ -181,16 +181,16 @@ def _draw(axes: Axes, one: Series, scales: Sequence[float]) -> None:
             axes.axhline(y[0], linestyle=one.dash, linewidth=one.width, **look)
 
 
-def limits(max_lags: Sequence[int | None], *, mark: Mark) -> list[Series]:
-    """Return a rule for each ``scheduler.max_lag``."""
+def limits(runs: Sequence[Run], *, mark: Mark) -> list[Series]:
+    """Return a dotted line for each ``scheduler.max_lag``."""
     return [
         Series(label=f"max_lag = {limit}", mark=mark, x=[limit], y=[limit], dash=":", width=0.9)
-        for limit in sorted({one for one in max_lags if one is not None})
+        for limit in sorted({run.report.max_lag for run in runs if run.report.max_lag is not None})
     ]
 
 
 def rule(label: str, at: float, *, color: str = MUTED, dash: str = "--") -> Series:
-    """Return a thin line upwards."""
+    """Return a thin vertical line."""
     return Series(label=label, mark=Mark.RULE_X, x=[at], y=[0.0], color=color, dash=dash, width=0.8)
 
 
@@ -208,7 +208,7 @@ def bars(
     x: Axis,
     caption: str = "",
 ) -> Chart:
-    """Return a bar per row, of parts that follow each other: the length of each part in every row, shape [rows]."""
+    """Return a bar per row, made of consecutive ``parts``: the length of each part in every row, shape [rows]."""
     ends, start = [], np.zeros(len(rows))
     for name, lengths in parts.items():
         ends.append((name, start, start + lengths))

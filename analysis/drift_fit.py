@@ -1,4 +1,4 @@
-"""Fit a drift model to runs that have learned, and compare its effective sample size with that of others."""
+"""Fit a drift model to runs that learned, and compare its effective sample size with a measured one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DriftCheck:
 
 
 def fit(runs: Sequence[Run]) -> DriftModel:
-    """Return the drift model by metrics of each step and tokens of each lag; ConfigError without data on drift."""
+    """Fit the drift model to the metrics of each step and the tokens at each lag; ConfigError without data on drift."""
     return fit_drift([LearnedRun(_lines(run), run.figure_data.lag_histogram.total) for run in runs])
 
 
 def check(model: DriftModel, run: Run) -> DriftCheck:
-    """Return the modelled effective sample size beside the measured one; ConfigError if the run has not learned."""
+    """Return the modelled effective sample size beside the measured one; ConfigError if the run did not learn."""
     if not run.has_ess or run.report.ess is None:
         raise ConfigError(f"--check needs runs that learned, got {run.name}, whose metrics have no ESS")
     modelled, measured = modelled_ess(model, run.figure_data.lag_histogram.total).mean, run.report.ess.mean

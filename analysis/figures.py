@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.chart import Axis, Chart, Mark, bars, drawn, limits, line
+from analysis.chart import Axis, Chart, Mark, Series, bars, drawn, limits, line
 from analysis.read import Run
 from analysis.style import (
     ACTIVITY_COLORS,
@@ -36,7 +36,6 @@ from analysis.style import (
     SKY,
     VERMILLION,
     SeriesStyle,
-    draw_limit,
     handy_time,
     house_style,
     make_panels,
@@ -61,7 +60,7 @@ def lag_by_position(runs: Sequence[Run]) -> Chart:
         caption="Where weights arrive while answers are generated, the end of an answer is fresher than its beginning.",
         x=Axis(label="position in the answer", unit="tokens", values="0,0"),
         y=Axis(label="mean lag", unit="optimizer steps", ticks=6, end=1.0 if top == 0.0 else None),
-        series=[*lines, *limits([run.report.max_lag for run in runs], mark=Mark.RULE_Y)],
+        series=[*lines, *limits(runs, mark=Mark.RULE_Y)],
     )
 
 
@@ -88,11 +87,10 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     """
     num_steps = max(len(run.steps.step) for run in runs)
     columns = 2 if num_steps > 150 else 1
-    top = 1.05 * max(1.0, *(run.steps.lag_max.max() for run in runs))
+    top = 1.05 * max(1.0, *(max(run.steps.lag_max.max(), run.report.max_lag or 0) for run in runs))
     width = PAGE_IN if columns == 2 else COLUMN_IN
     same_steps = len({len(run.steps.step) for run in runs}) == 1
     height, sharex = 0.7 + 0.95 * len(runs), "col" if same_steps else False
-    top = max([top, *(1.05 * run.report.max_lag for run in runs if run.report.max_lag is not None)])
     figure, panels = make_panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
     for row, (run, style) in zip(panels, styled(runs), strict=True):
         row[0].set_title(run.name)
@@ -100,7 +98,8 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
             _draw_envelopes(row[0], run, style)
         _draw_each_step(row[-1], run, style, last=100 if columns == 2 else num_steps)
         for axes in row:
-            draw_limit(axes, [run.report.max_lag], across=True)
+            if run.report.max_lag is not None:
+                axes.axhline(run.report.max_lag, **LIMIT)
             axes.set(ylim=(0, top))
             axes.grid(axis="y")
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -133,7 +132,8 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
         edges = np.arange(len(tokens) + 1) - 0.5
         axes.stairs(100 * tokens / tokens.sum(), edges, fill=True, color=style.color, linewidth=0)
         axes.set_title(f"{run.name}\nmean {mean:.2f} = {flying:.2f} in flight + {queued:.2f} in queue")
-        draw_limit(axes, [run.report.max_lag], across=False)
+        if run.report.max_lag is not None:
+            axes.axvline(run.report.max_lag, **LIMIT)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(3))
         axes.grid(axis="y")
@@ -155,23 +155,18 @@ def generation_phase(runs: Sequence[Run]) -> list[Chart]:
         raise ConfigError(f"no generation window in {', '.join(run.name for run in runs)}")
     windows = [run.figure_data.generation_window for run, _ in shown]
     scale, unit = handy_time(max(window.width_s * len(window.in_progress) for window in windows))
-    middles = [(np.arange(len(one.in_progress)) + 0.5) * one.width_s / scale for one in windows]
-    axes = (
-        Axis(label="in progress\n", unit="sequences", values="0"),
-        Axis(label="generation\n", unit="tokens/s", handy=True, values="0,0"),
-    )
-    columns = ([one.in_progress for one in windows], [one.tokens_per_s for one in windows])
+    in_progress, generation = list[Series](), list[Series]()
+    for (run, style), window in zip(shown, windows, strict=True):
+        middle = (np.arange(len(window.in_progress)) + 0.5) * window.width_s / scale
+        in_progress.append(line(run.name, middle, _array(window.in_progress), style))
+        generation.append(line(run.name, middle, _array(window.tokens_per_s), style))
+    time = Axis(label="time from the start of generation", unit=unit)
     return [
-        Chart(
-            title="Generation, all engines together",
-            x=Axis(label="time from the start of generation", unit=unit),
-            y=axis,
-            series=[
-                line(run.name, middle, _array(values), style)
-                for (run, style), middle, values in zip(shown, middles, column, strict=True)
-            ],
+        Chart(title="Generation, all engines together", x=time, y=axis, series=series)
+        for axis, series in (
+            (Axis(label="in progress\n", unit="sequences", values="0"), in_progress),
+            (Axis(label="generation\n", unit="tokens/s", handy=True, values="0,0"), generation),
         )
-        for axis, column in zip(axes, columns, strict=True)
     ]
 
 
@@ -192,15 +187,13 @@ def samples_against_time(runs: Sequence[Run]) -> Chart:
 
 def time_split(runs: Sequence[Run]) -> Chart:
     """Return the trainer's wall time by activity: a bar per run, its length the seconds per 1000 trained samples."""
-    kinds = tuple(TrainerSeconds.model_fields)
-    parts = {kind: np.array([getattr(run.report.seconds, kind) for run in runs]) for kind in kinds}
+    names = {kind: kind.replace("_", " ") for kind in TrainerSeconds.model_fields}
+    seconds = {kind: np.array([getattr(run.report.seconds, kind) for run in runs]) for kind in names}
     samples = np.array([run.report.samples_trained for run in runs])
-    colors = {kind: ACTIVITY_COLORS[kind] for kind in kinds}
-    names = {kind: kind.replace("_", " ") for kind in kinds}
     return bars(
         [run.name for run in runs],
-        {names[kind]: seconds * 1000 / samples for kind, seconds in parts.items()},
-        {names[kind]: color for kind, color in colors.items()},
+        {name: seconds[kind] * 1000 / samples for kind, name in names.items()},
+        {name: ACTIVITY_COLORS[kind] for kind, name in names.items()},
         title="Where the time of the trainer goes",
         caption="Shorter is faster.",
         x=Axis(label="trainer's wall time", unit="s per 1000 trained samples", values="0.0"),
@@ -208,7 +201,7 @@ def time_split(runs: Sequence[Run]) -> Chart:
 
 
 def time_split_figure(runs: Sequence[Run]) -> Figure:
-    """Draw ``time_split`` with the shares of wide parts, and beside the bars the utilisation (busy fraction)."""
+    """Draw ``time_split`` with the shares of wide parts, and the utilisation (busy fraction) beside the bars."""
     chart = time_split(runs)
     figure = drawn(chart, width=PAGE_IN, height=0.6 + 0.3 * len(runs))
     (axes,) = figure.axes
@@ -234,8 +227,8 @@ def time_split_figure(runs: Sequence[Run]) -> Figure:
 def timeline(run: Run) -> Figure:
     """Draw an engine, the mean of the others, and the trainer over the first part of a run, event by event.
 
-    Filled: sequences in progress; dark: share of engines that pauses; blocks: the trainer's work; lines: weights were
-    published. ConfigError if the timeline holds no engine.
+    Filled areas are sequences in progress, dark ones the share of engines that pauses; blocks are the trainer's work,
+    lines publications of weights. ConfigError if the timeline holds no engine.
     """
     line = run.figure_data.timeline
     if not line.engines:
@@ -271,25 +264,27 @@ def timeline(run: Run) -> Figure:
     return figure
 
 
-PLACE_COLORS = {"environment": GREEN, "waiting": PALE, "engine": SKY, "scoring": PURPLE}
-PLACE_NAMES = {"environment": "environment acts", "waiting": "waits for a slot", "engine": "on an engine"}
-PLACE_NAMES["scoring"] = "is scored"
-PART_COLORS = {**PLACE_COLORS, "queue": MUTED, "prefill": VERMILLION, "decode": SKY}
-PART_NAMES = {
-    **{place: PLACE_NAMES[place] for place in ("environment", "waiting", "engine")},
-    **{"queue": "in an engine's queue", "prefill": "prefill", "decode": "decode", "scoring": PLACE_NAMES["scoring"]},
+PARTS = {
+    "environment": ("environment acts", GREEN),
+    "waiting": ("waits for a slot", PALE),
+    "engine": ("on an engine", SKY),
+    "queue": ("in an engine's queue", MUTED),
+    "prefill": ("prefill", VERMILLION),
+    "decode": ("decode", SKY),
+    "scoring": ("is scored", PURPLE),
 }
-"""In the order of a turn."""
+"""Name and colour of each part of a rollout's time, in the order of a turn."""
+PLACES = ("environment", "waiting", "engine", "scoring")
 
 
 def rollout_time(runs: Sequence[Run]) -> Chart:
     """Return the time of a rollout with turns by part: a bar per run, its length the seconds of a finished rollout."""
     parts = [run.report.environments.seconds.parts for run in runs if run.report.environments]
-    known = [name for name in PART_NAMES if any(name in its for its in parts)]
+    known = [key for key in PARTS if any(key in of_run for of_run in parts)]
     return bars(
         [run.name for run in runs],
-        {PART_NAMES[name]: np.array([its.get(name, 0.0) for its in parts]) for name in known},
-        {PART_NAMES[name]: PART_COLORS[name] for name in known},
+        {PARTS[key][0]: np.array([of_run.get(key, 0.0) for of_run in parts]) for key in known},
+        {PARTS[key][0]: PARTS[key][1] for key in known},
         title="Where the time of a rollout goes",
         x=Axis(label="time of a rollout", unit="s"),
     )
@@ -307,18 +302,13 @@ def ess_by_turn(run: Run) -> dict[int, float]:
 def turns(run: Run) -> Figure:
     """Draw environments in use by activity, lag by turn (and ESS where known), and dropped rollouts by turns."""
     profile, report = run.figure_data.turns, run.report.environments
-    assert profile is not None  # the caller has seen to it
+    assert profile is not None  # checked by the caller
     assert report is not None
     figure, [[left, middle, right]] = make_panels(PAGE_IN, 2.45, columns=3)
     scale, unit = handy_time(profile.places.time_s[-1])
-    tops = [getattr(profile.places, place) for place in PLACE_NAMES]
-    left.stackplot(
-        np.array(profile.places.time_s) / scale,
-        tops,
-        colors=[PLACE_COLORS[place] for place in PLACE_NAMES],
-        labels=list(PLACE_NAMES.values()),
-        step="post",
-    )
+    names, colors = zip(*(PARTS[place] for place in PLACES), strict=True)
+    time = np.array(profile.places.time_s) / scale
+    left.stackplot(time, [getattr(profile.places, place) for place in PLACES], colors=colors, labels=names, step="post")
     left.axhline(report.count, color=INK, linewidth=0.8, linestyle="--", label="environments")
     left.set(title="Environments in use", xlabel=f"time ({unit})", ylabel="rollouts", ylim=(0, 1.1 * report.count))
     lags = np.array(profile.lag_mean, dtype=np.float64)

@@ -1,34 +1,22 @@
 """Figures of runs that have learned, real or simulated: effective sample size (ESS), reward, and means over seeds.
 
-Other runs are left out, and those that are drawn keep the colours that they have beside them. Runs of more than 150
-steps are drawn as a moving mean over each step in a lighter tone.
+Runs without metrics are left out; the others keep their colour of the other figures. Runs of more than 150 steps are
+drawn as a moving mean, over the value of each step in a lighter tone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from analysis.chart import Axis, Chart, Series, drawn, line
+from analysis.chart import Axis, Chart, Mark, Series, drawn, line
 from analysis.read import ESS_RAW, ESS_TRUNCATED, REWARD, Run, ess_by_lag
-from analysis.style import (
-    INK,
-    PAGE_IN,
-    SeriesStyle,
-    add_legend,
-    handy_scale,
-    handy_time,
-    house_style,
-    make_panels,
-    styled,
-)
+from analysis.style import INK, PAGE_IN, SeriesStyle, handy_time, styled
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.arrays import FloatArray
 
@@ -37,15 +25,16 @@ Arms = Mapping[str, Sequence[Run]]
 GRID_POINTS = 200
 """Times at which curves of seeds are averaged (count)."""
 SMOOTHED_STEPS = 8
-"""Optimizer steps that a curve is a trailing mean of (count)."""
+"""Optimizer steps in a trailing mean (count)."""
+BAND_ALPHA = 0.18
 
 
 def ess(runs: Sequence[Run]) -> list[Chart]:
     """Return the effective sample size of each optimizer step (paper Fig. 6), and its mean against token lag.
 
-    ESS = (sum w)^2 / (N sum w^2) of the weights w = pi/mu of N tokens, as a share of them (eq. 6). At a lag that only
-    few tokens have it says little: it is at least 1/N. Solid: the weights as they are; dashed: truncated, as the loss
-    uses them. Runs without ESS are left out; ConfigError if none has any.
+    ESS = (sum w)^2 / (N sum w^2) of the weights w = pi/mu of N tokens, as a share of them (eq. 6). It
+    says little at a lag with few tokens, since it is at least 1/N. Solid: the weights as they are; dashed: truncated
+    for the loss. Runs without ESS are left out; ConfigError if none has any.
     """
     shown = [(run, style) for run, style in styled(runs) if run.has_ess]
     if not shown:
@@ -85,9 +74,8 @@ def ess_figure(runs: Sequence[Run]) -> Figure:
         Line2D([], [], color=INK, linestyle="--", linewidth=0.9, label="truncated, as the loss uses them"),
         *_note_on_mean(_reach(run for run in runs if run.has_ess)),
     ]
-    panels: dict[str, Any] = {"columns": 2, "sharey": True, "width_ratios": (3, 2)}
     title = "Effective sample size, by step and by lag"
-    return drawn(charts, width=PAGE_IN, title=title, notes=notes, **panels)
+    return drawn(charts, width=PAGE_IN, title=title, notes=notes, columns=2, sharey=True, width_ratios=(3, 2))
 
 
 def reward(runs: Sequence[Run]) -> list[Chart]:
@@ -101,42 +89,30 @@ def reward(runs: Sequence[Run]) -> list[Chart]:
     reach = _reach(run for run, _ in shown)
     scale, unit = handy_time(max(float(_logged(run, run.steps.time_s)[-1]) for run, _ in shown))
     lowest = min(float(np.nanmin(run.metrics[REWARD])) for run, _ in shown)
-    samples, charts = [np.cumsum(run.steps.samples) for run, _ in shown], []
-    for x, positions in (
-        (Axis(label="optimizer step", ticks=5, values="0"), [run.steps.step for run, _ in shown]),
-        (
-            Axis(label="trained", unit="samples", handy=True, values="0,0"),
-            samples,
-        ),
-        (Axis(label="time", unit=unit), [run.steps.time_s / scale for run, _ in shown]),
-    ):
-        series = [
-            one
-            for (run, style), position in zip(shown, positions, strict=True)
-            for one in _steps(run.name, _logged(run, position), run.metrics[REWARD], style, reach)
-        ]
-        axis = Axis(label="mean reward", unit="per rollout", start=None if lowest < 0 else 0.0, values="0.000")
+    y = Axis(label="mean reward", unit="per rollout", start=None if lowest < 0 else 0.0, values="0.000")
+    places: tuple[tuple[Axis, Callable[[Run], FloatArray]], ...] = (
+        (Axis(label="optimizer step", ticks=5, values="0"), lambda run: run.steps.step),
+        (Axis(label="trained", unit="samples", handy=True, values="0,0"), lambda run: np.cumsum(run.steps.samples)),
+        (Axis(label="time", unit=unit), lambda run: run.steps.time_s / scale),
+    )
+    charts = []
+    for x, place in places:
+        lines = [_steps(run.name, _logged(run, place(run)), run.metrics[REWARD], style, reach) for run, style in shown]
+        series = [one for of_run in lines for one in of_run]
         caption = "Measured, by optimizer step."
-        charts.append(Chart(title="Mean reward", caption=caption, x=x, y=axis, series=series, switch=None))
+        charts.append(Chart(title="Mean reward", caption=caption, x=x, y=y, series=series, switch=None))
     return charts
 
 
 def reward_figure(runs: Sequence[Run]) -> Figure:
     """Draw ``reward`` in three panels that share the reward axis."""
-    charts = reward(runs)
-    return drawn(
-        charts,
-        width=PAGE_IN,
-        height=1.8,
-        title="Reward against steps, samples and time",
-        notes=_note_on_mean(_reach(run for run in runs if run.metrics)),
-        columns=3,
-        sharey=True,
-    )
+    charts, title = reward(runs), "Reward against steps, samples and time"
+    notes = _note_on_mean(_reach(run for run in runs if run.metrics))
+    return drawn(charts, width=PAGE_IN, height=1.8, title=title, notes=notes, columns=3, sharey=True)
 
 
 def _steps(name: str, position: FloatArray, value: FloatArray, style: SeriesStyle, reach: int) -> list[Series]:
-    """Return a value per optimizer step as a line; of a long run its moving mean over each step in a lighter tone."""
+    """Return a value per optimizer step as a line; of a long run, its moving mean over the values in a lighter tone."""
     smooth = line(name, position, _moving_mean(value, reach), style)
     if not reach:
         return [smooth]
@@ -149,19 +125,21 @@ def _logged(run: Run, column: FloatArray) -> FloatArray:
 
 
 def _reach(runs: Iterable[Run]) -> int:
-    """Return the steps to each side that a moving mean takes in: none where all runs are short."""
+    """Return the steps on each side in a moving mean: none if all runs are short."""
     longest = max(len(run.metrics[REWARD]) for run in runs)
     return longest // 60 if longest > 150 else 0
 
 
 def _moving_mean(value: FloatArray, reach: int) -> FloatArray:
-    """Return the mean of each value and up to ``reach`` at each of its sides, as many as there are; nan is left out."""
-    if not reach:
-        return value
+    return _window_mean(value, reach, reach) if reach else value
+
+
+def _window_mean(value: FloatArray, before: int, after: int) -> FloatArray:
+    """Return the mean of each value and its neighbours, as many as there are; nan is left out."""
     known = np.isfinite(value)
     totals, counts = (np.concatenate([[0.0], np.cumsum(one)]) for one in (np.where(known, value, 0.0), known))
     index = np.arange(len(value))
-    start, end = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(value))
+    start, end = np.maximum(index - before, 0), np.minimum(index + after + 1, len(value))
     with np.errstate(invalid="ignore"):  # none known: 0 / 0 is nan
         mean: FloatArray = (totals[end] - totals[start]) / (counts[end] - counts[start])
     return mean
@@ -177,7 +155,6 @@ def _note_on_mean(reach: int) -> list[Line2D]:
 # Several seeds of each arm together: means and confidence bands
 
 
-@house_style
 def learning(arms: Arms) -> Figure:
     """Draw reward against time, reward against samples, and samples against time (Fig. 5) of arms that have metrics.
 
@@ -188,53 +165,50 @@ def learning(arms: Arms) -> Figure:
     """
     ends_s = [float(run.steps.time_s[-1]) for runs in arms.values() for run in runs]
     shown_s = min(max(ends_s), 3 * min(ends_s))
-    time_scale, unit = handy_time(shown_s)
-    scale, word = handy_scale(max(float(run.steps.samples.sum()) for runs in arms.values() for run in runs))
-    figure, [[by_time, by_samples, throughput]] = make_panels(PAGE_IN, 2.0, columns=3)
+    scale, unit = handy_time(shown_s)
+    by_time, by_samples, throughput = list[Series](), list[Series](), list[Series]()
     for (name, runs), style in _styled_arms(arms):
-        time_S = [_from_eighth(run.steps.time_s / time_scale) for run in runs]
-        samples_S = [_from_eighth(np.cumsum(run.steps.samples) / scale) for run in runs]
+        time_S = [_from_eighth(run.steps.time_s / scale) for run in runs]
+        samples_S = [_from_eighth(np.cumsum(run.steps.samples)) for run in runs]
         reward_S = [_from_eighth(_trailing_mean(run.metrics[REWARD])) for run in runs]
-        _draw(by_time, time_S, reward_S, style, name)
-        _draw(by_samples, samples_S, reward_S, style, name)
-        _draw(throughput, time_S, samples_S, style, name)
-    by_time.set(xlabel=f"time ({unit})", ylabel="mean reward (per rollout)", xlim=(0, shown_s / time_scale))
-    by_samples.set(xlabel=f"trained ({word}samples)", ylabel="mean reward (per rollout)", xlim=(0, None))
-    throughput.set(xlabel=f"time ({unit})", ylabel=f"trained ({word}samples)", xlim=(0, shown_s / time_scale))
-    throughput.set(ylim=(0, None))
-    low, high = zip(_room(by_time), _room(by_samples), strict=True)
-    for axes in (by_time, by_samples):  # one scale: they show the same rewards
-        axes.set(ylim=(min(low), max(high)))
-    for axes in (by_time, by_samples, throughput):
-        axes.grid()
-    add_legend(figure, by_time, "Learning: reward and samples over time", _note(arms))
-    return figure
+        by_time += _curve(name, time_S, reward_S, style)
+        by_samples += _curve(name, samples_S, reward_S, style)
+        throughput += _curve(name, time_S, samples_S, style)
+    low, high = zip(_room(by_time), _room(by_samples), strict=True)  # one scale: they show the same rewards
+    time = Axis(label="time", unit=unit, end=shown_s / scale)
+    samples = Axis(label="trained", unit="samples", handy=True)
+    rewards = Axis(label="mean reward", unit="per rollout", start=min(low), end=max(high))
+    charts = [
+        Chart(title="Learning: reward and samples over time", x=x, y=y, series=series)
+        for x, y, series in ((time, rewards, by_time), (samples, rewards, by_samples), (time, samples, throughput))
+    ]
+    return drawn(charts, width=PAGE_IN, height=2.0, notes=_note(arms))
 
 
-@house_style
 def lag_and_ess(arms: Arms) -> Figure:
     """Draw largest lag, mean lag and ESS of each optimizer step (Fig. 6) of arms with ESS, as ``learning`` does."""
-    figure, [[largest, mean, ess]] = make_panels(PAGE_IN, 2.0, columns=3)
+    largest, mean, ess = list[Series](), list[Series](), list[Series]()
     for (name, runs), style in _styled_arms(arms):
         step_S = [_from_eighth(run.steps.step) for run in runs]
-        _draw(largest, step_S, [_from_eighth(_trailing_max(run.steps.lag_max)) for run in runs], style, name)
-        _draw(mean, step_S, [_from_eighth(_trailing_mean(run.steps.lag_mean)) for run in runs], style, name)
-        _draw(ess, step_S, [_from_eighth(_trailing_mean(run.metrics[ESS_RAW])) for run in runs], style, name)
-    largest.set(ylabel="largest lag of 8 steps\n(optimizer steps)", ylim=(0, None))
-    mean.set(ylabel="mean lag (optimizer steps)", ylim=(0, None))
-    ess.set(ylabel="effective sample size\n(share of the tokens)", ylim=(None, 1.02))
-    for axes in (largest, mean, ess):
-        axes.set(xlabel="optimizer step", xlim=(0, None))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.grid()
-    add_legend(figure, largest, "Lag and effective sample size by optimizer step", _note(arms))
-    return figure
+        largest += _curve(name, step_S, [_from_eighth(_trailing_max(run.steps.lag_max)) for run in runs], style)
+        mean += _curve(name, step_S, [_from_eighth(_trailing_mean(run.steps.lag_mean)) for run in runs], style)
+        ess += _curve(name, step_S, [_from_eighth(_trailing_mean(run.metrics[ESS_RAW])) for run in runs], style)
+    step = Axis(label="optimizer step", ticks=5)
+    charts = [
+        Chart(title="Lag and effective sample size by optimizer step", x=step, y=y, series=series)
+        for y, series in (
+            (Axis(label="largest lag of 8 steps\n", unit="optimizer steps"), largest),
+            (Axis(label="mean lag", unit="optimizer steps"), mean),
+            (Axis(label="effective sample size\n", unit="share of the tokens", start=None, end=1.02), ess),
+        )
+    ]
+    return drawn(charts, width=PAGE_IN, height=2.0, notes=_note(arms))
 
 
 def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return mean over seeds and half width of its 95 % confidence interval, shapes [N], of values of shape [S, N].
 
-    Of two seeds half their difference instead, since their interval would be thirteen times that; of one, nan.
+    Two seeds have half their difference instead, since their interval would be thirteen times wider; one has nan.
     """
     seeds = len(value_SN)
     mean: FloatArray = value_SN.mean(axis=0)
@@ -248,7 +222,7 @@ def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def student_t(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with ``freedom`` >= 1, which bounds a 95 % interval: by halving.
+    """Return the 97.5 % quantile of Student's t with ``freedom`` >= 1, which bounds a 95 % interval: by bisection.
 
     Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: P(|T| < t) as a finite sum in the angle of t / sqrt(freedom).
     """
@@ -268,19 +242,22 @@ def _styled_arms(arms: Arms) -> list[tuple[tuple[str, Sequence[Run]], SeriesStyl
     return [(arm, style) for arm, (_, style) in zip(arms.items(), styled(firsts), strict=True)]
 
 
-def _draw(axes: Axes, x_S: Sequence[FloatArray], y_S: Sequence[FloatArray], style: SeriesStyle, name: str) -> None:
-    """Draw the mean of the seeds' curves over what all of them reach, and its band."""
+def _curve(name: str, x_S: Sequence[FloatArray], y_S: Sequence[FloatArray], style: SeriesStyle) -> list[Series]:
+    """Return the mean of the seeds' curves over the range that all of them reach, and of several seeds its band."""
     start, end = max(float(x[0]) for x in x_S), min(float(x[-1]) for x in x_S)
     grid = np.linspace(start, max(start, end), GRID_POINTS)
     curves = [np.interp(grid, x[: len(y)], y) for x, y in zip(x_S, y_S, strict=True)]
     mean, half = mean_and_band(np.stack(curves))
-    axes.plot(grid, mean, color=style.color, linestyle=style.dash, label=name)
-    axes.fill_between(grid, mean - half, mean + half, color=style.color, alpha=0.18, linewidth=0)
+    curve = line(name, grid, mean, style)
+    if len(curves) == 1:
+        return [curve]
+    band: dict[str, Any] = {"mark": Mark.AREA, "alpha": BAND_ALPHA, "named": False}
+    return [curve, Series(label=name, x=grid, y=mean - half, other=mean + half, color=style.color, **band)]
 
 
-def _room(axes: Axes) -> tuple[float, float]:
+def _room(series: Sequence[Series]) -> tuple[float, float]:
     """Return limits that show every mean in full, and bands as far as they fit."""
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+    values = np.concatenate([one.y for one in series if one.mark is Mark.LINE])
     low, high = float(values.min()), float(values.max())
     margin = 0.25 * (high - low) or 0.1
     return low - margin, high + margin
@@ -288,11 +265,7 @@ def _room(axes: Axes) -> tuple[float, float]:
 
 def _trailing_mean(value: FloatArray) -> FloatArray:
     """Return the mean of each value and the 7 before it, as many as there are."""
-    total = np.concatenate([[0.0], np.cumsum(value)])
-    end = np.arange(1, len(value) + 1)
-    start = np.maximum(end - SMOOTHED_STEPS, 0)
-    mean: FloatArray = (total[end] - total[start]) / (end - start)
-    return mean
+    return _window_mean(value, SMOOTHED_STEPS - 1, 0)
 
 
 def _trailing_max(value: FloatArray) -> FloatArray:
@@ -302,7 +275,7 @@ def _trailing_max(value: FloatArray) -> FloatArray:
 
 
 def _from_eighth(value: FloatArray) -> FloatArray:
-    """Return what has 8 optimizer steps behind it; of a run that is hardly longer, everything."""
+    """Drop the first 7 values, whose window is shorter; a run of up to 16 steps keeps all."""
     return value[SMOOTHED_STEPS - 1 :] if len(value) > 2 * SMOOTHED_STEPS else value
 
 
@@ -311,4 +284,4 @@ def _note(arms: Arms) -> list[Line2D]:
     if seeds == 1:
         return []
     label = "range of 2 seeds" if seeds == 2 else f"95 % interval of the mean, {seeds} seeds"
-    return [Line2D([], [], color=INK, alpha=0.18, linewidth=5, label=label)]
+    return [Line2D([], [], color=INK, alpha=BAND_ALPHA, linewidth=5, label=label)]

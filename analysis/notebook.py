@@ -14,7 +14,7 @@ from analysis.figures import time_split_figure
 from analysis.read import Run
 from analysis.reports import throughput_against_lag
 from analysis.style import DPI
-from analysis.throughput import rate_points, throughput_against_max_lag
+from analysis.throughput import throughput_against_max_lag
 from pipelinerl.pages.page import Page, Table
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport
@@ -49,8 +49,8 @@ def _figure(report: RunReport | ComparisonReport | PlanReport) -> Figure | None:
     if isinstance(report, RunReport):
         return time_split_figure([_run(report.scheduler, report)]) if report.samples_trained else None
     arms = next((one.arms for one in report.scenarios if one.arms), [])
-    points, unit = rate_points([_run(arm.name, arm.summary) for arm in arms])
-    return drawn(throughput_against_max_lag(points, unit=unit), height=2.0) if points else None
+    runs = [_run(arm.name, arm.summary) for arm in arms]
+    return drawn(throughput_against_max_lag(runs), height=2.0) if runs else None
 
 
 def _run(name: str, report: RunReport) -> Run:

@@ -1,4 +1,4 @@
-"""A page as one HTML file that loads nothing: words, sortable tables, Bokeh's charts with a legend for them all."""
+"""A page as one HTML file that loads nothing: text, sortable tables, Bokeh charts with linked legends."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from analysis.figures import lag_by_position, mean_lag_by_step, samples_against_
 from analysis.learning import ess, reward
 from analysis.read import Run
 from analysis.style import PALE
-from analysis.throughput import rate_points, speedup_by_scenario, throughput_against_max_lag
+from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.pages.page import Page, Table, sort_values
 from pipelinerl.records.comparison_report import ComparisonReport
 
 HEIGHT, ROW_HEIGHT_OF_CHART = 360, 26
 """Height of a chart, and of each of its rows where it has rows (pixels)."""
 MAX_POINTS = 1000
-"""Points of a line; of more, every so many is shown (count)."""
+"""Most points of a line (count); longer lines are thinned out."""
 ROW_HEIGHT = 26
 """Of a table (pixels)."""
 LETTER_WIDTH = 7
 """Width of a letter in a table, about (pixels)."""
 CLOUD_SIZE, PIXELS_PER_PT = 4, 1.6
-"""Size of a point of a cloud, and that of other points over theirs in a file (pixels)."""
+"""Size of a point of a cloud, and size of other points per pt of a file (pixels)."""
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 MARKERS = {"o": "circle", "s": "square", "D": "diamond", "*": "star"}
 DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}
@@ -55,8 +55,7 @@ def run_charts(runs: Sequence[Run], comparison: ComparisonReport | None = None) 
     """Return the charts of runs side by side, or of a comparison's arms, with speed-ups if it has several scenarios."""
     charts = []
     if len(runs) > 1:
-        points, unit = rate_points(runs)
-        charts.append(throughput_against_max_lag(points, unit=unit))
+        charts.append(throughput_against_max_lag(runs))
     if comparison is not None and len(comparison.scenarios) > 1:
         charts.append(speedup_by_scenario(comparison))
     charts += [samples_against_time(runs), mean_lag_by_step(runs), lag_by_position(runs), time_split(runs)]
@@ -68,7 +67,7 @@ def run_charts(runs: Sequence[Run], comparison: ComparisonReport | None = None) 
 
 
 def page_html(page: Page, charts: Sequence[Chart]) -> str:
-    """Return the text of the file, with the charts below words and tables."""
+    """Return the text of the file, with the charts below text and tables."""
     models = interactive(charts)
     template = Environment(autoescape=True).from_string((resources.files("analysis") / "page.html").read_text("utf-8"))
     drawn = {f"table{number}": sortable(table) for number, table in enumerate(page.tables) if table.sortable}
@@ -92,7 +91,7 @@ def interactive(charts: Sequence[Chart]) -> list[Any]:
 
 
 def _interactive(chart: Chart, switches: dict[str, list[Any]]) -> Any:
-    """Return a chart; with a ``switch`` one with a linear and one with a logarithmic axis, to change between them."""
+    """Return a chart; with a ``switch``, two tabs: one with a linear and one with a logarithmic axis."""
     rows = list(chart.y.rows)
     height = max(HEIGHT, 120 + ROW_HEIGHT_OF_CHART * len(rows)) if rows else HEIGHT
     tabs = []
@@ -146,9 +145,10 @@ def _draw(axes: Any, one: Series, chart: Chart) -> Any:
                 axes.scatter("x", "y", marker=MARKERS[one.marker], size=7, **look)
         case Mark.STEPS:
             return axes.step("x", "y", mode="after", **look, **stroke)
-        case Mark.POINTS | Mark.CLOUD:
-            size = CLOUD_SIZE if one.mark is Mark.CLOUD else PIXELS_PER_PT * (one.size + 2)
-            drawn = axes.scatter("x", "y", marker=MARKERS[one.marker], size=size, **look)
+        case Mark.POINTS:
+            drawn = axes.scatter("x", "y", marker=MARKERS[one.marker], size=PIXELS_PER_PT * (one.size + 2), **look)
+        case Mark.CLOUD:
+            drawn = axes.scatter("x", "y", size=CLOUD_SIZE, **look)
         case Mark.AREA:
             return axes.varea("x", "y", "other", **look)
         case Mark.ACROSS:
@@ -169,7 +169,7 @@ def _draw(axes: Any, one: Series, chart: Chart) -> Any:
 
 
 def _rule(axes: Any, one: Series, chart: Chart, stroke: dict[str, Any]) -> Any:
-    """Draw a line through the panel between the ends of the other series, which a legend can switch off."""
+    """Draw a line across the range of the other series; unlike Bokeh's ``Span``, a legend can switch it off."""
     others = [other for other in chart.series if other.mark not in (Mark.RULE_X, Mark.RULE_Y) and len(other.y)]
     names = list(chart.y.rows)
     if one.mark is Mark.RULE_X and names:
@@ -188,13 +188,13 @@ def _number(axis: Axis, column: str) -> tuple[str, str]:
 
 
 def _kept(number: int) -> slice:
-    """Return every so many of some values, the last one too."""
+    """Return a slice of at most ``MAX_POINTS`` of so many values, the last one included."""
     step = max(1, -(-number // MAX_POINTS))
     return slice((number - 1) % step if number else 0, None, step)
 
 
 def sortable(table: Table) -> Any:
-    """Return a table; a click on the name of a column sorts it by the numbers there."""
+    """Return a table that a click on the name of a column sorts by its numbers."""
     data: dict[str, Any] = {}
     columns = []
     for number, name in enumerate(table.columns):

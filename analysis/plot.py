@@ -1,4 +1,4 @@
-"""Write the figures of the content of a folder: runs side by side, one comparison, or one plan."""
+"""Write the figures of folders: of runs side by side, of a comparison, a plan, a report of environments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -16,13 +15,7 @@ from analysis.chart import drawn
 from analysis.read import Run, read_comparison, read_run, read_runs
 from analysis.reports import environments_charts, plan_charts, validation_chart
 from analysis.style import PAGE_IN, PALE, save_figure
-from analysis.throughput import (
-    RateCurves,
-    analytic_curves,
-    rate_points,
-    speedup_by_scenario,
-    throughput_against_max_lag,
-)
+from analysis.throughput import RateCurves, analytic_curves, speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
@@ -35,12 +28,12 @@ VALIDATION_TICKS = (0.5, 0.7, 1.0, 1.3, 2.0, 3.0)
 
 
 def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
-    """Draw the figures of runs side by side, of one comparison, or of one plan; return their paths.
+    """Draw the figures of runs side by side, or of one comparison, plan or report of environments; return their paths.
 
     They go to ``out``, made if need be. None: ``figures`` in the first folder.
 
     Raises:
-        ConfigError: If a folder holds nothing to draw or a broken file, or a plan or comparison is one of several.
+        ConfigError: If a folder holds nothing to draw or a broken file, or runs are mixed with anything else.
         OSError: If the figures cannot be written.
     """
     out = folders[0] / FIGURES_FOLDER if out is None else out
@@ -69,14 +62,14 @@ def _draw_environments(folder: Path, out: Path) -> list[Path]:
 
 
 def environments_figure(report: EnvironmentsReport) -> Figure:
-    """Draw what more environments give: throughput, and with prices below it the cost."""
+    """Draw throughput against the number of environments, and with prices the cost below it."""
     charts = environments_charts(report)
-    rows: dict[str, Any] = {"rows": len(charts), "sharex": True}
-    return drawn(charts, height=0.8 + 1.2 * len(charts), title="What more environments give", **rows)
+    height, title = 0.8 + 1.2 * len(charts), "What more environments give"
+    return drawn(charts, height=height, title=title, rows=len(charts), sharex=True)
 
 
 def save_validation(report: ValidationReport, out: Path) -> list[Path]:
-    """Draw predicted over measured of a validation, if a row has a relative error."""
+    """Draw predicted over measured, if a row has a relative error."""
     chart = validation_chart(report)
     if chart is None:
         return []
@@ -107,7 +100,7 @@ def _draw_comparison(folder: Path, out: Path) -> list[Path]:
 
 def save_figures(
     runs: Sequence[Run],
-    folder: str | Path,
+    folder: Path,
     *,
     comparison: ComparisonReport | None = None,
     curves: RateCurves | None = None,
@@ -116,36 +109,30 @@ def save_figures(
     """Write every figure that the data allow; return the files, two per figure.
 
     Args:
-        runs: Drawn side by side, by different names. May be empty if there is a comparison or there are curves.
+        runs: Drawn side by side, by different names.
         folder: Made if it does not exist.
         comparison: Adds the speed-ups by scenario, where its baseline has ended in several.
-        curves: Adds the analytic model to throughput against lag; the runs must then know their tokens/flash.
+        curves: Adds the analytic model to throughput against lag.
         seeds: The runs of every arm; adds learning curves with bands, where runs have learned.
 
     Raises:
-        ConfigError: If there is nothing to draw, runs share a name, or ``curves`` and runs differ in unit.
+        ConfigError: If there are ``curves`` and a run does not know its tokens/flash.
         OSError: If a file cannot be written.
     """
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"runs must have different names to be told apart, got {', '.join(names)}")
-    made = _run_figures(runs, _timeline_runs(runs, comparison)) if runs else {}
+    made = _run_figures(runs, _timeline_runs(runs, comparison))
     if len(runs) > 1 or curves is not None:
-        points, unit = rate_points(runs)
-        made["throughput_against_max_lag"] = drawn(throughput_against_max_lag(points, curves, unit), height=2.0)
+        made["throughput_against_max_lag"] = drawn(throughput_against_max_lag(runs, curves), height=2.0)
     scenarios = comparison.scenarios if comparison is not None else []
     if comparison is not None and sum(any(arm.speedup is not None for arm in one.arms) for one in scenarios) > 1:
         made["speedup_by_scenario"] = drawn(speedup_by_scenario(comparison), height=0.5 + 0.2 * len(scenarios))
     if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
         made["learning"] = learning.learning(seeds)
         made["lag_and_ess"] = learning.lag_and_ess(seeds)
-    if not made:
-        raise ConfigError("figures need a run, a comparison or analytic curves, got none")
-    return _save(made, Path(folder))
+    return _save(made, folder)
 
 
 def _timeline_runs(runs: Sequence[Run], comparison: ComparisonReport | None) -> Sequence[Run]:
-    """Return the runs that get a timeline: of a comparison the baseline and the fastest, else all."""
+    """Return the runs that get a timeline: the baseline and the fastest of a comparison, else all."""
     if comparison is None:
         return runs
     fastest = max(runs, key=lambda run: run.report.tokens_per_s)
@@ -178,6 +165,6 @@ def _run_figures(runs: Sequence[Run], with_timeline: Sequence[Run]) -> dict[str,
 
 def _own_name(what: str, run: Run, made: Mapping[str, Figure]) -> str:
     name = f"{what}_" + re.sub(r"[^A-Za-z0-9.=+-]+", "_", run.name)
-    while name in made:  # two names may differ in nothing but what a file name leaves out
+    while name in made:  # two names may differ only in characters that a file name leaves out
         name += "_"
     return name

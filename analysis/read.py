@@ -1,10 +1,11 @@
-"""Read run folders. All that figures need is checked here: a broken file is one line, and no figure fails half-way."""
+"""Read run folders. Files are checked here: a broken one ends with a line of error before any figure is drawn."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The kind of its scheduler."""
+        """Kind of its scheduler."""
         return self.report.scheduler
 
     @property
@@ -52,7 +53,7 @@ class Run:
 
 
 def read_run(folder: str | Path, name: str | None = None) -> Run:
-    """Read a run folder, whose name is the run's in figures if there is no other.
+    """Read a run folder; figures show its name unless ``name`` is given.
 
     ConfigError if a file is missing, broken, or without an optimizer step; one line that names it.
     """
@@ -101,8 +102,8 @@ def read_comparison(folder: str | Path) -> ComparisonReport:
 def read_metrics(path: Path, step: RealArray) -> dict[str, FloatArray]:
     """Read metrics: a column each, a row per line of the file, nan where a line lacks the metric; none without a file.
 
-    A line is that of the same row in ``step``, shape [steps]; lines may be fewer. ConfigError at the first broken line,
-    with its number.
+    Line n belongs to ``step[n]``, shape [steps]; there may be fewer lines. ConfigError at the first broken line, with
+    its number.
     """
     if not path.exists():
         return {}
@@ -137,22 +138,12 @@ def _parsed(place: str, text: str) -> dict[str, Any]:
 
 
 def _numbers(place: str, line: dict[str, Any]) -> dict[str, float]:
-    """Return a line all of whose values are numbers; those that figures show are finite, others may overflow."""
+    """Return a line of numbers that fit a float; rewards and ESS, which figures show, are finite."""
     if REWARD not in line:
         raise ConfigError(f"{place}: {REWARD} is missing")
     for name, value in line.items():
         shown = name == REWARD or name.startswith("ess/")
-        if not _is_number(value) or (shown and not math.isfinite(value)):
+        in_range = type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+        if not in_range or (shown and not math.isfinite(value)):
             raise ConfigError(f"{place}: {name} must be a number, got {json.dumps(value)}")
     return line
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a number in the range of float; NaN and infinity are."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True

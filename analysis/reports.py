@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
-
-import numpy as np
 
 from analysis.chart import Axis, Chart, Mark, Series, rule
 from analysis.style import BLUE, GREEN, INK, MUTED, PURPLE, SKY, VERMILLION, series_styles
@@ -23,34 +21,10 @@ def throughput_against_lag(report: PlanReport) -> Chart:
 
     Bars through the recommendation and the run file hold 80 % of the draws.
     """
-    screened, series = report.screened, list[Series]()
-    families = np.array(screened.family)
-    for family in dict.fromkeys(screened.family):
-        style, its = series_styles([family], [0.0])[0], families == family
-        series.append(
-            Series(
-                label=f"{family}, screened",
-                mark=Mark.CLOUD,
-                x=np.array(screened.lag_mean)[its],
-                y=np.array(screened.tokens_per_s)[its],
-                color=style.color,
-                alpha=0.35,
-                hover={"": np.array(screened.label)[its]},
-            )
-        )
-    for family in dict.fromkeys(one.family for one in report.simulated):
-        style, mine = series_styles([family], [0.0])[0], [one for one in report.simulated if one.family == family]
-        series.append(
-            Series(
-                label=f"{family}, simulated",
-                mark=Mark.POINTS,
-                x=[one.lag_mean for one in mine],
-                y=[one.tokens_per_s for one in mine],
-                color=style.color,
-                marker=style.marker,
-                hover={"": [one.label for one in mine]},
-            )
-        )
+    screened = report.screened
+    columns = zip(screened.family, screened.lag_mean, screened.tokens_per_s, screened.label, strict=True)
+    simulated = ((one.family, one.lag_mean, one.tokens_per_s, one.label) for one in report.simulated)
+    series = [*_by_family("screened", columns, mark=Mark.CLOUD, alpha=0.35), *_by_family("simulated", simulated)]
     known = {one.label: one for one in report.simulated}
     front = [known[label] for label in report.front]
     lags, rates = [one.lag_mean for one in front], [one.tokens_per_s for one in front]
@@ -72,6 +46,22 @@ def throughput_against_lag(report: PlanReport) -> Chart:
     )
 
 
+def _by_family(
+    stage: str, candidates: Iterable[tuple[str, float, float, str]], *, mark: Mark = Mark.POINTS, alpha: float = 1.0
+) -> list[Series]:
+    """Return the points of each family of candidates: family, mean lag, throughput, label."""
+    families: dict[str, list[tuple[float, float, str]]] = {}
+    for family, lag, rate, label in candidates:
+        families.setdefault(family, []).append((lag, rate, label))
+    series = []
+    for family, places in families.items():
+        style = series_styles([family], [0.0])[0]
+        lags, rates, labels = zip(*places, strict=True)
+        look: dict[str, Any] = {"mark": mark, "color": style.color, "marker": style.marker, "alpha": alpha}
+        series.append(Series(label=f"{family}, {stage}", x=lags, y=rates, hover={"": labels}, **look))
+    return series
+
+
 def _with_band(label: str, one: PlannedCandidate, x: float, **look: Any) -> list[Series]:
     low, high = one.band_tokens_per_s
     bar: dict[str, Any] = {"color": look["color"], "width": 0.7, "named": False}
@@ -82,7 +72,7 @@ def _with_band(label: str, one: PlannedCandidate, x: float, **look: Any) -> list
 
 
 def throughput_against_split(report: PlanReport) -> Chart:
-    """Return the screened throughput of a recommendation that is not colocated against the split, with its band."""
+    """Return screened throughput against the split, with its band; the recommendation must not be colocated."""
     splits, chosen = report.splits, report.recommended.cluster.generation_accelerators
     assert chosen is not None
     across, band = splits.generation_accelerators, "80 % of the draws"
@@ -108,7 +98,7 @@ def plan_charts(report: PlanReport) -> dict[str, Chart]:
 
 
 def throughput_against_cost(reports: Mapping[str, PlanReport]) -> Chart:
-    """Return throughput against cost of the recommendation of each case, with its band."""
+    """Return throughput against cost: the recommendation of each case, with its band."""
     costs = {name: one.recommended.cost for name, one in reports.items()}
     priced = all(one.usd_per_million_tokens is not None for one in costs.values())
     styles = series_styles([one.recommended.family for one in reports.values()], range(len(reports)))
@@ -131,12 +121,12 @@ def environments_charts(report: EnvironmentsReport) -> list[Chart]:
     """Return rollouts per hour against the number of environments, and with prices the cost of a rollout."""
     counts = [row.count for row in report.rows]
     hover = {"bottleneck": [row.bottleneck.value for row in report.rows]}
-    panels = [("Throughput", "rollouts per hour", Axis(label="trained", unit="rollouts/h", values="0,0"))]
-    columns: list[list[float | None]] = [[row.rollouts_per_hour for row in report.rows]]
-    costs = [row.usd_per_1000_rollouts for row in report.rows]
+    rates, costs = ([row.rollouts_per_hour for row in report.rows], [row.usd_per_1000_rollouts for row in report.rows])
+    panels: list[tuple[str, str, Axis, Sequence[float | None]]] = [
+        ("Throughput", "rollouts per hour", Axis(label="trained", unit="rollouts/h", values="0,0"), rates)
+    ]
     if None not in costs:
-        panels.append(("Cost", "cost", Axis(label="USD per 1000 rollouts", values="0,0")))
-        columns.append(costs)
+        panels.append(("Cost", "cost", Axis(label="USD per 1000 rollouts", values="0,0"), costs))
     return [
         Chart(
             title=f"{title} against environments",
@@ -149,56 +139,38 @@ def environments_charts(report: EnvironmentsReport) -> list[Chart]:
                 rule(f"slots of engines: {report.slots}", report.slots, dash=":"),
             ],
         )
-        for (title, label, axis), values in zip(panels, columns, strict=True)
+        for title, label, axis, values in panels
     ]
 
 
 def validation_chart(report: ValidationReport) -> Chart | None:
-    """Return predicted over measured of every row with a relative error, by system; None without such a row."""
+    """Return predicted over measured by system, for rows with a relative error; None without such a row."""
     rows = [row for row in report.rows if row.is_relative]
-    families = list(dict.fromkeys(row.family for row in rows))
+    if not rows:
+        return None
     series = [
         Series(label="1: as measured", mark=Mark.RULE_X, x=[1.0], y=[0.0], color=MUTED, width=0.8),
-        *(rule(f"{100 * error:.0f} % off", 1 + sign * error, dash=":") for error in (0.3,) for sign in (-1, 1)),
+        *(rule("30 % off", ratio, dash=":") for ratio in (0.7, 1.3)),
     ]
+    families = dict.fromkeys(row.family for row in rows)
     for family, color in zip(families, cycle(SYSTEM_COLORS), strict=False):
-        mine = [(place, row) for place, row in enumerate(rows) if row.family == family]
-        places = [place for place, _ in mine]
-        series.append(
-            Series(
-                label=family,
-                mark=Mark.ACROSS,
-                x=[(row.low or row.predicted) / row.measured for _, row in mine],
-                y=places,
-                other=[(row.high or row.predicted) / row.measured for _, row in mine],
-                color=color,
-                width=1.0,
-                named=False,
-            )
-        )
-        series.append(
-            Series(
-                label=family,
-                mark=Mark.POINTS,
-                x=[row.predicted / row.measured for _, row in mine],
-                y=places,
-                color=color,
-                hover={
-                    "": [row.id for _, row in mine],
-                    "predicted": [f"{row.predicted:,.4g} {row.quantity}" for _, row in mine],
-                    "measured": [f"{row.measured:,.4g} {row.quantity}" for _, row in mine],
-                },
-            )
-        )
-    return (
-        Chart(
-            title="Published runs, predicted over measured, by system",
-            caption="1 is right; a line is the 80 % band. A click on a system in the legend takes it away.",
-            x=Axis(label="predicted / measured", log=True),
-            y=Axis(label="", rows=[row.id for row in rows]),
-            series=series,
-            switch=None,
-        )
-        if rows
-        else None
+        places = [place for place, row in enumerate(rows) if row.family == family]
+        mine = [rows[place] for place in places]
+        low, high = ([(getattr(row, end) or row.predicted) / row.measured for row in mine] for end in ("low", "high"))
+        band: dict[str, Any] = {"mark": Mark.ACROSS, "width": 1.0, "named": False}
+        series.append(Series(label=family, x=low, y=places, other=high, color=color, **band))
+        hover = {
+            "": [row.id for row in mine],
+            "predicted": [f"{row.predicted:,.4g} {row.quantity}" for row in mine],
+            "measured": [f"{row.measured:,.4g} {row.quantity}" for row in mine],
+        }
+        ratios = [row.predicted / row.measured for row in mine]
+        series.append(Series(label=family, mark=Mark.POINTS, x=ratios, y=places, color=color, hover=hover))
+    return Chart(
+        title="Published runs, predicted over measured, by system",
+        caption="1 is right; a line is the 80 % band. A click on a system in the legend takes it away.",
+        x=Axis(label="predicted / measured", log=True),
+        y=Axis(label="", rows=[row.id for row in rows]),
+        series=series,
+        switch=None,
     )

@@ -8,7 +8,7 @@ under the common kinds of colour blindness.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ INK, MUTED, PALE = "#222222", "#767676", "#dddddd"
 
 METHOD_HUES = {"pipeline": BLUE, "conventional": VERMILLION, "one_step_off": PURPLE, "partial_rollouts": ORANGE}
 FREE_HUES = ("#8c564b", "#5b4b9a", "#7f7f00", "#b22a5b", "#17706e")
-"""Colours of other kinds; each has the same one in every figure."""
+"""Colours of other kinds of schedule, chosen by their name."""
 METHOD_LINES = {"pipeline": ("-", "o")}
 """Dash and marker of a method; every other method is dashed, with squares."""
 ACTIVITY_COLORS = {"generating": SKY, "training": GREEN, "publishing": YELLOW, "waiting_for_data": PALE}
@@ -83,7 +83,7 @@ house_style = matplotlib.rc_context(RC)
 
 LIMIT: Any = {"color": INK, "linewidth": 0.9, "linestyle": ":"}
 
-_METADATA = {  # neither file says when or with what it was made
+_METADATA = {  # no date and no program: the same figure gives the same bytes
     "png": {"Software": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
@@ -111,7 +111,7 @@ def series_styles(methods: Sequence[str], max_lags: Sequence[float]) -> list[Ser
 
 
 def hue(method: str) -> str:
-    """Return the colour of a kind of schedule; that of an unknown kind follows from its name."""
+    """Return the colour of a kind of schedule; an unknown kind has one by its name."""
     return METHOD_HUES.get(method, FREE_HUES[crc32(method.encode()) % len(FREE_HUES)])
 
 
@@ -137,20 +137,14 @@ def styled(runs: Sequence[Run]) -> list[tuple[Run, SeriesStyle]]:
     )
 
 
-def draw_limit(axes: Axes, max_lags: Iterable[int | None], *, across: bool) -> None:
-    """Draw each ``scheduler.max_lag``, named in the legend; ``across``: lag is on the vertical axis. None: no bound."""
-    for limit in sorted({one for one in max_lags if one is not None}):
-        (axes.axhline if across else axes.axvline)(limit, label=f"max_lag = {limit}", **LIMIT)
-
-
 SEEN = 4.0
-"""Smallest mark in a legend (points): one that is a cloud in a panel is alone there."""
+"""Smallest mark in a legend (points): a dot of a cloud stands alone there."""
 
 
 def add_legend(figure: Figure, axes: Axes, title: str, notes: Sequence[Artist] = ()) -> None:
-    """Put title and legend above the panels, in as many columns as its labels leave room for; the figure gets taller.
+    """Put title and legend above the panels, in as many columns as fit; the figure gets taller.
 
-    Every labelled artist of ``axes`` gets an entry, then ``notes``; of a long label the start goes.
+    Every labelled artist of ``axes`` gets an entry, then ``notes``; a long label loses its start.
     """
     handles, labels = axes.get_legend_handles_labels()
     handles, labels = [*handles, *notes], [*labels, *(str(note.get_label()) for note in notes)]
@@ -168,7 +162,7 @@ def add_legend(figure: Figure, axes: Axes, title: str, notes: Sequence[Artist] =
 
 
 def handy_time(longest_s: float) -> tuple[float, str]:
-    """Return the seconds of the unit in which this time is a handy number, and its symbol."""
+    """Return the unit in which this time is a handy number: its seconds and symbol."""
     for seconds, symbol in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if longest_s >= 3 * seconds:
             return seconds, symbol
@@ -176,7 +170,7 @@ def handy_time(longest_s: float) -> tuple[float, str]:
 
 
 def handy_scale(largest: float) -> tuple[float, str]:
-    """Return a divisor for values, and its prefix of their unit."""
+    """Return a divisor for values, and the word for it before their unit."""
     for factor, word in ((1e6, "million "), (1e3, "thousand ")):
         if largest >= 5 * factor:
             return factor, word
@@ -189,5 +183,5 @@ def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
     with matplotlib.rc_context(RC):
         for path, metadata in zip(paths, _METADATA.values(), strict=True):
             figure.savefig(path, dpi=DPI, metadata=metadata)
-            figure.set_layout_engine(None)  # "none" would have the next one drawn twice
+            figure.set_layout_engine(None)  # keep this layout; "none" would draw the next file twice
     return paths

@@ -10,7 +10,7 @@ import numpy as np
 
 from analysis.chart import Axis, Chart, Mark, Series, limits, line, rule
 from analysis.read import Run
-from analysis.style import series_styles
+from analysis.style import series_styles, styled
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -24,22 +24,9 @@ from pipelinerl.util.arrays import FloatArray
 NUM_LAGS = 24
 MARKER_PT = 4.5
 RIM_PT = 3.5
-"""How much larger a marker is for each that would cover it, so that its rim shows (points)."""
+"""Growth of a marker for each later one that covers it, so that its rim shows (points)."""
 COVERED = 0.03
-"""Distance of two runs whose markers cover each other (share of the largest lag, and of the largest throughput)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RatePoint:
-    """Throughput (trained tokens per second or flash), largest and mean lag (optimizer steps) of one run."""
-
-    name: str
-    method: str
-    max_lag: float
-    rate: float
-    bound: int | None = None
-    """Its ``scheduler.max_lag``."""
-    mean_lag: float | None = None
+"""Largest distance at which markers cover each other (share of the largest lag and throughput)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,19 +38,6 @@ class RateCurves:
     pipeline: FloatArray
     conventional: FloatArray
     """With G = g + 1."""
-
-
-def rate_points(runs: Sequence[Run]) -> tuple[list[RatePoint], str]:
-    """Return a point per run, in tokens/flash if all runs know it, else in tokens/s; and that unit."""
-    flashes = [run.report.tokens_per_flash for run in runs]
-    known = [rate for rate in flashes if rate is not None]
-    unit = "tokens/flash" if len(known) == len(runs) else "tokens/s"
-    rates = known if unit == "tokens/flash" else [run.report.tokens_per_s for run in runs]
-    points = [
-        RatePoint(run.name, run.method, run.report.lag.max, rate, run.report.max_lag, run.report.lag.mean)
-        for run, rate in zip(runs, rates, strict=True)
-    ]
-    return points, unit
 
 
 def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | None:
@@ -91,44 +65,43 @@ def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | No
     )
 
 
-def throughput_against_max_lag(
-    points: Sequence[RatePoint], curves: RateCurves | None = None, unit: str = "tokens/s"
-) -> Chart:
+def throughput_against_max_lag(runs: Sequence[Run], curves: RateCurves | None = None) -> Chart:
     """Return throughput against the largest lag (Fig. 9): a marker per run, and the curves of the analytic model.
 
-    ConfigError if there is nothing to draw, or there are curves and the unit is not ``tokens/flash``.
+    The unit is tokens/flash if all runs know it, else tokens/s; ConfigError if there are curves and it is tokens/s.
     """
-    if curves is None and not points:
-        raise ConfigError("throughput against lag needs a point or a curve, got none")
-    if curves is not None and unit != "tokens/flash":
-        raise ConfigError(f"points must be in tokens/flash to be drawn with analytic curves, got {unit}")
+    flashes = [run.report.tokens_per_flash for run in runs]
+    rates = [rate for rate in flashes if rate is not None]
+    unit = "tokens/flash"
+    if len(rates) < len(runs):
+        unit, rates = "tokens/s", [run.report.tokens_per_s for run in runs]
+        if curves is not None:
+            raise ConfigError("runs must know their tokens/flash to be drawn with analytic curves, got tokens/s")
     series = []
     if curves is not None:
-        for method, rate in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
-            series.append(line(f"{method}, model", curves.max_lag, rate, series_styles([method], [0.0])[0]))
-    styles = series_styles([point.method for point in points], [point.max_lag for point in points])
-    for index, (point, style) in enumerate(zip(points, styles, strict=True)):
-        size = MARKER_PT + RIM_PT * _covering(points, index)
+        for method, curve in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
+            series.append(line(f"{method}, model", curves.max_lag, curve, series_styles([method], [0.0])[0]))
+    places = [(run.report.lag.max, rate) for run, rate in zip(runs, rates, strict=True)]
+    for index, (run, style) in enumerate(styled(runs)):
+        size = MARKER_PT + RIM_PT * _num_covering(places, index)
         look: dict[str, Any] = {"color": style.color, "marker": style.marker, "size": size}
-        mean = {} if point.mean_lag is None else {"mean lag": [point.mean_lag]}
-        series.append(Series(label=point.name, mark=Mark.POINTS, x=[point.max_lag], y=[point.rate], hover=mean, **look))
+        lag, rate = places[index]
+        mean = {"mean lag": [run.report.lag.mean]}
+        series.append(Series(label=run.name, mark=Mark.POINTS, x=[lag], y=[rate], hover=mean, **look))
     return Chart(
         title="Throughput against the largest lag",
         caption="Higher is faster, further left is closer to on-policy.",
         x=Axis(label="largest lag", unit="optimizer steps", ticks=8, values="0"),
         y=Axis(label="throughput", unit=unit, handy=True, values="0,0" if unit == "tokens/s" else "0.00"),
-        series=[*series, *limits([point.bound for point in points], mark=Mark.RULE_X)],
+        series=[*series, *limits(runs, mark=Mark.RULE_X)],
     )
 
 
-def _covering(points: Sequence[RatePoint], index: int) -> int:
-    lag = COVERED * max(point.max_lag for point in points)
-    rate = COVERED * max(point.rate for point in points)
-    this = points[index]
-    return sum(
-        abs(other.max_lag - this.max_lag) <= lag and abs(other.rate - this.rate) <= rate
-        for other in points[index + 1 :]
-    )
+def _num_covering(places: Sequence[tuple[float, float]], index: int) -> int:
+    """Return how many later markers cover this one."""
+    lag, rate = places[index]
+    reach_lag, reach_rate = (COVERED * max(values) for values in zip(*places, strict=True))
+    return sum(abs(x - lag) <= reach_lag and abs(y - rate) <= reach_rate for x, y in places[index + 1 :])
 
 
 def speedup_by_scenario(comparison: ComparisonReport) -> Chart:

@@ -1,11 +1,11 @@
 """A run as a timeline for ui.perfetto.dev or chrome://tracing: the JSON of the Trace Event Format.
 
-Theory of operation. One pass over a run's trace. What takes time becomes a slice when it ends; a track is a thread of
-the format. Slices of a thread must not overlap, so an engine has *lanes*: a rollout takes the first free one of the
-first ``LANES``, and is left out if none is free. Environments likewise. A weight update is an arrow from the trainer's
-slice to the slice of each engine that loads it. A real trainer's ranks have a track each: metrics have the seconds of
-each phase of a step, drawn one after the other from where the step began. Counters change at every optimizer step,
-those of engines at most every ``COUNTER_STEP`` of the time that is shown.
+Theory of operation. One pass over a run's trace. An activity becomes a slice when it ends; a track is a thread of the
+format. Slices of a thread must not overlap, so an engine has ``LANES`` *lanes*: a rollout takes the first free one, and
+is left out if none is free. Environments likewise. A weight update is an arrow from the trainer's slice to the slice of
+each engine that loads it. Each rank of a real trainer has a track: the phases of a step, whose seconds are in the
+metrics, follow each other from the start of the step. Counters change at every optimizer step, counters of engines at
+most every ``COUNTER_STEP`` of the shown time.
 
 Source: Chromium's Catapult project: phases X (a slice), s and f (an arrow), C (a counter), i (an instant), M (a name);
 times in microseconds.
@@ -59,11 +59,11 @@ LANES = 8
 ENVIRONMENTS = 64
 """Environments that are shown (count)."""
 MAX_ENTRIES = 400_000
-"""Entries of a file, where it is cut (count): about 60 MB."""
+"""Most entries of a file (count), about 60 MB; the rest is cut."""
 COUNTER_STEP = 1e-3
 """Shortest time between two values of a counter (share of the run)."""
 WEIGHTS, FIRST_LANE = 1, 2
-"""Threads of an engine. Readers take thread 0 for the main one, whose number is that of its process."""
+"""Threads of an engine; readers treat thread 0 as the main thread of the process."""
 FIRST_RANK = 10
 RANK_SECONDS = re.compile(r"train/rank([0-9]+)/([a-z]+)_s")
 RUN, TRAINER, SANDBOXES, FIRST_ENGINE = 1, 2, 3, 10
@@ -71,13 +71,13 @@ RUN, TRAINER, SANDBOXES, FIRST_ENGINE = 1, 2, 3, 10
 
 @dataclass(slots=True)
 class Counts:
-    """Events in the time shown, left out or not."""
+    """Events in the shown time, with or without a lane."""
 
     optimizer_steps: int = 0
     rollouts_finished: int = 0
     weights_loaded: int = 0
     stays_left_out: int = 0
-    """Times that a rollout was on an engine, or had an environment, without a free lane."""
+    """Stays on an engine or in an environment that found no free lane."""
     cut_at_s: float | None = None
 
 
@@ -100,7 +100,7 @@ class _Lanes:
 
 
 class Timeline:
-    """Makes the entries of one file, from ``begin_s`` to ``end_s``; without environments rollouts have one turn."""
+    """Makes the entries of a file, from ``begin_s`` to ``end_s``."""
 
     def __init__(
         self, *, num_engines: int, num_environments: int, begin_s: float, end_s: float, duration_s: float
@@ -144,7 +144,7 @@ class Timeline:
                 self._entry("C", RUN, row.time_s, name=name, args={unit: value})
 
     def ranks(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the phases of the trainer's ranks in an optimizer step, by its metrics."""
+        """Show the phases of the trainer's ranks in an optimizer step."""
         if step not in self._steps:
             return
         begin_s, end_s = self._steps[step]
@@ -211,7 +211,7 @@ class Timeline:
                 self._left_environment(rollout_id, now_s)
             case RolloutAborted(rollout_id=rollout_id, spans=spans):
                 self._left_engine(rollout_id, now_s, spans=spans, end="aborted")
-                if rollout_id in self._aborting:  # else it goes on elsewhere
+                if rollout_id in self._aborting:  # otherwise it starts again
                     self._left_environment(rollout_id, now_s)
             case RolloutFailed(rollout_id=rollout_id):
                 self._left_engine(rollout_id, now_s, end="failed")
@@ -362,7 +362,7 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
 
 
 def _place(entry: dict[str, Any]) -> tuple[bool, int, bool, int]:
-    """Order: names, then by time; a slice before what is in it."""
+    """Order: names, then by time; a slice before the slices inside it."""
     return entry["ph"] != "M", entry["ts"], entry["ph"] != "X", -entry.get("dur", 0)
 
 

@@ -2,20 +2,20 @@
 
     python benchmarks/compare_vidur.py VIDUR    # a checkout of https://github.com/microsoft/vidur
 
-Nothing needs this: neither tests nor `make bench` run it. Its Python must have the requirements of both (pandas,
-scikit-learn and so on: `pip install -e . -r VIDUR/requirements.txt`). Written for Vidur's commit 7d47513.
+Neither tests nor `make bench` run it. Its Python needs the requirements of both (pandas, scikit-learn and so on:
+`pip install -e . -r VIDUR/requirements.txt`). Written for Vidur's commit 7d47513.
 
-The work: one engine, 64 sequences at a time, all there from the start, prompts of one token. This simulator draws the
+The work: one engine, 64 sequences at a time, all waiting from the start, prompts of one token. This simulator draws the
 lengths and runs them as one conventional RL step whose training takes no time; Vidur replays the same lengths from a
 trace, in the same order, under its own default scheduler (Sarathi), Llama-3-8B on one A100.
 
-What is left out, in Vidur's favour: training its predictor of execution times and tabulating it (once per model and
-hardware, stated at the end), its imports, its metrics and its trace. Here, keeping the ledger is part of the time.
-Both build what they simulate before the clock starts, and both run without the collector of reference cycles.
+Not timed, in Vidur's favour: training and tabulating its predictor of execution times (once per model and hardware,
+printed at the end), its imports, its metrics and its trace. Here the time includes the ledger. Both build their
+simulation before the clock starts, and both run without the garbage collector.
 
-Straight lines stand in for Vidur's profile of attention, so that a checkout without its largest files will do, and
-linear regression for its default, a search over random forests. A run looks times up, so its speed hardly depends
-on either.
+Straight lines replace Vidur's profile of attention, so that a checkout without its largest files is enough, and linear
+regression replaces its default, a search over random forests. A run looks times up, so its speed hardly depends on
+either.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ ROUNDS = 3
 
 
 class Seconds(NamedTuple):
-    """Processor time, by which the best round is chosen, and wall time of that round."""
+    """Processor time of the best round, and its wall time."""
 
     processor: float
     wall: float
 
 
 def workload(kind, longest):
-    """One optimizer step on all rollouts, nothing of which costs time but decoding."""
+    """One optimizer step on all rollouts, in which only decoding takes time."""
     return parse_run(
         {
             "optimizer_steps": 1,
@@ -141,7 +141,7 @@ def vidur_simulator(checkout, folder, lengths):
     from vidur.entities import Replica  # noqa: PLC0415
     from vidur.simulator import Simulator  # noqa: PLC0415
 
-    Replica._id = -1  # it numbers replicas through the whole process, and schedules only for number 0
+    Replica._id = -1  # Vidur numbers replicas over the whole process, and schedules only for number 0
     trace = folder / "trace.csv"
     trace.write_text(
         "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(f"0.0,1,{length}\n" for length in lengths)
@@ -175,7 +175,7 @@ def vidur_simulator(checkout, folder, lengths):
 
 
 def run_vidur(simulator, lengths):
-    """Seconds of one simulation; every request must have come to its end."""
+    """Seconds of one simulation, in which every request must end."""
     requests = [event._request for _, event in simulator._event_queue]
     seconds = timed(simulator.run)
     assert all(request.completed for request in requests)

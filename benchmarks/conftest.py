@@ -1,4 +1,4 @@
-"""The table that benchmarks end with."""
+"""The table at the end of the benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def table(request):
-    """Rows of (what, value), printed after the last benchmark."""
+    """Rows of (name, value), printed after the last benchmark."""
     rows = []
     yield rows
     with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():

@@ -3,10 +3,10 @@
     python benchmarks/driver_at_scale.py                    # 100,000 rollouts
     python benchmarks/driver_at_scale.py --rollouts 20000 --profile
 
-48 stand-in engines of 64 sequences give answers of 3000 random tokens at once, whatever they are asked; a stand-in
-trainer takes 1024 rollouts a step. So nearly all the time is the driver's: scheduler, rewards, samples, trace,
-metrics, and a tokenizer of Hugging Face that makes text of the answers. 128 H100s need about 160 rollouts per second.
-What a real engine's answers take to reach the driver is not in it.
+48 fake engines of 64 sequences answer at once with 3000 random tokens; a fake trainer takes 1024 rollouts a step. So
+nearly all the time is the driver's: scheduler, rewards, samples, trace, metrics, and a Hugging Face tokenizer that
+decodes the answers. 128 H100s need about 160 rollouts per second. Transport from a real engine's process is not
+included.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ENGINES, SLOTS, TOKENS, BATCH = 48, 64, 3000, 1024
 RNG = np.random.default_rng(0)
 ANSWERS = RNG.integers(1, 16, size=1_000_000)
 LOGPROBS = -RNG.exponential(size=1_000_000).astype(np.float32)
-"""What answers are cut from (tokens, nats)."""
+"""Tokens and log-probabilities from which answers are cut."""
 
 
 class AtOnce(FakeEngine):
-    """Answers at once, with as many tokens as may be."""
+    """Answers at once, with the most tokens allowed."""
 
     async def generate(self, request: GenerateRequest) -> Generated:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The driver's time per rollout, with engines and a trainer that take none."""
+"""The driver's time per rollout, with engines and a trainer that take no time."""
 
 from __future__ import annotations
 

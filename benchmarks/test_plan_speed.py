@@ -2,8 +2,7 @@
 
     make bench
 
-The issue's measure - 1000 candidates screened and the best 20 simulated, 200 optimizer steps each, 128 GPUs - is
-``pipelinerl plan examples/plan_qwen7b_128_h100.toml``; a simulation of it is one of those timed here.
+The timed simulations are of the size of ``pipelinerl plan examples/plan_qwen7b_128_h100.toml``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EXAMPLE = ROOT / "examples" / "plan_qwen7b_128_h100.toml"
 
 
 def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(benchmark, table):
-    """Everything from the run file to the steady states, drawing the answers included."""
+    """From the run file to the steady states, including the draws of answers."""
     config = load_run(EXAMPLE)
 
     def screened():
@@ -46,7 +45,7 @@ def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(b
 
 
 def test_the_whole_plan_of_the_example_takes_a_minute_and_a_half_on_two_cores(table):
-    """The issue's measure: 1000 configurations, 20 simulations, and the uncertainty. Needs two cores to itself."""
+    """1000 configurations, 20 simulations, and the uncertainty. Needs two idle cores."""
 
     def processor_s():
         return sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -63,7 +62,7 @@ def test_the_whole_plan_of_the_example_takes_a_minute_and_a_half_on_two_cores(ta
 
 
 def test_two_processes_are_nearly_twice_as_fast_as_one(benchmark, table):
-    """Eight simulations of 60 optimizer steps each; starting the processes is counted. Needs two cores to itself."""
+    """Eight simulations of 60 optimizer steps each, including the start of the processes. Needs two idle cores."""
     config = load_run(EXAMPLE)
     own = own_candidate(SearchSpace.of(config))
     jobs = [Job(own, 60 + index % 2) for index in range(8)]

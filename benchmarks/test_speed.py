@@ -2,7 +2,7 @@
 
     make bench
 
-Seconds are processor time, the best of a few rounds, so that other work on the machine counts little.
+Seconds are processor time, the best of a few rounds, so that other work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.benchmark(timer=time.process_time)
 
 @pytest.fixture(autouse=True)
 def _no_garbage_collection():
-    """As in ``sim.run``: a run makes no reference cycles."""
+    """Without the garbage collector, as in ``sim.run``: a run makes no reference cycles."""
     gc.disable()
     yield
     gc.enable()
@@ -102,7 +102,7 @@ def seconds(call, *, rounds=3):
 
 
 def test_the_closed_form_is_a_hundred_times_as_fast_as_single_steps(benchmark, table):
-    """Answers of a reasoning model, 8000 tokens on average; those of the long main example, 3000, for comparison."""
+    """Answers of 8000 tokens on average, and for comparison the long main example with 3000."""
     for mean, steps in ((3000, 16), (8000, 8)):
         config = workload(steps, mean=mean, engines=2)
         entries = played(config)  # and warm up
@@ -136,9 +136,9 @@ def test_ten_times_the_tokens_take_no_longer(benchmark, table):
 
 
 def test_a_turn_takes_at_most_25_microseconds_where_a_rollout_of_one_turn_takes_14(benchmark, table):
-    """Processor time of a turn over that of a rollout of the long example, pairs of runs in turn, in one process.
+    """Processor time of a turn over a rollout of the long example, in alternating runs of one process.
 
-    Of 12 pairs the 3rd and the 10th ratio bound the median with 96 %, whatever the distribution.
+    The 3rd and the 10th of 12 ratios bound the median with 96 % confidence for any distribution.
     """
     agents = load_run(ROOT / "examples" / "agents.toml", ["optimizer_steps=3", "scheduler.train_batch_size=128"])
     single = load_run(QWEN7B, ["optimizer_steps=30"])
@@ -163,7 +163,7 @@ def test_a_turn_takes_at_most_25_microseconds_where_a_rollout_of_one_turn_takes_
     table.append(("long example, microseconds per rollout, median", f"{1e6 * statistics.median(rollout_s):.1f}"))
     table.append(("a turn over a rollout, median", f"{statistics.median(ratios):.2f} x"))
     table.append(("a turn over a rollout, 96 % interval of the median", f"{ratios[2]:.2f} to {ratios[9]:.2f} x"))
-    assert ratios[2] <= 25 / 14  # above, it would be shown to be slower
+    assert ratios[2] <= 25 / 14  # a larger value would show that it is slower
 
 
 def test_events_per_second_of_the_scheduler(benchmark, table):

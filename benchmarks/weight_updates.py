@@ -1,24 +1,17 @@
-"""What a weight update costs: real vLLM engines and a DeepSpeed trainer on this machine's CPU, random weights.
-
-::
+"""Cost of a weight update: real vLLM engines and a DeepSpeed trainer on this machine's CPU, random weights.
 
     python benchmarks/weight_updates.py --transport file --updates 3       # or staged, direct, streamed
-    git worktree add /tmp/before 8a4dca8
-    here=$PWD; cd /tmp/before; PYTHONPATH=/tmp/before python $here/benchmarks/weight_updates.py --transport before
 
-Where there are more cores than engines all that decodes nothing is kept off the cores of decode: ``--engines 1``.
+With more cores than engines (``--engines 1``) only engines use the cores of decode. ``direct``: staged, with engines
+whose parameters keep their place, as on GPUs.
 
-``direct``: staged, on engines whose parameters stay where they are, as on GPUs. ``before``: the broadcast of an older
-version, which is run from a checkout of it, and in it: Ray's processes look for modules where they were started.
+An engine *stands still* from the order to pause until it generates again. ``engine_swap_s`` excludes the decode step
+that it finishes first, which loses nothing and depends on the model.
 
-An engine *stands still* from the order to pause until it generates again. ``engine_swap_s`` is that without the decode
-step that it ends first, in which nothing is lost, and whose length is the model's.
-
-Engines answer all the time, the trainer trains all the time (with ``--train``) but while it has to stand still. Printed
-are, as medians over the updates, with their range: seconds that an engine and the trainer stand still, tokens per
-second before the update, while weights arrive, and after it; and the most memory that a worker, the trainer and all of
-them take above what they had before the first update, what is made once included (proportional share of what they have
-in common).
+Engines answer all the time; with ``--train`` the trainer trains except while it must stand still. The script prints
+medians over the updates, with their range: seconds that an engine and the trainer stand still; tokens per second
+before the update, while weights arrive, and after it; the most memory of a worker, the trainer and all processes above
+that before the first update, including buffers that are made once (proportional share of shared memory).
 """
 
 from __future__ import annotations
@@ -40,14 +33,11 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-try:
-    from backends.trainer.deepspeed.settings import RankSettings
-except ModuleNotFoundError:  # before
-    from backends.trainer.deepspeed.rank import RankSettings
 from backends.driver.weight_sync import WeightSyncGroup
 from backends.interface import GenerateRequest, GroupMembers, Sample, Weights
 from backends.ray.actors import RayEngine, RayTrainer
 from backends.trainer.deepspeed.rank import DeepSpeedRank
+from backends.trainer.deepspeed.settings import RankSettings
 from backends.vllm.process import VLLMSettings
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import BROADCAST, FILE, STREAMED
@@ -56,15 +46,15 @@ from pipelinerl.rl.segments import Segment
 from pipelinerl.scheduler.events import WeightUpdate
 
 ANSWER_TOKENS = 8
-"""Tokens of an answer; many answers make a rate (tokens)."""
+"""Tokens of an answer, few so that many answers end (tokens)."""
 AT_ONCE = 8
 """Answers in progress on an engine (count)."""
 CALM_S = 8.0
 """Seconds before and after an update for which the rate is measured."""
-TRANSPORTS = {one.name: one for one in (FILE, STREAMED)} | dict.fromkeys(("staged", "direct", "before"), BROADCAST)
-"""What is measured, and what ``train.transport`` it is."""
+TRANSPORTS = {one.name: one for one in (FILE, STREAMED)} | dict.fromkeys(("staged", "direct"), BROADCAST)
+"""``train.transport`` of each option."""
 POLL_S = 0.1
-"""Seconds between two looks at memory."""
+"""Seconds between two measurements of memory."""
 
 
 def make_model(folder: Path, layers: int) -> int:
@@ -93,7 +83,7 @@ def batch() -> list[Sample]:
 
 
 class Watch:
-    """Tokens as they are counted, and memory as it is looked at (mutable)."""
+    """Counted tokens and measured memory over time (mutable)."""
 
     def __init__(self) -> None:
         self.tokens: list[tuple[float, int]] = []
@@ -105,11 +95,11 @@ class Watch:
         return sum(count for at_s, count in self.tokens if begin_s < at_s <= end_s) / (end_s - begin_s)
 
     def begin_memory(self) -> None:
-        """Take what processes have now as what they had before."""
+        """Store the current memory of the processes as the base."""
         self.memory_before, self.memory = self.memory[-1], []
 
     def extra(self) -> dict[str, float]:
-        """Return the most memory above that before (GB)."""
+        """Return the most memory above the base (GB)."""
         more = [{name: size - self.memory_before[name] for name, size in one.items()} for one in self.memory]
         workers = [name for name in self.memory_before if name != "trainer"]
         return {
@@ -120,7 +110,7 @@ class Watch:
 
 
 def keep_off(cores: set[int]) -> None:
-    """Keep all that this process has started, and itself, off the cores of the workers, if there are others."""
+    """Keep this process and its children off the cores of the workers, if there are other cores."""
     others = set(range(os.cpu_count() or 1)) - cores
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error, OSError):
@@ -130,7 +120,7 @@ def keep_off(cores: set[int]) -> None:
 
 
 async def answer_for_ever(engine: RayEngine, slot: int, watch: Watch) -> None:
-    """Keep one place of an engine busy."""
+    """Keep one slot of an engine busy."""
     number = slot
     while True:
         request = GenerateRequest(number, (3, 13, 4, 16), ANSWER_TOKENS, seed=number, temperature=1.0)
@@ -140,7 +130,7 @@ async def answer_for_ever(engine: RayEngine, slot: int, watch: Watch) -> None:
 
 
 async def look_at_memory(watch: Watch) -> None:
-    """Note the proportional memory of every worker and of the trainer, for ever."""
+    """Record the proportional memory of every worker and of the trainer, without end."""
     processes: dict[str, psutil.Process] = {}
     for process in psutil.Process().children(recursive=True):
         title = " ".join((process.name(), *process.cmdline()))
@@ -172,7 +162,7 @@ async def one_update(
     *,
     standing_still: bool,
 ) -> tuple[tuple[float, float], dict[str, float]]:
-    """Bring a version to the engines; return from when to when weights arrived, and seconds of standing still."""
+    """Update the engines; return begin and end of the transfer, and seconds of standing still."""
 
     async def load(weights: Weights) -> dict[str, float]:
         times = await asyncio.gather(*(one.update(weights, WeightUpdate.KEEP) for one in engines))
@@ -182,7 +172,7 @@ async def one_update(
         }
 
     async with free:
-        await trainer.train(batch(), completes_step=True)  # equal weights would prove no direct copies
+        await trainer.train(batch(), completes_step=True)  # direct copies cannot be verified with equal weights
     begin_s = time.perf_counter()
     async with free:
         weights = await trainer.publish(version)
@@ -238,7 +228,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     trainer = RayTrainer(DeepSpeedRank, settings, [{"num_cpus": 1}])
     members = GroupMembers(trainer, dict(enumerate(engines)), timeout_s=120)
     group = WeightSyncGroup(members) if transport.grouped else None
-    standing_still = transport.standing_still or arguments.transport == "before"
+    standing_still = transport.standing_still
     watch, free, steps, rows = Watch(), asyncio.Lock(), list[float](), list[dict[str, float]]()
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -251,7 +241,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
             tasks.append(asyncio.create_task(train_for_ever(trainer, free, steps)))
         await asyncio.sleep(CALM_S)
         watch.begin_memory()
-        # What is made once, is made now, or proven.
+        # Makes buffers, and verifies direct copies.
         await one_update(1, trainer, engines, group, free, standing_still=standing_still)
         for version in range(2, 2 + arguments.updates):
             await asyncio.sleep(CALM_S)

@@ -1,10 +1,9 @@
-"""Write what docs/ have from the code: tables of keys, the picture of the rooms; with ``--check``, name what is stale.
+"""Write the generated parts of docs/: tables of keys, the picture of the rooms; ``--check`` names stale pages.
 
     python scripts/doc_tables.py [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The rows of a table of keys are made from the
-fields of a pydantic model: key, type and range, default, and the text under the field. The picture is made from the
-imports.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``. The rows of a table of keys come from the fields of a
+pydantic model: key, type and range, default, and the docstring of the field. The picture comes from the imports.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ DOCS = ROOT / "docs"
 PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_THEIR_OWN = ("train", "plan")
-"""Tables of the run file that are shown on other pages than the rest."""
+"""Tables of the run file that other pages show."""
 ELSEWHERE: dict[type[BaseModel], str] = {
     RunReport: "summary.json",
     ClusterConfig: "[cluster]",
     SchedulerConfig: "[scheduler]",
 }
-"""Models that are parts of reports and have tables of their own."""
+"""Parts of reports that have their own tables."""
 REPORTS: dict[str, tuple[type[BaseModel], ...]] = {
     "summary.json": (RunIdentity, RunTotals),
     "summary.json, measured": (RunMeasurements,),
@@ -67,16 +66,15 @@ BRIEF = (
     "plan.json",
     "validation.json",
 )
-"""Reports of which a page has a row per top-level key, with the names of the keys below it: their meanings are in the
-models, and on the Python page."""
+"""Reports with a row per top-level key, which names the nested keys; the Python page has their meanings."""
 ROOFLINE = "roofline"
-"""The kind of decode step whose keys are derived as a rule: one row names them."""
+"""Kind of decode step whose keys are usually derived; one row names them."""
 GUARD = 1e5
-"""Limits from here on only guard against overflow: the page has them in a sentence."""
+"""Larger limits only prevent overflow; a sentence of the page has them."""
 
 
 def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Return in words what a JSON schema allows."""
+    """Return the values that a JSON schema allows, in words."""
     schema = {**schema, **definitions.get(schema.get("$ref", "").rpartition("/")[2], {})}
     if "anyOf" in schema:
         (schema,) = [one for one in schema["anyOf"] if one.get("type") != "null"]
@@ -92,7 +90,7 @@ def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def shown_default(field: FieldInfo) -> str:
-    """Return what a key is where the file does not give it."""
+    """Return the default of a key."""
     if field.is_required():
         return "required"
     match field.get_default(call_default_factory=True):
@@ -116,7 +114,7 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def container(annotation: Any) -> Any:
-    """Return ``list`` or ``dict`` if an annotation is of one (or of one or nothing), else None."""
+    """Return ``list`` or ``dict`` for an annotation of one, perhaps optional, else None."""
     origin = get_origin(annotation)
     if origin in (list, tuple):
         return list
@@ -151,14 +149,14 @@ def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[s
 
 
 def run_file_table(table: str | None) -> list[str]:
-    """Return the table of keys of one table of the run file; None: of all that have no page of their own."""
+    """Return the keys of one table of the run file; None: of all tables that no other page shows."""
     rows = {row: row.partition(".")[0].removeprefix("| `") for row in key_rows(RunConfig)}
     shown = [row for row, its in rows.items() if (its if its in OF_THEIR_OWN else None) == table]
     return ["| key | value; default | meaning |", "|---|---|---|", *shown]
 
 
 def knob_table() -> list[str]:
-    """Return the table of keys that move throughput or lag and that ``plan`` does not search; a reason a row."""
+    """Return the keys that change throughput or lag and that ``plan`` does not search, with the reasons."""
     keys: dict[str, list[str]] = {}
     for key, why in NOT_SEARCHED.items():
         keys.setdefault(why, []).append(f"`{key}`")
@@ -166,7 +164,7 @@ def knob_table() -> list[str]:
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text under each field of a model, those of its bases included."""
+    """Return the docstring of each field of a model, inherited ones included."""
     texts: dict[str, str] = {}
     for cls in reversed([base for base in model.__mro__ if base.__module__.startswith("pipelinerl.")]):
         (definition,) = ast.parse(inspect.getsource(cls)).body
@@ -184,13 +182,13 @@ def report_rows(
     prefix: str = "",
     brief: bool = False,
 ) -> list[str]:
-    """Return a row per key of a report: key, meaning with its unit. Of a table that comes again, what is new.
+    """Return a row per key of a report: key, meaning with its unit. A repeated table has only its new keys.
 
     Args:
-        models: Whose fields are the keys.
-        shown: The models shown so far, each with the place of its rows.
-        prefix: What stands before each key.
-        brief: One row for a key and all below it, which it names.
+        models: Models whose fields are the keys.
+        shown: Models shown before, with the place of their rows.
+        prefix: Text before each key.
+        brief: One row per key, which names the nested keys.
     """
     shown = dict(ELSEWHERE) if shown is None else shown
     rows: list[str] = []
@@ -216,7 +214,7 @@ def report_rows(
                 rows.append(f"| `{key}` | {meaning} |")
             if inner and known is not inner[0]:
                 below = {list: "[].", dict: ".*."}.get(holds, ".")
-                # Made where they are not shown, too: a key without a text is found.
+                # Also for keys that are not shown: this finds a key without a docstring.
                 under = report_rows((inner[0],), shown, key + below)
                 rows += [] if alone else under
     return rows
@@ -254,9 +252,9 @@ def reached() -> dict[str, set[str]]:
 
 
 def picture() -> list[str]:
-    """Return the rooms as a Mermaid diagram. An arrow leads to a room that is imported from.
+    """Return the rooms as a Mermaid diagram. An arrow leads to an imported room.
 
-    Arrows that follow from others are left out: where A imports from B and B from C, A may import from C too.
+    Arrows that follow from others are left out: if A imports B and B imports C, A may import C too.
     """
     rooms = reached()
     try:
@@ -264,7 +262,7 @@ def picture() -> list[str]:
     except CycleError as error:
         raise SystemExit(f"rooms import each other in a circle: {' -> '.join(error.args[1])}") from None
     below: dict[str, set[str]] = {}
-    for room in order:  # from the ground up
+    for room in order:  # lowest layer first
         below[room] = rooms[room].union(*(below[near] for near in rooms[room]))
     arrows = [
         (room, near)
@@ -302,12 +300,12 @@ def table_of(name: str) -> list[str]:
 
 
 def updated(text: str) -> str:
-    """Return a page with its tables made anew."""
+    """Return a page with fresh tables."""
     return TABLE.sub(lambda found: found[1] + "\n".join(table_of(found[2])) + "\n" + found[3], text)
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages whose tables are stale, or name them; 1 if any is, and that was asked."""
+    """Write the pages with stale tables; with ``--check`` name them and return 1 if there are any."""
     stale = []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")

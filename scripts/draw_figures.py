@@ -1,10 +1,10 @@
-"""Draw the pictures of docs/figures anew, by the commands that stand beside them on the pages.
+"""Draw the pictures of docs/figures again, with the commands of the pages.
 
-    python scripts/draw_figures.py               # name them
+    python scripts/draw_figures.py               # list them
     python scripts/draw_figures.py validation    # draw one, or several, or "all": an hour on two cores
     python scripts/draw_figures.py page tiny_ess # after `make demo`, `make train`
 
-Pictures of pages need playwright and a Chromium: that of scripts/get_chromium.py, or one on the path.
+Pictures of pages need playwright and a Chromium, from scripts/get_chromium.py or on the path.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ DRAWN = {
 PAGES = {"page": "runs/demo", "page_of_a_real_run": "runs/tiny"}
 """The run of each picture of a page."""
 CHROMIUM = ROOT / "build" / "chromium"
-"""Where scripts/get_chromium.py puts one, with libraries and a font."""
+"""Folder of scripts/get_chromium.py: a browser with libraries and a font."""
 
 
 def main(names: Sequence[str]) -> int:
-    """Draw pictures; those of one command together.
+    """Draw pictures; run each command once.
 
     Args:
-        names: What to draw, or ``all``. None: print what there is.
+        names: Pictures to draw, or ``all``. None: list them.
 
     Returns:
         Exit status: 0 done, 2 wrong arguments.
@@ -84,7 +84,7 @@ def _run(*words: str) -> None:
 
 
 def _take_picture(run: str, path: Path) -> None:
-    """Keep what a browser shows of the upper part of a page."""
+    """Save a picture of the upper part of a page."""
     from PIL import Image  # noqa: PLC0415  # matplotlib brings it
     from playwright.sync_api import sync_playwright  # noqa: PLC0415  # brought by the extra dev alone
 

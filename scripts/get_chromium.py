@@ -1,7 +1,7 @@
 """Get a headless Chromium from npm into build/chromium, for the tests of pages in a browser.
 
-The package is @sparticuz/chromium (MIT; 68 MB, 200 MB unpacked), which brings the libraries and a font that a bare
-machine lacks. npm fetches and verifies it, and runs no script of it.
+The package is @sparticuz/chromium (MIT; 68 MB, 200 MB unpacked), with the libraries and a font that a bare machine
+lacks. npm downloads and verifies it; none of its scripts run.
 """
 
 import os
@@ -29,7 +29,7 @@ def main() -> None:
             }
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in ("al2023.tar", "fonts.tar"):
-        # Not tarfile: what it does with a hostile archive depends on the Python, and Debian 12's knows no filter.
+        # Not tarfile: its protection against hostile archives depends on the Python version; Debian 12's has no filter.
         unpack = ["tar", "--extract", "--file", "-", "--no-same-owner", "--directory", FOLDER]
         subprocess.run(unpack, input=parts[name], check=True, timeout=60)
     (FOLDER / "fonts.conf").write_text(FONTS)
@@ -37,7 +37,7 @@ def main() -> None:
     program.write_bytes(parts["chromium"])
     program.chmod(0o755)
     libraries = {**os.environ, "LD_LIBRARY_PATH": str(FOLDER / "lib")}
-    subprocess.run([program, "--version"], check=True, timeout=60, env=libraries)  # only one that starts is kept
+    subprocess.run([program, "--version"], check=True, timeout=60, env=libraries)  # keep it only if it starts
     program.rename(FOLDER / "chromium")
 
 

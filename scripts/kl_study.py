@@ -6,8 +6,8 @@ r"""The KL study of the paper's section 5.1 on recorded runs that learned: a tab
     done
     python scripts/kl_study.py runs/kl/* --start 0 30 --updates 8 --length 12 --sequences 300
 
-All sequences are of problems whose right answer by steps is longer than ``--length``, so that most reach it. Numbers
-are geometric means over the runs, and with three or more of them ratios have a 95 % interval over them.
+All problems have a right answer with steps that is longer than ``--length``, so that most sequences reach it. Numbers
+are geometric means over the runs; for three or more runs ratios have a 95 % interval.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sim.learning.tasks import BLANK, checked_task, problem
 from sim.learning.warm_start import policy_shape
 
 SEED = 12345
-"""Seed of prompts and answers: not one of a run's, whose prompts the policy has seen."""
+"""Seed of prompts and answers, different from the runs, whose prompts the policy has seen."""
 
 
 def measured(folder: Path, options: argparse.Namespace) -> dict[tuple[int, int], KlPoint]:
-    """Learn a run again; return its divergences by start and lag.
+    """Repeat the learning of a run; return its divergences by start and lag.
 
     Raises:
-        SystemExit: If it did not publish the versions that are asked for.
+        SystemExit: If the run did not publish the requested versions.
     """
     trace = Trace(folder / TRACE_FILE)
     config = trace.config
@@ -80,7 +80,7 @@ def main() -> None:
     runs = [measured(folder, options) for folder in options.folder]
     rows = []
     for start, lag in runs[0]:
-        if lag:  # at lag 0 all three are the policy itself
+        if lag:  # at lag 0 all three are the same policy
             points = [run[start, lag] for run in runs]
             stale, recomputed, conventional = (
                 [getattr(one, name) for one in points] for name in ("stale_kl", "recomputed_kl", "conventional_kl")

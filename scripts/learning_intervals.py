@@ -1,11 +1,11 @@
-"""What the seeds of a comparison that learned can carry: tables on stdout with 95 % intervals over seeds.
+"""Tables of a comparison that learned, on stdout, with 95 % intervals over seeds.
 
     pipelinerl compare examples/learning.toml --out runs/lag
     python scripts/learning_intervals.py runs/lag
 
 Every arm is paired with the first one, seed by seed: both have the same prompts and the same random number for each
-token. A ratio of times is the geometric mean over seeds, and its interval is Student's t of the logarithms; where an
-interval holds 1 (a difference: 0), these seeds do not say which of the two is ahead.
+token. A ratio of times is the geometric mean over seeds, and its interval is Student's t of the logarithms. If an
+interval includes 1 (for a difference: 0), these seeds do not show which arm is better.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from analysis.learning import mean_and_band
 from analysis.read import Run, read_comparison, read_run
 
 LEAST_SEEDS = 3
-"""An interval needs as many (count): that of two is 13 times as wide as half their difference."""
+"""Least number of seeds (count): the interval of two is 13 times as wide as half their difference."""
 LEVELS = ("0.8", "0.85", "0.9")
-"""Rewards whose time is compared; the mean of 8 steps reaches them (``reward.reached`` of ``summary.json``)."""
+"""Rewards whose times are compared, reached by the mean of 8 steps (``reward.reached`` of ``summary.json``)."""
 LAST_STEPS = 40
-"""Optimizer steps at the end whose reward is compared (count)."""
+"""Last optimizer steps whose reward is compared (count)."""
 
 Seeds = Mapping[int, Run]
 """The runs of an arm, by seed."""
@@ -53,13 +53,13 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> str:
 
 
 def reached_s(run: Run, level: str) -> float:
-    """Return when the run was at a reward (s); infinity: never."""
+    """Return the time at which the run reached a reward (s); infinity: never."""
     reached = {} if run.report.reward is None else run.report.reward.reached
     return reached[level].time_s if level in reached else math.inf
 
 
 def later_by(pairs: Sequence[tuple[Run, Run]], level: str) -> str:
-    """Return how many times as long as the second of a pair the first took to a reward, where both were there."""
+    """Return the ratios of times to a reward, first over second, for pairs in which both reached it."""
     times = [(reached_s(run, level), reached_s(first, level)) for run, first in pairs]
     both = [pair for pair in times if math.isfinite(sum(pair))]
     missing = f"; in {len(times) - len(both)} not reached by both" if len(both) < len(times) else ""
@@ -67,7 +67,7 @@ def later_by(pairs: Sequence[tuple[Run, Run]], level: str) -> str:
 
 
 def numbers(run: Run) -> dict[str, float]:
-    """Return what is averaged over seeds."""
+    """Return the numbers that are averaged over seeds."""
     report, reward = run.report, run.steps.reward_mean
     assert report.ess is not None
     return {
@@ -85,7 +85,7 @@ def numbers(run: Run) -> dict[str, float]:
 
 
 COMPARED = ("ESS", "reward, all steps", f"reward, last {LAST_STEPS}")
-"""The numbers whose differences from the first arm are printed."""
+"""Numbers whose differences to the first arm are printed."""
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -96,7 +96,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def main() -> None:
-    """Read the folder, and print the arms, their differences from the first, and their times over its."""
+    """Print the arms, their differences to the first, and the ratios of their times to its times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="written by pipelinerl compare, with compare.seeds and [policy]")
     arms = read_arms(parser.parse_args().folder)

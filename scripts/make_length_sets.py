@@ -4,14 +4,14 @@
 
 The source table is a CSV file with one row per answer and, among others, the columns
 ``source_id, model, benchmark, prompt_id, prompt_tokens, response_tokens, correct``. It is not part of
-the repository; ``sim/data/README.md`` names the public files that its numbers come from.
+the repository; ``sim/data/README.md`` names the public files with its numbers.
 
-What is done to the rows of one set, and nothing else:
+The script does only this to the rows of a set:
 
-1. Rows of one ``source_id`` (and, where the set says so, one ``model``) are kept, in the order of the table.
+1. Rows of one ``source_id`` (for some sets, of one ``model``) are kept, in the order of the table.
 2. A prompt is a pair of benchmark and ``prompt_id``. Prompts are numbered 0, 1, ... in the order in which
    they first appear, because ids repeat across benchmarks, and rows are sorted by that number (stably).
-3. ``response_tokens`` becomes at least 1: an answer has its end token.
+3. ``response_tokens`` becomes at least 1, for the end token.
 4. The columns ``prompt_id, prompt_tokens, response_tokens, correct`` are written; the others are dropped.
 
 The same table gives the same bytes. The summary of each set is printed as the rows of two Markdown tables.

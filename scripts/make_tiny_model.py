@@ -4,7 +4,7 @@
     python scripts/make_tiny_model.py models/tiny_chain chain
     python scripts/make_tiny_model.py models/tiny_calculator calculator
 
-What it is and how it is fitted stands in ``backends/tiny_model.py``.
+``backends/tiny_model.py`` describes the model and its training.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     """Make the model; print that it takes a while, then its success rate on held-out problems.
 
     Args:
-        arguments: The folder to write to, and the task: ``arithmetic``, ``chain`` or ``calculator``. Left
-            out, ``models/tiny_arithmetic`` and ``arithmetic``.
+        arguments: The folder to write to (``models/tiny_arithmetic``), and the task: ``arithmetic`` (default),
+            ``chain`` or ``calculator``.
 
     Returns:
         Exit status: 0 done, 2 wrong arguments.

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def episode_of(session: str, rows: list[dict[str, str]]) -> dict[str, Any]:
-    """Return one session; what a turn adds to the context and the turn before did not generate was observed."""
+    """Return one session; tokens that a turn adds to the context beyond the previous answer were observed."""
     context = [int(row["context_tokens"]) for row in rows]
     output = [int(row["output_tokens"]) for row in rows]
     return {
@@ -23,7 +23,7 @@ def episode_of(session: str, rows: list[dict[str, str]]) -> dict[str, Any]:
         "stream": 0,
         "prompt_len": context[0],
         "out_lens": output,
-        # A context that was shortened on the way counts as nothing observed, one of 116 unknown gaps as none.
+        # A shortened context counts as no observation; one of 116 unknown gaps counts as 0 s.
         "obs_lens": [max(0, context[turn] - context[turn - 1] - output[turn - 1]) for turn in range(1, len(rows))],
         "tool_times": [float(row["gap_before_s"] or 0.0) for row in rows[1:]],
     }

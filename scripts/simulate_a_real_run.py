@@ -2,8 +2,8 @@
 
     python scripts/simulate_a_real_run.py runs/tiny runs/tiny_conventional ...
 
-Every run is simulated with its own answer lengths, once with what ``calibrate`` makes of its own trace (does the
-simulator put the step times together rightly?) and once with that of the first run (do they carry over?).
+Every run is simulated with its own answer lengths, once calibrated on its own trace (does the simulator combine the
+step times correctly?) and once on that of the first run (do they carry over?).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """Return the lines of bare strings: docstrings, and texts under fields."""
+    """Return the lines of bare strings: docstrings of modules, functions and fields."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
     return {
         line
@@ -99,7 +99,7 @@ def rows() -> list[str]:
 
 
 def main() -> None:
-    """Print the table; keep it in CONTRIBUTING.md."""
+    """Print the table and write it into CONTRIBUTING.md."""
     table = "\n".join(rows())
     print(table)
     page = ROOT / "CONTRIBUTING.md"

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and fixtures of all tests."""
 
 import gc
 import importlib
@@ -11,25 +11,25 @@ from in_this_process import InThisProcess
 
 from pipelinerl.cli import app as cli
 
-# Failures of the shipped contract suite then show values, as those of test modules do.
+# Failures of the shipped contract suite show values, as failures of test modules do.
 pytest.register_assert_rewrite("backends.contract")
 
-# Machines are noisy, and tests do not time: an example may take as long as it takes. Every run has the same examples.
+# No deadline, since machines are noisy; every run has the same examples.
 settings.register_profile("pipelinerl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pipelinerl")
 
-# Tests press Ctrl-C, which a process started in the background of a script ignores, with all that it starts.
+# Tests send SIGINT, which a process started in the background of a script ignores by default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make matplotlib's list of fonts before any test: who makes it says so on stderr if that takes more than 5 s."""
+    """Make matplotlib's list of fonts before any test: matplotlib warns on stderr if that takes more than 5 s."""
     if not hasattr(config, "workerinput"):  # once, before the processes that run the tests are started
         importlib.import_module("matplotlib.font_manager")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest tests: at the end no core waits while another has one of them before it."""
+    """Begin with the longest tests, so that no core waits for another at the end."""
 
     def seconds(item: pytest.Item) -> float:
         marks = (mark for name in ("slow", "real") for mark in item.iter_markers(name))
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector of reference cycles leaves alone what was imported and collected: it took a sixth of all time."""
+    """Exclude imported modules and collected tests from garbage collection, which took a sixth of all time."""
     gc.collect()
     gc.freeze()
 
@@ -65,5 +65,5 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons run in this process."""
+    """Run comparisons in this process."""
     monkeypatch.setattr("sim.parallel.ProcessPoolExecutor", InThisProcess)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_runs import BATCH, SLOTS, write_run
+from made_up_runs import BATCH, SLOTS, with_figure_data, write_run
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
 from analysis import figures
 from analysis.chart import drawn
 from analysis.read import Run, read_run
 from analysis.style import ACTIVITY_COLORS
+from analysis.throughput import throughput_against_max_lag
+
+
+def legend_of(figure: Figure) -> list[str]:
+    [legend] = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
 
 
 def test_lag_by_position_shows_the_bins_at_their_middle(runs: list[Run]) -> None:
@@ -28,13 +34,13 @@ def test_lag_by_position_shows_the_bins_at_their_middle(runs: list[Run]) -> None
         assert_allclose(line.get_ydata(), [np.nan if lag is None else lag for lag in lag_mean])
 
 
-def test_lag_by_step_of_a_short_run_is_what_the_table_says(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", rl_step=4, num_steps=150))
-    [axes] = figures.lag_by_step([run]).axes
-    largest, mean = axes.lines
-    assert_allclose(mean.get_xdata(), np.arange(1, 151))
-    assert_allclose(mean.get_ydata(), np.arange(150) % 4)
-    assert_allclose(largest.get_ydata(), run.steps.lag_max)
+def test_lag_by_step_of_short_runs_shows_steps_csv(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / str(steps), rl_step=4, num_steps=steps)) for steps in (150, 1)]
+    for axes, run in zip(figures.lag_by_step(runs).axes, runs, strict=True):
+        largest, mean = axes.lines
+        assert_allclose(mean.get_xdata(), np.arange(1, len(run.steps) + 1))
+        assert_allclose(mean.get_ydata(), np.arange(len(run.steps)) % 4)
+        assert_allclose(largest.get_ydata(), run.steps.lag_max)
 
 
 def test_lag_by_step_of_a_long_run_ends_with_100_steps_as_they_are(runs: list[Run]) -> None:
@@ -55,12 +61,6 @@ def test_a_sawtooth_becomes_a_flat_mean_in_a_band_from_0_to_its_top(runs: list[R
     assert_allclose(largest.get_ydata(), rl_step - 1)
     band = axes.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (0, rl_step - 1)
-
-
-def test_lag_by_step_takes_a_run_far_shorter_than_the_others(runs: list[Run], tmp_path: Path) -> None:
-    short = read_run(write_run(tmp_path / "short", num_steps=1))
-    mean, _ = figures.lag_by_step([runs[0], short]).axes[2].lines
-    assert_allclose(mean.get_ydata(), short.steps.lag_mean)
 
 
 def test_lag_histogram_shows_shares_on_one_scale_and_means_that_add_up(runs: list[Run]) -> None:
@@ -87,11 +87,13 @@ def test_the_bound_on_lag_is_drawn_where_a_run_has_one(runs: list[Run]) -> None:
     above, below = figures.lag_histogram(bounded).axes
     assert [list(line.get_xdata()) for line in above.lines] == [[12, 12]]
     assert not below.lines
-    [by_position] = drawn(figures.lag_by_position(bounded)).axes
-    assert [list(line.get_ydata()) for line in by_position.lines if line.get_label() == "max_lag = 12"] == [[12, 12]]
+    for chart in (figures.lag_by_position(bounded), throughput_against_max_lag(bounded)):
+        [axes] = drawn(chart).axes
+        [line] = [one for one in axes.lines if one.get_label() == "max_lag = 12"]
+        assert [12, 12] in [list(values) for values in line.get_data()]
     for draw in (figures.lag_by_step, figures.lag_histogram):
-        assert "max_lag" in [text.get_text() for text in draw(bounded).legends[0].get_texts()]
-        assert "max_lag" not in [text.get_text() for text in draw(runs).legends[0].get_texts()]
+        assert "max_lag" in legend_of(draw(bounded))
+        assert "max_lag" not in legend_of(draw(runs))
 
 
 def test_generation_phase_shows_both_series_on_one_time_axis(runs: list[Run]) -> None:
@@ -140,24 +142,19 @@ def test_timeline_shows_an_engine_the_mean_of_the_others_and_every_block_and_upd
     assert [text.get_text() for text in axes.texts] == [str(update.version) for update in line.updates[::2]]
 
 
-def test_an_engine_that_never_worked_counts_as_empty(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", num_steps=3)
-    data = json.loads((folder / "profile.json").read_text())
-    data["timeline"]["engines"] = data["timeline"]["engines"][:3]
-    data["timeline"]["engines"][1].update(time_s=[], in_progress=[], paused=[])
-    (folder / "profile.json").write_text(json.dumps(data))
-    [axes] = figures.timeline(read_run(folder)).axes
+def test_an_engine_that_never_worked_counts_as_empty(runs: list[Run]) -> None:
+    first, second, third, _ = runs[0].figure_data.timeline.engines
+    idle = second.model_copy(update={"time_s": [], "in_progress": [], "paused": []})
+    [axes] = figures.timeline(with_figure_data(runs[0], timeline={"engines": [first, idle, third]})).axes
     mean = axes.collections[2].get_paths()[0].vertices[:, 1].max()
-    assert mean == pytest.approx(1 + 0.8 * max(data["timeline"]["engines"][2]["in_progress"]) / SLOTS / 2)
+    assert mean == pytest.approx(1 + 0.8 * max(third.in_progress) / SLOTS / 2)
 
 
-def test_timeline_scale_names_the_most_sequences_in_progress(runs: list[Run]) -> None:
-    figure = figures.timeline(runs[0])
-    [legend] = figure.legends
-    assert legend.get_texts()[0].get_text() == f"sequences in progress (full height: {SLOTS})"
-    assert "engine paused" in [text.get_text() for text in legend.get_texts()]
-    [legend] = figures.timeline(runs[1]).legends
-    assert "engine paused" not in [text.get_text() for text in legend.get_texts()]  # a conventional run has no pause
+def test_the_legend_of_a_timeline_has_the_scale_and_pauses_if_there_are_any(runs: list[Run]) -> None:
+    first, *others = legend_of(figures.timeline(runs[0]))
+    assert first == f"sequences in progress (full height: {SLOTS})"
+    assert "engine paused" in others
+    assert "engine paused" not in legend_of(figures.timeline(runs[1]))  # conventional
 
 
 def test_time_split_stacks_seconds_per_1000_samples_and_writes_the_shares(runs: list[Run]) -> None:

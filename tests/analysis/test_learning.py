@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_runs import METRICS, with_metrics, write_real_run
+from made_up_runs import with_metrics, write_real_run
 from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
@@ -16,7 +16,7 @@ from analysis.read import Run, read_run
 from pipelinerl.errors import ConfigError
 
 
-def test_a_log_that_ends_before_the_table_of_steps_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_metrics_that_end_before_steps_csv_are_drawn_up_to_their_end(tmp_path: Path) -> None:
     run = read_run(write_real_run(tmp_path / "run", num_steps=5))
     assert [len(line.get_xdata()) for axes in learning.reward_figure([run]).axes for line in axes.lines] == [3, 3, 3]
 
@@ -32,17 +32,11 @@ def test_ess_shows_each_step_raw_and_truncated_and_the_mean_of_each_lag(tmp_path
     assert left.get_ylim() == right.get_ylim() == pytest.approx((0.22, 1.03))
 
 
-def test_ess_of_1_shows_in_full(tmp_path: Path) -> None:
-    left, right = learning.ess_figure([read_run(write_real_run(tmp_path / "run", METRICS[:1]))]).axes
+def test_ess_of_1_shows_in_full_and_without_columns_that_were_not_logged(tmp_path: Path) -> None:
+    line: dict[str, float] = {"step": 1, "reward/mean": 0.0, "ess/token_raw": 1.0}
+    left, right = learning.ess_figure([read_run(write_real_run(tmp_path / "run", [line]))]).axes
+    assert [line.get_ydata().tolist() for line in left.lines] == [[1.0]]
     assert left.get_ylim()[0] < 1.0 < left.get_ylim()[1]
-    assert right.lines[0].get_ydata().tolist() == [1.0]
-
-
-def test_ess_is_drawn_without_what_was_not_logged(tmp_path: Path) -> None:
-    left, right = learning.ess_figure(
-        [read_run(write_real_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.0, "ess/token_raw": 0.5}]))]
-    ).axes
-    assert [line.get_ydata().tolist() for line in left.lines] == [[0.5]]
     assert [len(line.get_ydata()) for line in right.lines] == [0]
 
 
@@ -54,11 +48,8 @@ def test_reward_is_shown_against_steps_samples_and_time(tmp_path: Path) -> None:
         assert_allclose(line.get_xdata(), position)
         assert line.get_ydata().tolist() == [0.25, 0.5, -0.5]
         assert axes.get_ylim()[0] < -0.5
-    assert [axes.get_xlabel() for axes in (steps, samples, time)] == [
-        "optimizer step",
-        "trained (samples)",
-        "time (min)",
-    ]
+    labels = [axes.get_xlabel() for axes in (steps, samples, time)]
+    assert labels == ["optimizer step", "trained (samples)", "time (min)"]
 
 
 def test_a_long_run_is_a_moving_mean_over_each_step(runs: list[Run]) -> None:
@@ -69,13 +60,11 @@ def test_a_long_run_is_a_moving_mean_over_each_step(runs: list[Run]) -> None:
     assert_allclose(each.get_ydata(), reward)
     smooth = mean.get_ydata()
     assert smooth[[0, 100, 199]] == pytest.approx([reward[:4].mean(), reward[97:104].mean(), reward[196:].mean()])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "pipeline",
-        "each step (thick: mean of 7 steps)",
-    ]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["pipeline", "each step (thick: mean of 7 steps)"]
 
 
-def test_a_moving_mean_leaves_out_what_is_unknown(runs: list[Run]) -> None:
+def test_a_moving_mean_leaves_out_missing_values(runs: list[Run]) -> None:
     [run] = with_metrics(runs[:1])
     ess = run.metrics["ess/token_raw"]
     ess[[0, 1, 2, 3, 4, 5, 10]] = np.nan

@@ -1,4 +1,4 @@
-"""A page in a headless Chromium: it draws, loads nothing, has no complaint; hover, switches, scales, tables work."""
+"""A page in a headless Chromium: it draws without errors and loads nothing; hover, switches, scales, tables work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VISIBLE = """name => {
   return [...models].filter(one => one.type === "LegendItem" && one.label.value === name)
     .flatMap(item => item.renderers.map(one => one.visible))
 }"""
-"""Whether what belongs to a name in a legend is drawn, in every figure."""
+"""Whether each mark of a legend's name is drawn, in every figure."""
 PLACE = """([x, y]) => {
   const figure = Bokeh.documents[0].get_model_by_name("figure0").tabs[0].child
   const view = [...Bokeh.index.query(one => one.model === figure)][0]
@@ -35,17 +35,17 @@ PLACE = """([x, y]) => {
   const box = view.canvas_view.el.getBoundingClientRect()
   return [box.x + view.frame.x_scale.compute(x), box.y + view.frame.y_scale.compute(y)]
 }"""
-"""Where in the window a point of the first figure is."""
+"""Window coordinates of a point of the first figure."""
 RANGES = """() => {
   const {x_range, y_range} = Bokeh.documents[0].get_model_by_name("figure0").tabs[0].child
   return [[x_range.start, x_range.end], [y_range.start, y_range.end]]
 }"""
-"""What the first figure shows: from where to where, along both axes."""
+"""Ranges of both axes of the first figure."""
 SCALE = """() => {
   const figure = Bokeh.documents[0].get_model_by_name("figure0")
   return figure.tabs[figure.active].child.y_scale.type
 }"""
-"""How the part of the first figure that is on top measures upwards."""
+"""Scale of the vertical axis in the open tab of the first figure."""
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,14 @@ def page(path: Path) -> Iterator[Tab]:
 
 @pytest.fixture
 def tab(page: Tab) -> Tab:
-    """The page in the window and the light that it was opened in, whichever test had it before."""
+    """The page with the window size and color scheme of its start, after any other test."""
     page.emulate_media(media="screen", color_scheme="light")
     page.set_viewport_size({"width": 1000, "height": 900})
     wait_until(lambda: page.evaluate("innerWidth"), 1000)
     return page
 
 
-def test_what_a_name_holds_is_text_wherever_it_stands(tab: Tab, path: Path) -> None:
+def test_markup_in_names_is_shown_as_text(tab: Tab, path: Path) -> None:
     assert tab.title() == "A title"
     assert tab.get_by_text(HOSTILE).count() == 4  # as text, in a fact, a list, a table and the assumptions
     assert path.stat().st_size < 3e6
@@ -113,18 +113,15 @@ def test_the_mouse_over_a_point_shows_its_numbers(tab: Tab, runs: list[Run]) -> 
 def test_a_box_drawn_with_the_mouse_is_zoomed_to_and_reset_goes_back(tab: Tab) -> None:
     before = tab.evaluate(RANGES)
     (left, right), (low, high) = before
-    middle = [[left + 0.25 * (right - left), low + 0.25 * (high - low)], [(left + right) / 2, (low + high) / 2]]
+    corners = [[left + 0.25 * (right - left), low + 0.25 * (high - low)], [(left + right) / 2, (low + high) / 2]]
     tab.locator(".bk-tool-icon-box-zoom:visible").first.click()
-    tab.mouse.move(*tab.evaluate(PLACE, middle[0]))
+    tab.mouse.move(*tab.evaluate(PLACE, corners[0]))
     tab.mouse.down()
-    tab.mouse.move(*tab.evaluate(PLACE, middle[1]), steps=3)
+    tab.mouse.move(*tab.evaluate(PLACE, corners[1]), steps=3)
     tab.mouse.up()
-    wanted = [list(one) for one in zip(*middle, strict=True)]
     wait_until(lambda: tab.evaluate(RANGES) != before, True)
-    zoomed = tab.evaluate(RANGES)
-    for (first, last), (start, end), whole in zip(zoomed, wanted, before, strict=True):
-        pixel = 0.01 * (whole[1] - whole[0])
-        assert (first, last) == (pytest.approx(start, abs=pixel), pytest.approx(end, abs=pixel))
+    for zoomed, wanted, whole in zip(tab.evaluate(RANGES), zip(*corners, strict=True), before, strict=True):
+        assert zoomed == pytest.approx(wanted, abs=0.01 * (whole[1] - whole[0]))  # a pixel
     tab.locator(".bk-tool-icon-reset:visible").first.click()
     wait_until(lambda: tab.evaluate(RANGES), before)
 
@@ -148,7 +145,7 @@ def test_a_click_on_a_column_sorts_by_its_numbers(tab: Tab) -> None:
     wait_until(first_column, ["pipeline", "conventional G=32", "conventional G=8"])
 
 
-def test_it_is_dark_where_the_reader_wants_it_and_fits_a_phone(tab: Tab) -> None:
+def test_a_page_follows_the_dark_scheme_and_fits_a_phone(tab: Tab) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     wait_until(lambda: tab.evaluate(paper), "rgb(255, 255, 255)")
     tab.emulate_media(color_scheme="dark")

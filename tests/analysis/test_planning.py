@@ -15,7 +15,7 @@ def test_a_plan_is_drawn_against_lag_and_against_the_split() -> None:
     assert [*plan_charts(report)] == ["plan_throughput_against_lag", "plan_throughput_against_split"]
 
 
-def test_what_was_tried_is_drawn_by_kind_of_mark_and_the_limit_beside_it() -> None:
+def test_screened_simulated_and_recommended_candidates_have_their_marks_and_the_limit_its_line() -> None:
     report = priced_plan()
     limited = report.model_copy(update={"run": report.run.model_copy(update={"mean_lag_limit": 2.5})})
     [axes] = drawn(throughput_against_lag(limited)).axes
@@ -27,7 +27,7 @@ def test_what_was_tried_is_drawn_by_kind_of_mark_and_the_limit_beside_it() -> No
     (legend,) = axes.get_figure().legends
     marked = [one.get_markersize() for one in legend.get_lines() if one.get_marker() not in ("None", "none", "")]
     assert len(marked) > 4
-    assert min(marked) >= SEEN  # a dot of the cloud of those screened is not seen alone
+    assert min(marked) >= SEEN  # dots of the cloud are larger there
     assert list(marks["recommended"].get_xdata()) == [report.recommended.lag_mean]
     assert list(marks["mean_lag_limit"].get_xdata()) == [2.5, 2.5]
     assert "mean_lag_limit" not in [one.label for one in throughput_against_lag(report).series]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from made_up_runs import CURVES, METRICS, write_real_run, write_run
+from made_up_runs import METRICS, with_figure_data, write_real_run, write_run
 
 from analysis import figures
 from analysis.plot import save_figures
@@ -25,10 +24,10 @@ ALWAYS = {"lag_by_position", "lag_by_step", "lag_histogram", "samples_against_ti
 
 @pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
-    # A new process, hash seed and date each: nothing of these may reach the files.
+    """In processes of their own with another hash seed and date, which must not reach the files."""
     code = (
         "import sys; from analysis.read import read_run; from analysis.plot import save_figures;"
-        "save_figures([read_run(sys.argv[1])], sys.argv[2])"
+        "from pathlib import Path; save_figures([read_run(sys.argv[1])], Path(sys.argv[2]))"
     )
     processes, written = [], []
     for folder, number in (("a", "0"), ("b", "86400")):
@@ -76,50 +75,23 @@ def test_metrics_add_their_figures_and_leave_the_others_alone(
     assert before == {name: after[name] for name in before}
 
 
-def test_a_run_without_window_and_timeline_has_the_other_figures(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", num_steps=3)
-    data = json.loads((folder / "profile.json").read_text())
-    data["generation_window"].update(in_progress=[], tokens_per_s=[])
-    data["timeline"] = {"until_s": 0.0, "trainer": [], "engines": [], "updates": []}
-    (folder / "profile.json").write_text(json.dumps(data))
-    run = read_run(folder)
-    stems = {path.stem for path in save_figures([run], tmp_path / "out")}
-    assert stems == ALWAYS
-    with pytest.raises(ConfigError, match="no generation window in run"):
+def test_a_run_without_window_and_timeline_has_the_other_figures(runs: list[Run], tmp_path: Path) -> None:
+    none = {"in_progress": [], "tokens_per_s": []}
+    run = with_figure_data(runs[0], generation_window=none, timeline={"engines": []})
+    assert {path.stem for path in save_figures([run], tmp_path)} == ALWAYS
+    with pytest.raises(ConfigError, match="no generation window in pipeline"):
         figures.generation_phase([run])
-    with pytest.raises(ConfigError, match="no engine in the timeline of run"):
+    with pytest.raises(ConfigError, match="no engine in the timeline of pipeline"):
         figures.timeline(run)
 
 
 @pytest.mark.slow
-def test_names_that_differ_only_in_what_a_file_name_leaves_out_keep_their_own_files(
-    runs: list[Run], tmp_path: Path
-) -> None:
-    twins = [replace(run, name=name) for name, run in zip(("x/y", "x y"), runs, strict=False)]
-    stems = {path.stem for path in save_figures(twins, tmp_path)}
-    assert {"timeline_x_y", "timeline_x_y_"} <= stems
-
-
-@pytest.mark.slow
-def test_speedups_in_one_scenario_are_a_table_and_no_figure(
+def test_runs_whose_names_give_the_same_file_name_keep_their_own_files(
     runs: list[Run], comparison: ComparisonReport, tmp_path: Path
 ) -> None:
-    one = comparison.model_copy(update={"scenarios": comparison.scenarios[:1]})
-    assert "speedup_by_scenario" not in {path.stem for path in save_figures(runs[:1], tmp_path, comparison=one)}
-
-
-def test_curves_need_no_run_but_runs_that_know_flashes(runs: list[Run], tmp_path: Path) -> None:
-    assert [path.name for path in save_figures([], tmp_path, curves=CURVES)] == [
-        "throughput_against_max_lag.png",
-        "throughput_against_max_lag.pdf",
-    ]
-    with pytest.raises(ConfigError, match="points must be in tokens/flash"):
-        save_figures(runs, tmp_path / "not", curves=CURVES)
-    assert not (tmp_path / "not").exists()
-
-
-def test_nothing_to_draw_and_equal_names_are_refused(runs: list[Run], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="figures need a run, a comparison or analytic curves"):
-        save_figures([], tmp_path)
-    with pytest.raises(ConfigError, match="runs must have different names"):
-        save_figures([runs[0], runs[0]], tmp_path)
+    """Of a comparison with one scenario, which has no figure of speed-ups."""
+    twins = [replace(run, name=name) for name, run in zip(("x/y", "x y"), runs, strict=False)]
+    one = comparison.model_copy(update={"baseline": "x y", "scenarios": comparison.scenarios[:1]})
+    stems = {path.stem for path in save_figures(twins, tmp_path, comparison=one)}
+    assert {"timeline_x_y", "timeline_x_y_"} <= stems
+    assert "speedup_by_scenario" not in stems

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,6 @@ from pipelinerl.scheduler.events import WeightsPublished
 HEADER = ",".join(COLUMNS).encode() + b"\n"
 
 
-def _set(data: dict[str, Any], key: str, *value: Any) -> None:
-    *tables, last = key.split(".")
-    for table in tables:
-        data = data[table]
-    if value:
-        data[last] = value[0]
-    else:
-        del data[last]
-
-
 def test_a_run_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "pipe", num_steps=5))
     written = json.loads((tmp_path / "pipe" / "profile.json").read_text())
@@ -44,14 +36,14 @@ def test_a_run_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert len(run.figure_data.timeline.engines) == ENGINES
 
 
-def test_a_blank_cell_is_not_a_number_where_no_figure_needs_it(tmp_path: Path) -> None:
+def test_a_blank_cell_is_nan_in_a_column_that_no_figure_needs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=2)
     text = (folder / "steps.csv").read_text()
     (folder / "steps.csv").write_text(text.replace(",0.5,1024.0", ",,1024.0"))
     assert np.isnan(read_run(folder).steps.reward_mean).all()
 
 
-def test_runs_of_one_name_are_told_apart_by_the_end_of_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_named_by_the_end_of_their_paths(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, num_steps=2) for name in ("a/run", "b/run", "c/other")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run", "c/other"]
     assert [run.name for run in read_runs(folders[1:])] == ["run", "other"]
@@ -64,10 +56,10 @@ def test_a_folder_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "says"),
+    ("file", "change", "error"),
     [
         ("summary.json", None, "cannot read {path}: "),
-        ("summary.json", ("lag.max",), "{path}: lag.max "),
+        ("summary.json", ("lag.max", None), "{path}: lag.max "),
         ("steps.csv", None, "{path} has no optimizer step yet"),
         ("steps.csv", HEADER, "{path} has no optimizer step yet"),
         ("steps.csv", HEADER + b"1,2,3,4,x" + b",6" * 10, "{path}, line 2: wait_s "),
@@ -80,7 +72,7 @@ def test_a_folder_given_twice_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_file_is_one_line_that_names_it_and_the_key(
-    tmp_path: Path, file: str, change: bytes | tuple[Any, ...] | None, says: str
+    tmp_path: Path, file: str, change: bytes | tuple[str, Any] | None, error: str
 ) -> None:
     path = write_run(tmp_path / "run", num_steps=2) / file
     match change:
@@ -88,11 +80,12 @@ def test_a_broken_file_is_one_line_that_names_it_and_the_key(
             path.unlink()
         case bytes():
             path.write_bytes(change)
-        case _:
+        case (key, value):
             data = json.loads(path.read_text())
-            _set(data, *change)
+            *tables, last = key.split(".")
+            functools.reduce(operator.getitem, tables, data)[last] = value
             path.write_text(json.dumps(data))
-    assert message(read_run, path.parent).startswith(says.format(path=path))
+    assert message(read_run, path.parent).startswith(error.format(path=path))
 
 
 def test_a_comparison_without_an_arm_is_refused(tmp_path: Path) -> None:
@@ -108,16 +101,13 @@ def test_metrics_are_a_column_each_with_nan_where_a_line_lacks_them(tmp_path: Pa
     assert run.has_ess
 
 
-@pytest.mark.parametrize("text", [None, ""])
-def test_a_run_without_a_line_of_metrics_has_none(tmp_path: Path, text: str | None) -> None:
-    folder = write_run(tmp_path / "run", num_steps=2)
-    if text is not None:
-        (folder / "metrics.jsonl").write_text(text)
-    run = read_run(folder)
-    assert (run.metrics, run.has_ess) == ({}, False)
+def test_a_run_without_a_line_of_metrics_has_none(tmp_path: Path) -> None:
+    for folder in (write_run(tmp_path / "simulated", num_steps=2), write_real_run(tmp_path / "real", [], num_steps=2)):
+        run = read_run(folder)
+        assert (run.metrics, run.has_ess) == ({}, False)
 
 
-def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
+def test_metrics_of_a_real_run_are_read(tmp_path: Path) -> None:
     metrics, lines = StepMetrics(truncation=5.0), []
     ledger = RunLedger(num_engines=1, colocated=False, longest=100)
     for step in (1, 2):
@@ -133,7 +123,7 @@ def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "error"),
     [
         ('{"step": 2, "reward/mean": 0', ", column 29: not valid JSON: Expecting ',' delimiter"),
         ("", ", column 1: not valid JSON: Expecting value"),
@@ -148,11 +138,11 @@ def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
         (f'{{"step": 2, "reward/mean": 1{"0" * 400}}}', f": reward/mean must be a number, got 1{'0' * 400}"),
     ],
 )
-def test_a_broken_line_of_metrics_is_one_line_with_its_number(tmp_path: Path, line: str, says: str) -> None:
+def test_a_broken_line_of_metrics_is_one_line_with_its_number(tmp_path: Path, line: str, error: str) -> None:
     path = write_real_run(tmp_path / "run") / "metrics.jsonl"
     first, _, third = path.read_text().splitlines()
     path.write_text("\n".join([first, line, third]))
-    assert message(read_run, path.parent) == f"{path}, line 2{says}"
+    assert message(read_run, path.parent) == f"{path}, line 2{error}"
 
 
 def test_more_lines_of_metrics_than_steps_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of a real run in a headless Chromium, as `make train` ends; only engine and trainer are those of a test."""
+"""The page of a real run, with engine and trainer in memory, in a headless Chromium."""
 
 from __future__ import annotations
 

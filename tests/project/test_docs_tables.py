@@ -1,4 +1,4 @@
-"""The tables of the documentation have every key: of run files, of results, of metrics, of choices."""
+"""The tables of the documentation have every key of run files, results and metrics, and every choice."""
 
 import gzip
 import json
@@ -19,7 +19,6 @@ from pipelinerl.records.reports import EvaluationPoint
 from pipelinerl.records.steps import COLUMNS
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.config import LossConfig
-from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler import events
 from sim.run import simulate
 
@@ -30,7 +29,7 @@ QUICKSTART = EXAMPLES / "quickstart.toml"
 
 
 def doc_tables(root, *arguments):
-    """Run the script that makes the tables; return its exit status and what it said."""
+    """Run the script that makes the tables; return its exit status and output."""
     command = [sys.executable, root / "scripts" / "doc_tables.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout or done.stderr
@@ -41,7 +40,7 @@ def test_generated_tables_are_fresh():
 
 
 def test_a_stale_table_is_named_and_made_anew(tmp_path):
-    """A copy of the project's script and one page, of which one row is wrong."""
+    """On a copy of the script and a page with one wrong row."""
     for folder in ("scripts", "docs"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "scripts" / "doc_tables.py", tmp_path / "scripts")
@@ -54,7 +53,7 @@ def test_a_stale_table_is_named_and_made_anew(tmp_path):
 
 
 def test_keys_of_the_examples_are_in_the_table():
-    """The tables are made by a script; here they are held to files that are known to load."""
+    """The script makes the tables from the models; the examples are files that load."""
     headings = {"simulator": "RUN.toml", "training_reference": "[train]", "planning": "[plan]"}
     known = {key for page, of in headings.items() for key in first_cells(f"docs/{page}.md", f"Every key of {of}")}
     examples = sorted(EXAMPLES.glob("*.toml"))
@@ -63,8 +62,8 @@ def test_keys_of_the_examples_are_in_the_table():
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         compare = data.pop("compare", {})
         keys = [*flat(data), *(f"compare.{key}" for key in compare if key not in ("arms", "scenarios"))]
-        for what in ("arms", "scenarios"):
-            keys += [f"compare.{what}[].{key}" for variant in compare.get(what, []) for key in variant]
+        for variants in ("arms", "scenarios"):
+            keys += [f"compare.{variants}[].{key}" for variant in compare.get(variants, []) for key in variant]
         keys = [re.sub(r"^(train\.task\.settings)\..*", r"\1", key) for key in keys]  # a task's own
         assert set(keys) <= known, path.name
 
@@ -73,7 +72,7 @@ COEFFICIENTS = ("docs/measurements/coefficients.md", "Coefficients of the main e
 
 
 def coefficients():
-    """The rows of the page: key, and the values of three columns; an empty one stands for the central value."""
+    """The rows of the page: key and three values; an empty cell stands for the central value."""
     return re.findall(r"^\| `([^`]+)` \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", section(*COEFFICIENTS), re.MULTILINE)
 
 
@@ -96,7 +95,7 @@ def test_coefficients_of_the_long_example_are_those_of_the_page():
 
 
 def test_coefficients_of_the_main_example_are_those_of_the_page():
-    """The central column but for what the second table replaces, of which each is another value; as it is compared."""
+    """The central column with the values that the second table replaces, in the arm "pipeline"."""
     replaced = re.findall(r"^\| `([^`]+)` \| ([\d.e-]+) \| [^|]+ \|$", section(*COEFFICIENTS), re.MULTILINE)
     central = {key: float(cells[1]) for key, *cells in coefficients()}
     assert len(replaced) > 2
@@ -116,21 +115,9 @@ RUNS = {
 }
 
 
-class Ones:
-    """A task for engines that generate letters at random."""
-
-    num_held_out = None
-
-    def problem(self, index, *, held_out):
-        return Problem("?", index)
-
-    def reward(self, problem, answer):
-        return float(len(answer) > 2)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The folders of tiny runs of each sort."""
+    """The folders of tiny runs, by name."""
     base = tmp_path_factory.mktemp("runs")
     length = 'workload.length={ kind = "uniform", max = 64 }'
     for name, overrides in RUNS.items():
@@ -140,18 +127,18 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def real_folder(tmp_path_factory):
-    """The folder of a run of the real driver, on an engine and a trainer in memory."""
-    pytest.importorskip("torch")  # TensorBoard's writer is torch's
-    pytest.importorskip("tensorboard")
+    """The folder of a run of the real driver with engine and trainer in memory."""
+    from in_memory import Letters  # skips without torch
+
     config = load_run(EXAMPLES / "tiny_arithmetic.toml", [*TINY, "train.evaluation.problems=4"])
     folder = tmp_path_factory.mktemp("real") / "run"
     with FakeBackend().open(config) as parts:
-        drive(config, parts=parts, task=Ones(), out=folder)
+        drive(config, parts=parts, task=Letters(), out=folder)
     return folder
 
 
 def undocumented(data, listed, prefix=""):
-    """The keys of a report that have no row; a row of a table without rows of its own is of the table."""
+    """The keys of a report without a row; the row of a table covers keys without rows of their own."""
     if isinstance(data, list):
         return [key for one in data for key in undocumented(one, listed, f"{prefix[:-1]}[].") if isinstance(one, dict)]
     if not isinstance(data, dict):
@@ -192,7 +179,7 @@ def test_every_key_that_a_real_run_writes_has_a_row(real_folder):
 
 @WARNS
 def test_metrics_are_those_of_the_pages(real_folder):
-    """The pages have the key of lag 0 for those of each lag, the loss for all that a loss logs, and an evaluation's."""
+    """Keys of lag 0 stand for every lag, ``train/loss`` for all metrics of a loss; evaluations have theirs."""
     lines = [json.loads(line) for line in (real_folder / "metrics.jsonl").read_text().splitlines()]
     written = {re.sub(r"(ess/lag_)\d+$", r"\g<1>0", key) for line in lines for key in line}
     of_all = {key for key in written if not key.startswith("train/") or key == "train/loss"}
@@ -235,7 +222,7 @@ def test_every_loss_is_on_the_page_of_reference():
 
 
 def test_the_shown_trace_lines_are_as_written(tmp_path):
-    """The two lines on the page, decoded and written again, are the same but for spaces."""
+    """The two lines on the page are as a trace has them, but for spaces."""
     shown = FENCE.search(section(CONCEPTS, "trace.jsonl.gz"))[3].splitlines()
     spans = events.VersionSpans((3, 4), (100, 180))
     with TraceWriter(tmp_path / "trace", load_run(QUICKSTART)) as writer:

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the syntax trees, by folder; and what an import may load, seen in a fresh process."""
+"""Import rules between folders, read from syntax trees; packages that an import may load, in a fresh process."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import ast
 import functools
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TRAINING = {
-    "torch",
-    "vllm",
-    "deepspeed",
-    "ray",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "psutil",
-    "tensorboard",
-    "wandb",
-    "datasets",  # tasks
-    "math_verify",
+    *("torch", "vllm", "deepspeed", "ray", "transformers", "tokenizers", "safetensors", "psutil"),
+    *("tensorboard", "wandb"),
+    *("datasets", "math_verify"),  # tasks
 }
 MAY_IMPORT = {
     "pipelinerl": {"numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
@@ -32,22 +24,22 @@ MAY_IMPORT = {
     "backends": {"numpy"} | TRAINING,
     "analysis": {"numpy", "matplotlib", "bokeh", "jinja2", "pydantic"},
 }
-"""Packages from outside, by package; the modules below may import torch besides."""
+"""External packages; the modules below may also import torch."""
 INSIDE_FUNCTIONS = {
     "pipelinerl": {"pandas", "datasets", "math_verify"},
     "sim": {"ray"},
     "backends": {"verifiers", "aiohttp", "websockets"},
 }
-"""What they may import besides, where it is needed only: not everybody has it."""
+"""Optional packages, imported only inside the functions that use them."""
 TORCH_OF_THE_CORE = tuple(f"pipelinerl/rl/{name}.py" for name in ("losses", "tensor_checks", "token_logprobs"))
 MAY_IMPORT_TORCH = (*TORCH_OF_THE_CORE, "sim/learning/")
-MAY_NOT_AFTER_ALL = ("sim/learning/__init__.py", "sim/learning/tasks.py")
+EXCEPT = ("sim/learning/__init__.py", "sim/learning/tasks.py")
 
 REACHES_ALL = ("pipelinerl/cli/", "pipelinerl/api.py")
-"""Of the core, the command line and the front door import the other packages, inside functions only."""
+"""The command line and ``import pipelinerl`` import the other packages, inside functions only."""
 
 PURE = "pipelinerl/scheduler"
-"""All of this folder decides: events in, commands out."""
+"""This folder only decides: events in, commands out."""
 NOT_PURE = {"time", "asyncio", "random", "threading", "logging", "datetime", "os", "io", "pathlib", "socket"}
 
 LAYERS = (
@@ -63,11 +55,13 @@ LAYERS = (
     {"cli"},
     {"api", "__main__"},
 )
-"""Folders of the core, from the ground up: each imports from itself and from lower storeys only."""
+"""Folders of the core, lowest layer first."""
 
 
 def modules(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found
+    return found
 
 
 def name_of(path: Path) -> str:
@@ -93,28 +87,24 @@ def roots(names: frozenset[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_only_what_it_may(package: str) -> None:
+def test_a_package_imports_only_permitted_packages(package: str) -> None:
     allowed = {"pipelinerl", package} | MAY_IMPORT[package] | set(sys.stdlib_module_names)
     for path in modules(package):
         name = name_of(path)
-        torch = {"torch"} if name.startswith(MAY_IMPORT_TORCH) and name not in MAY_NOT_AFTER_ALL else set()
+        torch = {"torch"} if name.startswith(MAY_IMPORT_TORCH) and name not in EXCEPT else set()
         others = INSIDE_FUNCTIONS.get(package, set()) | (set(PACKAGES) if name.startswith(REACHES_ALL) else set())
         assert roots(imported(path)) <= allowed | torch | others, path
         assert roots(imported(path, top_level_only=True)) <= allowed | torch, path
 
 
-def test_no_other_module_of_the_core_imports_those_which_need_torch() -> None:
+def test_no_other_module_of_the_core_imports_modules_that_need_torch() -> None:
     need_torch = tuple(name.removesuffix(".py").replace("/", ".") for name in TORCH_OF_THE_CORE)
     others = [path for path in modules("pipelinerl") if name_of(path) not in TORCH_OF_THE_CORE]
     assert not [path for path in others if any(name.startswith(need_torch) for name in imported(path))]
 
 
-def test_every_package_has_modules_to_check() -> None:
-    assert all(modules(package) for package in (*PACKAGES, PURE))
-
-
 @pytest.mark.parametrize("path", modules(PURE), ids=lambda path: path.stem)
-def test_what_decides_has_no_clock_no_chance_and_no_files(path: Path) -> None:
+def test_the_scheduler_has_no_clock_randomness_or_files(path: Path) -> None:
     names = imported(path)
     assert not roots(names) & NOT_PURE
     assert roots(names) <= {"pipelinerl"} | set(sys.stdlib_module_names)
@@ -122,21 +112,16 @@ def test_what_decides_has_no_clock_no_chance_and_no_files(path: Path) -> None:
     assert all(name.startswith(("pipelinerl.scheduler.", "pipelinerl.errors.")) for name in ours)
 
 
-def storey(path: Path) -> int:
-    part = path.relative_to(ROOT / "pipelinerl").parts[0].removesuffix(".py")
-    return next(number for number, parts in enumerate(LAYERS) if part in parts)
-
-
 @pytest.mark.parametrize(
     "path",
     [path for path in modules("pipelinerl") if path != ROOT / "pipelinerl" / "__init__.py"],
     ids=lambda path: path.relative_to(ROOT).with_suffix("").as_posix(),
 )
-def test_a_module_of_the_core_imports_from_its_own_folder_and_from_lower_storeys(path: Path) -> None:
+def test_a_module_of_the_core_imports_from_its_own_layer_and_lower_ones(path: Path) -> None:
     own = path.relative_to(ROOT / "pipelinerl").parts[0].removesuffix(".py")
+    layer = next(number for number, parts in enumerate(LAYERS) if own in parts)
     reached = {name.split(".")[1] for name in imported(path) if name.startswith("pipelinerl.")}
-    above = [part for part in reached - {own} if not any(part in parts for parts in LAYERS[: storey(path)])]
-    assert not above
+    assert reached - {own} <= set().union(*LAYERS[:layer])
 
 
 def module_of(path: Path) -> str:
@@ -146,41 +131,27 @@ def module_of(path: Path) -> str:
 ALL = {module_of(path): path for package in PACKAGES for path in modules(package)}
 
 
-def graph() -> dict[str, set[str]]:
-    """Modules of all packages, and those that each imports, inside functions too."""
-    return {
+def test_no_imports_form_a_circle() -> None:
+    """Imports inside functions count, too."""
+    imports = {
         own: {name if name in ALL else name.rpartition(".")[0] for name in imported(path)} & ALL.keys() - {own}
         for own, path in ALL.items()
     }
-
-
-def test_no_import_goes_round_in_a_circle() -> None:
-    imports = graph()
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join((*path, module))
-        if module not in done:
-            for other in sorted(imports[module]):
-                visit(other, (*path, module))
-            done.add(module)
-
-    for module in imports:
-        visit(module, ())
+    TopologicalSorter(imports).prepare()  # else an error names the circle
 
 
 BY_STRING = {
-    "pipelinerl": "its names are loaded at their first use; the type checker reads the same imports beside them",
-    "pipelinerl.util.user_code": "finds what a user names in a run file",
-    "pipelinerl.rl.tasks": "starts itself in a process of its own, with python -m",
-    "backends.vllm.plugin": "vLLM takes the class that receives weights by the names of its module and itself",
+    "pipelinerl": "loads its names at their first use; the type checker reads the same imports beside them",
+    "pipelinerl.util.user_code": "loads objects that a run file names",
+    "pipelinerl.rl.tasks": "starts itself with python -m in another process",
+    "backends.vllm.plugin": "vLLM loads the class that receives weights by module and name",
 }
-"""Modules with an import that a checker cannot follow, and why."""
+"""Modules with an import that a type checker cannot follow, and the reason."""
 IMPORTERS = {"import_module", "__import__", "import_string", "ImportString", "run_module", "resolve_name"}
 
 
 def imports_by_string(source: str) -> bool:
-    """Whether a module calls, or imports, what imports by name, or holds the name of a module of ours in a string."""
+    """Whether a module uses a function that imports by name, or has the name of one of our modules in a string."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if name in IMPORTERS:
@@ -190,27 +161,14 @@ def imports_by_string(source: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import importlib; importlib.import_module(name)",
-        "from importlib import import_module as load",
-        "__import__(name)",
-        'loader("sim.run")',
-    ],
-)
-def test_an_import_by_string_is_found(source: str) -> None:
-    assert imports_by_string(source)
-
-
 def test_only_modules_with_a_reason_import_by_string() -> None:
     assert {own for own, path in ALL.items() if imports_by_string(path.read_text(encoding="utf-8"))} == set(BY_STRING)
 
 
-def test_what_holds_for_one_version_of_vllm_is_in_one_folder() -> None:
+def test_only_one_folder_depends_on_the_version_of_vllm() -> None:
     others = {
-        "backends.vllm.offline",  # for measuring: the plainest calls
-        "backends.vllm.tool_calls",  # for environments, whose processes have no engine
+        "backends.vllm.offline",  # measures, with basic calls only
+        "backends.vllm.tool_calls",  # runs in the processes of environments
     }
     users = {own for own, path in ALL.items() if "vllm" in roots(imported(path))}
     assert {own for own in users if not own.startswith("backends.vllm.version.")} == others

@@ -1,87 +1,76 @@
-"""No module but its own decides by the name of a schedule, transport, trainer or engine: it asks for facts."""
+"""Only their own modules compare names of schedules, transports, trainers and engines; others ask for facts."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Set
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from pages import ROOT
 
 from backends import kinds as parts
 from pipelinerl.hardware.transport import OURS, PUBLISHED
 from pipelinerl.scheduler.kinds import KINDS
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("pipelinerl", "sim", "backends", "analysis", "benchmarks")
 
 
 @dataclass(frozen=True)
-class Table:
-    """Values that have a name in run files."""
+class Names:
+    """Names of values that a run file chooses."""
 
     homes: tuple[str, ...]
-    """The modules that may compare names."""
-    names: frozenset[str]
-    reads: frozenset[tuple[str, str]]
-    """Attributes that are such a name, and the last part of the expression that they are of."""
-
-    tables: bool
-    """Whether a table by name is a decision."""
-
-
-def table(homes: tuple[str, ...], names: set[str], owner: str, *keys: tuple[str, str], tables: bool) -> Table:
-    reads = {("name", one) for one in (*names, owner)} | set(keys)
-    return Table(homes, frozenset(names), frozenset(reads), tables)
+    """Modules that may compare these names."""
+    names: Set[str]
+    expressions: Set[str]
+    """The last two parts of expressions whose value is such a name."""
+    dictionaries: bool = False
+    """Whether a dictionary with such names as keys is a decision."""
 
 
-SCHEDULES = table(
-    ("pipelinerl/scheduler/kinds.py",),
-    {one.name for one in KINDS},
-    "schedule",
-    ("kind", "scheduler"),
-    tables=False,  # figures have a colour for each
-)
-TRANSPORTS = table(
+SCHEDULES = Names(
+    ("pipelinerl/scheduler/kinds.py",), {one.name for one in KINDS}, {"schedule.name", "scheduler.kind"}
+)  # figures have a dictionary of colours
+TRANSPORTS = Names(
     ("pipelinerl/hardware/transport.py", "backends/transfer/transport.py"),
     {one.name for one in (*OURS, *PUBLISHED)},
-    "transport",
-    ("transport", "train"),
-    ("weight_sync", "hardware"),
-    tables=True,
+    {"transport.name", "train.transport", "hardware.weight_sync"},
+    dictionaries=True,
 )
-TRAINERS = table(("backends/kinds.py",), set(parts.TRAINERS), "trainer_kind", ("kind", "trainer"), tables=False)
-ENGINES = table(("backends/kinds.py",), set(), "engine_kind", ("kind", "engine"), tables=False)
+TRAINERS = Names(("backends/kinds.py",), set(parts.TRAINERS), {"trainer_kind.name", "trainer.kind"})
+ENGINES = Names(("backends/kinds.py",), set(), {"engine_kind.name", "engine.kind"})
 """Without the names: logs of other systems have them, too."""
-TABLES = {"schedules": SCHEDULES, "transports": TRANSPORTS, "trainers": TRAINERS, "engines": ENGINES}
+CHOICES = {"schedules": SCHEDULES, "transports": TRANSPORTS, "trainers": TRAINERS, "engines": ENGINES}
 
 
-def is_name(node: ast.AST, kinds: Table) -> bool:
-    """Whether an expression holds such a name, or reads it: ``"pipeline"``, ``PIPELINE.name``, ``schedule.name``."""
+def is_name(node: ast.AST, kinds: Names) -> bool:
+    """Whether an expression holds such a name: ``"pipeline"``, ``PIPELINE.name``, ``schedule.name``."""
     for one in ast.walk(node):
-        if isinstance(one, ast.Constant) and isinstance(one.value, str) and one.value in kinds.names:
-            return True
-        if isinstance(one, ast.Attribute) and (one.attr, _owner(one)) in kinds.reads:
-            return True
+        match one:
+            case ast.Constant(value=str(text)) if text in kinds.names:
+                return True
+            case ast.Attribute(value=value, attr=attr):
+                owner = ast.unparse(value).rpartition(".")[2].lower()
+                if f"{owner}.{attr}" in kinds.expressions or (attr == "name" and owner in kinds.names):
+                    return True
     return False
 
 
-def _owner(attribute: ast.Attribute) -> str:
-    return ast.unparse(attribute.value).rpartition(".")[2].lower()
-
-
-def decisions(source: str, kinds: Table) -> list[int]:
-    """Lines that compare with such a name, match it, or look something up by it in a table written on the spot."""
+def decisions(source: str, kinds: Names) -> list[int]:
+    """Lines that compare with such a name, match it, or look it up in a dictionary literal."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
-                pass  # whether it is given
+                pass  # is None
             case ast.Compare() if any(is_name(side, kinds) for side in (node.left, *node.comparators)):
                 lines.append(node.lineno)
             case ast.MatchValue() if is_name(node.value, kinds):
                 lines.append(node.value.lineno)
-            case ast.Dict(keys=keys) if kinds.tables and sum(bool(key and is_name(key, kinds)) for key in keys) > 1:
+            case ast.Dict(keys=keys) if (
+                kinds.dictionaries and sum(bool(key and is_name(key, kinds)) for key in keys) > 1
+            ):
                 lines.append(node.lineno)
             case ast.Subscript(value=ast.Dict(keys=keys)) if any(key and is_name(key, kinds) for key in keys):
                 lines.append(node.lineno)
@@ -107,12 +96,12 @@ def decisions(source: str, kinds: Table) -> list[int]:
         (ENGINES, "if train.engine.kind == other: pass"),
     ],
 )
-def test_a_decision_by_name_is_found(kinds: Table, source: str) -> None:
+def test_a_decision_by_name_is_found(kinds: Names, source: str) -> None:
     assert decisions(source, kinds)
 
 
-@pytest.mark.parametrize("kinds", TABLES.values(), ids=TABLES)
-def test_no_module_decides_by_such_a_name(kinds: Table) -> None:
+@pytest.mark.parametrize("kinds", CHOICES.values(), ids=CHOICES)
+def test_no_other_module_decides_by_such_a_name(kinds: Names) -> None:
     homes = {ROOT / home for home in kinds.homes}
     paths = {path for package in PACKAGES for path in (ROOT / package).rglob("*.py")} - homes
     assert len(paths) > 100

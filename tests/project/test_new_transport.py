@@ -1,4 +1,4 @@
-"""A new weight transport is one file: this one. It is simulated, planned and trained with, and no package knows of it.
+"""A new weight transport is one file: this one. It is simulated, planned and trained with, and no package names it.
 
 *A shelf*: rank 0 puts its weights on a shelf that all engines see; trainer and engines stand still for a second each.
 """
@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
+from pages import EXAMPLES
 
+import pipelinerl as prl
 from backends.interface import Weights
 from backends.transfer.transport import SenderContext, TransportEnds, WeightSource, ends_of, place_of
 from pipelinerl.config.resolve import resolved_hardware
@@ -22,7 +23,7 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import BackendError, ConfigError
 from pipelinerl.hardware.transport import FILE, HostShare, Route, WeightTransferConfig, WeightTransport
 from pipelinerl.records.run_folder import TRACE_FILE
-from pipelinerl.records.trace import Trace, replay
+from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import WeightsLoaded
 from sim.planning.answer import plan
 from sim.planning.simulate import HowToPlan
@@ -62,7 +63,7 @@ class Receiver:
     loads: ClassVar[list[int]] = []
 
     def __init__(self, model_path: str) -> None:
-        """Nothing of the model is needed."""
+        """Needs no model."""
 
     def join(self, member: Any) -> None:
         raise AssertionError("there is no group")
@@ -77,7 +78,7 @@ class Receiver:
         self.loads.append(weights.version)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""
 
 
 ENDS = TransportEnds(Sender, Receiver)
@@ -90,8 +91,7 @@ SHELVED = WeightTransport(
     ends="test_new_transport:ENDS",
 )
 NAMED = "test_new_transport:SHELVED"
-"""What a run file names it by, in a process that finds this file."""
-EXAMPLES = Path(__file__).parents[2] / "examples"
+"""Its name in run files, for processes with this folder on their path."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +104,6 @@ def by_name(*overrides: str) -> RunConfig:
     return load_run(EXAMPLES / "h100_by_name.toml", (f"hardware.weight_sync={NAMED}", "optimizer_steps=4", *overrides))
 
 
-def replayed(folder: Path) -> None:
-    """Check that a fresh scheduler gives the commands of a trace again."""
-    result = replay(Trace(folder / TRACE_FILE))
-    assert result.difference is None
-    assert result.num_events > 50
-
-
 def test_it_is_simulated_by_its_own_seconds_and_replayed(tmp_path: Path) -> None:
     config = by_name()
     weights = resolved_hardware(config).weights
@@ -118,7 +111,7 @@ def test_it_is_simulated_by_its_own_seconds_and_replayed(tmp_path: Path) -> None
     faster = resolved_hardware(by_name("hardware.coefficients.file_bandwidth=1e12")).weights
     assert 1.0 < faster.transfer_s < weights.transfer_s
     simulate(config, out=tmp_path / "run", trace=True)
-    replayed(tmp_path / "run")
+    assert prl.replay(tmp_path / "run").difference is None
     again = load_run(tmp_path / "run" / "run.toml")
     assert again.hardware.sync_method is not None
     assert again.hardware.sync_method.name == "shelved"
@@ -130,11 +123,6 @@ def test_it_is_planned() -> None:
     result = plan(by_name(*search, "plan.simulate_steps=8"), HowToPlan(workers=1))
     assert result.recommended is not None
     assert result.sensitivity
-
-
-def test_its_memory_is_counted() -> None:
-    here = HostShare(num_bytes=3e9, bucket_bytes=0, sends=True, workers=8, folder_in_memory=True)
-    assert SHELVED.host_bytes(here) == 3e9
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's
@@ -154,21 +142,12 @@ def test_it_brings_weights_from_a_trainer_to_engines_in_memory(tmp_path: Path) -
     loaded = {event.version for event in events if isinstance(event, WeightsLoaded)}
     assert loaded
     assert loaded <= set(named.Receiver.loads)  # the last one may still be on its way
-    replayed(tmp_path / "run")
+    assert prl.replay(tmp_path / "run").difference is None
 
 
-def test_what_it_receives_is_what_was_sent() -> None:
-    from backends.fake import FakeWeights
-
-    sender, receiver = ENDS.sender(SenderContext(True, Path(), None)), ENDS.receiver("")
-    weights = sender.publish(FakeWeights(3), 3)
-    assert weights is not None
-    with pytest.raises(KeyError):
-        dict(receiver.receive(weights))
-    assert sender.send(FakeWeights(3), 3) is None
-    assert dict(receiver.receive(weights)) == {"steps": np.array(3)}
+def test_a_location_of_another_transport_is_refused() -> None:
     with pytest.raises(BackendError, match="location must begin with shelved:, got file:3"):
-        receiver.receive(Weights(3, "file:3"))
+        ENDS.receiver("").receive(Weights(3, "file:3"))
 
 
 NO_TRANSPORT: Any = len
@@ -187,7 +166,7 @@ OURS = "must be file, broadcast, streamed or package.module:ATTRIBUTE, got"
         ("hardware.weight_sync", "test_new_transport:NO_TRANSPORT", "must name a WeightTransport, got"),
     ],
 )
-def test_what_is_no_transport_is_one_clear_line(key: str, name: str, message: str) -> None:
+def test_a_wrong_name_of_a_transport_is_one_clear_line(key: str, name: str, message: str) -> None:
     example = EXAMPLES / ("h100_by_name.toml" if key.startswith("hardware") else "tiny_arithmetic.toml")
     with pytest.raises(ConfigError, match=f"{key} .*{message}") as error:
         load_run(example, (f"{key}={json.dumps(name)}",))

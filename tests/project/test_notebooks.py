@@ -11,7 +11,7 @@ from pages import ENVIRONMENT, EXAMPLES
 
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
 PATIENT = {"timeout": 900, "startup_timeout": 300, "iopub_timeout": 300, "raise_on_iopub_timeout": True}
-"""Limits (s): a kernel has 60 s to start otherwise, and what it shows more than 4 s after its answer is left out."""
+"""Limits (s). By default a kernel has 60 s to start, and output more than 4 s after its reply is lost."""
 
 
 @pytest.mark.slow  # a kernel each

@@ -1,8 +1,7 @@
-"""Every command of every page runs: as it stands, in the order of its page, beside what a reader has, and only smaller.
+"""Every command of every page runs unchanged, in the order of its page, in a reader's folder, only smaller.
 
-Smaller are the sizes below, and nothing else: the command line, the run file, the files written and read are the
-reader's. Two things stand in for others: ``train`` drives engines and a trainer in memory (tests marked *real* have
-vLLM and DeepSpeed), and no figures are drawn (tests/analysis draws them).
+The sizes below are smaller; command line, run file and files are the reader's. ``train`` drives engines and a trainer
+in memory (tests marked *real* have vLLM and DeepSpeed), and no figures are drawn (tests/analysis draws them).
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from pathlib import Path
 import pytest
 from command_line import Command
 from needs import need
-from page_commands import SHELLS, lines_of, questions
+from page_commands import SHELLS, lines_of, parsed, questions
 from pages import EXAMPLES, FENCE, PAGES, ROOT, section
-from typer.main import get_command
-
-from pipelinerl.cli.app import app
 
 need("torch")
 need("tensorboard")
@@ -65,14 +61,14 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "tiny_arithmetic.toml": TINY_RUN,
     "tiny_tools.toml": (*TINY_RUN, "train.task.settings={}", "environment.count=8"),
 }  # fmt: skip
-"""What is set besides, so that a run is smaller, by the end of the path of the run file."""
+"""Overrides that make a run smaller, by the end of the path of the run file."""
 SMALLER_PLAN = ("plan.simulate=1", "plan.simulate_steps=4", "plan.generation_batch_size=[32]", "plan.publish_every=[1]")
-"""... and of every plan."""
+"""Overrides of every plan."""
 OF_A_RUN_FILE = ("simulate", "compare", "plan", "environments", "train")
-"""Commands that take ``--set`` to change a run."""
+"""Commands with ``--set``."""
 MEASUREMENTS = "docs/measurements/"
 RUN = {page: text for page, text in PAGES.items() if not page.startswith(MEASUREMENTS)}
-"""Pages whose commands run; those of measurements need their machine and are parsed only."""
+"""Pages whose commands run; commands of measurements need their machine and are only parsed."""
 NOT_RUN = {
     "make test": "this is a part of it",
     "make check": "likewise",
@@ -85,11 +81,11 @@ NOT_RUN = {
     "pipelinerl train my_run.toml --set train.ray_address=auto": "likewise; see tests/project/test_clusters.py",
     "pipelinerl plan examples/plan_qwen7b_128_h100.toml --ray auto": "likewise; see tests/sim/planning/test_search.py",
 }
-"""How the lines begin that do not run here, and why."""
+"""Beginnings of lines that do not run here, with the reason."""
 PUBLISHED = shipped_runs()
-"""Published runs, of which ``validate`` has the first three here."""
+"""Published runs; ``validate`` gets the first three here."""
 ELSEWHERE = set(questions())
-"""Lines that tests/project/test_questions.py runs whole."""
+"""Lines that tests/project/test_questions.py runs."""
 STEP_TIMES = """kind,batch,ctx,tokens,accelerators,utilisation,seconds
 decode,1,64,,1,,0.010
 decode,32,64,,1,,0.012
@@ -111,13 +107,13 @@ BROUGHT = {
         "pipelinerl train my_run.toml --set scheduler.kind=conventional --check --out check_conventional",
     ],
 }
-"""What a page takes from its reader besides a run file, a log and a table: made first."""
+"""Commands that make a page's inputs, besides a run file, a log and a table; they run first."""
 NO_SIGNAL = "wrong, signal: nothing can be learned: take other problems, or another model"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A reader's folder: the examples, the scripts, files of one's own, and room for what commands write."""
+    """A reader's folder: the examples, the scripts and own files."""
     for name in ("examples", "scripts", "Makefile", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     run = (EXAMPLES / "tiny_arithmetic.toml").read_text(encoding="utf-8").replace('"arithmetic"', '"my_tasks:Reverse"')
@@ -135,7 +131,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def in_memory(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
-    """What trains, and what measures, is small, and nothing is drawn."""
+    """Training and measuring are small, and nothing is drawn."""
     for module in ("backends.run", "backends.check.run_check"):
         monkeypatch.setattr(f"{module}.backend_of", lambda _: FakeBackend())
     monkeypatch.setattr("backends.measure.bench.CPU_SIZES", TINY)
@@ -148,20 +144,20 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
 
 
 def smaller(name: str, words: list[str]) -> list[str]:
-    """Return what is set besides for a command with these arguments."""
+    """Return the options that make a command smaller."""
     files = [values for end, values in SMALLER.items() for word in words if word.endswith(f"/{end}") or word == end]
     sets = [one for values in files for one in values] + [*(SMALLER_PLAN if name == "plan" else ())]
     return [part for one in sets for part in ("--set", one)] if name in OF_A_RUN_FILE else []
 
 
 def run_line(line: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a line as a shell would: variables and names with a star put in."""
+    """Run a line as a shell would, with variables and wildcards expanded."""
     words = [os.path.expandvars(one) for one in shlex.split(line) if one != "..."]
     program, *words = [name for one in words for name in (sorted(glob.glob(one)) or [one])]
     match program:
         case "pipelinerl":
             result = command(*words, *smaller(words[0], words[1:]))
-            if "--check" in words and result.status:  # answers of chance
+            if "--check" in words and result.status:  # the model in memory answers at random
                 assert (NO_SIGNAL in result.out, result.out.count("\nwrong, ")) == (True, 1), (line, result)
             else:
                 assert result.status == 0, (line, result.err)
@@ -184,26 +180,24 @@ def run_line(line: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("folder", "in_memory")
 @pytest.mark.parametrize("page", [page for page, text in RUN.items() if lines_of(text)])
 def test_every_command_of_a_page_runs(command: Command, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, and what the one writes the next may read."""
+    """Each once, in order, so that a command may read files of earlier ones."""
     for line in dict.fromkeys([*BROUGHT.get(page, ()), *lines_of(PAGES[page])]):
         if line not in ELSEWHERE and not line.startswith(tuple(NOT_RUN)):
             run_line(line, command, monkeypatch)
 
 
-def test_what_does_not_run_is_there_and_is_understood() -> None:
-    """Options and arguments are parsed as on the command line."""
+def test_lines_that_do_not_run_are_on_a_page_and_are_parsed() -> None:
     lines = [line for text in PAGES.values() for line in lines_of(text)]
     assert len(set(lines)) > 90
     not_run = [next(one for one in lines if one.startswith(start)) for start in NOT_RUN]
     measured = [line for page, text in PAGES.items() if page not in RUN for line in lines_of(text)]
     assert len(measured) > 5
     for line in [*not_run, *measured]:
-        program, *words = shlex.split(line)
-        if program == "pipelinerl":
-            get_command(app).commands[words[0]].make_context(words[0], words[1:]).close()
+        if line.startswith("pipelinerl "):
+            parsed(line)
 
 
 def test_no_command_hides_in_a_block_of_another_language() -> None:
-    """But for "text", which is what a command prints."""
+    """Blocks of "text" hold output."""
     others = [one[3] for text in PAGES.values() for one in FENCE.finditer(text) if one[1] not in (*SHELLS, "text")]
     assert [one for block in others for one in re.findall(r"^(?:\$ )?pipelinerl .*", block, re.MULTILINE)] == []

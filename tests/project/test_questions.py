@@ -1,4 +1,4 @@
-"""What the pages print is what their commands print."""
+"""Commands print the output that the pages show."""
 
 import shlex
 from pathlib import Path
@@ -9,19 +9,19 @@ from page_commands import questions
 from pages import EXAMPLES
 
 FEWER = {"How many sandboxes?": "plan.environments=[96, 320]"}
-"""What makes a command shorter and leaves every line as it is that it prints then, but for the sentence at the end."""
+"""Overrides that print fewer lines, the same ones but for the sentence at the end."""
 QUESTIONS = questions()
 
 
 def is_in_order(lines: list[str], printed: list[str]) -> bool:
-    """Whether the lines are among those printed, in the same order."""
+    """Whether the lines are printed in the same order, perhaps with others between them."""
     rest = iter(printed)
     return all(line in rest for line in lines)
 
 
 @pytest.fixture(autouse=True)
 def beside_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader's folder: the examples, and room for what commands write."""
+    """A reader's folder."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
     monkeypatch.chdir(tmp_path)
 
@@ -42,5 +42,5 @@ def test_a_question_has_its_answer(command: Command, asked: str, monkeypatch: py
         lines = [line.rstrip() for line in answer.splitlines()]
         if fewer is not None:
             lines = [line for line in lines if line in printed]
-            assert len(lines) == 6  # the head, two rows, what they mean
+            assert len(lines) == 6  # the head, two rows, the legend
         assert is_in_order(lines, printed), [line for line in lines if line not in printed]

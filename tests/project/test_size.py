@@ -1,34 +1,23 @@
-"""The script that counts the project's lines, on a small tree whose counts are known."""
+"""The script that counts lines, on a small tree with known counts."""
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
-from typing import Any
 
-import pytest
+from pages import ROOT
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def size() -> Any:
-    spec = importlib.util.spec_from_file_location("size_script", ROOT / "scripts" / "size.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SIZE = runpy.run_path(str(ROOT / "scripts" / "size.py"))
 
 
-def test_code_is_neither_blank_nor_comment_nor_docstring(size: Any, tmp_path: Path) -> None:
+def test_code_is_neither_blank_nor_comment_nor_docstring(tmp_path: Path) -> None:
     source = '"""Docstring\n\nof three lines."""\n\n# comment\nx = (\n    1,  # one\n)\n"""Text under a field."""\n'
     path = tmp_path / "one.py"
     path.write_text(source)
-    assert size.counts(path) == (9, 3, 4)
+    assert SIZE["counts"](path) == (9, 3, 4)
 
 
-def test_a_module_with_one_importer_beside_it_is_found(size: Any, tmp_path: Path) -> None:
+def test_a_module_with_one_importer_beside_it_is_found(tmp_path: Path) -> None:
     sources = {
         "a/one.py": "from a import two\nimport a.shared\nimport b.far",
         "a/two.py": "from a.shared import x",
@@ -41,4 +30,4 @@ def test_a_module_with_one_importer_beside_it_is_found(size: Any, tmp_path: Path
         path.parent.mkdir(exist_ok=True)
         path.write_text(source)
         known[name.removesuffix(".py").replace("/", ".")] = path
-    assert size.single_importers(known) == ["a.two"]
+    assert SIZE["single_importers"](known) == ["a.two"]

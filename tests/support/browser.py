@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 OURS = Path(__file__).parents[2] / "build" / "chromium"
-"""Where scripts/get_chromium.py puts one, with libraries and a font."""
+"""Folder of scripts/get_chromium.py: a browser with libraries and a font."""
 CHROMIUM = shutil.which("chromium", path=OURS) or shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = [
     pytest.mark.slow,
@@ -21,15 +21,15 @@ needs_browser = [
 ]
 
 LIMIT_MS = 300_000
-"""How long a browser may take to start and a page to do what it is waited for: 30 s otherwise, on any machine (ms)."""
+"""Limit of each wait for the browser or a page (ms); playwright's default of 30 s fails on slow machines."""
 PATIENT = """() => {
   const [view] = Bokeh.index.query(one => one.canvas_view !== undefined)
   const gestures = view.canvas_view.ui_event_bus.ui_gestures.constructor
   gestures.press_threshold = 2 ** 31 - 1
   gestures.doubletap_threshold = 0
 }"""
-"""Whatever the time between them, a button that goes down and up is one click, and down, moved and up a drag: Bokeh
-takes it for a long press after 0.3 s, in which a busy machine may not get from the one to the other."""
+"""Turns off long presses and double taps in Bokeh: on a busy machine a click may take longer than the 0.3 s after which
+Bokeh sees a long press."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def open_tab() -> Iterator[Any]:
 
 
 def wait_until(look: Callable[[], Any], wanted: Any) -> None:
-    """Wait until a page shows what it must: it may do what it is asked after it has answered, and while it is drawn."""
+    """Wait until a page shows the wanted value: it may react after it has answered, and while it is drawn."""
     end = time.monotonic() + LIMIT_MS / 1000
     while (seen := look()) != wanted and time.monotonic() < end:
         time.sleep(0.02)
@@ -58,15 +58,15 @@ def wait_until(look: Callable[[], Any], wanted: Any) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a page of ours; in the end it must have asked for no other file, and have had nothing to complain of."""
+    """Open one of our pages; at the end, assert that it requested no other file and logged no error or warning."""
     requests: list[str] = []
-    complaints: list[str] = []
+    errors: list[str] = []
     with open_tab() as tab:
         tab.on("request", lambda one: requests.append(one.url))
-        tab.on("pageerror", lambda one: complaints.append(str(one)))
-        tab.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda one: errors.append(str(one)))
+        tab.on("console", lambda one: errors.append(one.text) if one.type in ("error", "warning") else None)
         tab.goto(path.as_uri())
         tab.wait_for_function("window.Bokeh && Bokeh.documents.length === 1 && Bokeh.documents[0].is_idle")
         tab.evaluate(PATIENT)
         yield tab
-    assert (requests, complaints) == ([path.as_uri()], [])
+    assert (requests, errors) == ([path.as_uri()], [])

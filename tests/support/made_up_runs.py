@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from analysis.read import Run
-from analysis.throughput import RateCurves, RatePoint
+from analysis.throughput import RateCurves
 from pipelinerl.records.steps import COLUMNS
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
@@ -24,7 +24,7 @@ def write_run(folder: Path, *, rl_step: int | None = None, num_steps: int = 40) 
     on 1..L and g = 8 has a mean lag of g (1 - p / L) / 2 at position p.
     """
     folder.mkdir(parents=True)
-    rows = _pipeline_rows(num_steps) if rl_step is None else _conventional_rows(num_steps, rl_step)
+    rows = _rows(num_steps, rl_step)
     with (folder / "steps.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -34,26 +34,20 @@ def write_run(folder: Path, *, rl_step: int | None = None, num_steps: int = 40) 
     return folder
 
 
-def _pipeline_rows(num_steps: int) -> list[dict[str, float]]:
+def _rows(num_steps: int, rl_step: int | None) -> list[dict[str, float]]:
     rng = np.random.default_rng(1)
     rows, time_s = [], 0.0
     for step in range(1, num_steps + 1):
-        train_s, publish_s, wait_s = 14.4, 0.5, float(rng.uniform(0.5, 3.0))
-        time_s += train_s + publish_s + wait_s
-        in_flight, in_queue = 8 / 3 * (1 - np.exp(-step / 8)) + rng.normal(0, 0.1), rng.uniform(0.3, 0.6)
-        top = min(step - 1, int(rng.integers(7, 10)))
-        rows.append(_row(step, time_s, (train_s, publish_s, wait_s), (in_flight, in_queue), top))
-    return rows
-
-
-def _conventional_rows(num_steps: int, rl_step: int) -> list[dict[str, float]]:
-    rows, time_s = [], 0.0
-    for step in range(1, num_steps + 1):
-        lag = (step - 1) % rl_step
-        wait_s = 40.0 + 12.0 * rl_step if lag == 0 else 0.0
-        publish_s = 0.5 if lag == rl_step - 1 else 0.0
-        time_s += 9.0 + wait_s + publish_s
-        rows.append(_row(step, time_s, (9.0, publish_s, wait_s), (0.0, float(lag)), lag))
+        if rl_step is None:
+            seconds = (14.4, 0.5, float(rng.uniform(0.5, 3.0)))
+            lags = (8 / 3 * (1 - np.exp(-step / 8)) + rng.normal(0, 0.1), rng.uniform(0.3, 0.6))
+            top = min(step - 1, int(rng.integers(7, 10)))
+        else:
+            top = (step - 1) % rl_step
+            seconds = (9.0, 0.5 if top == rl_step - 1 else 0.0, 40.0 + 12.0 * rl_step if top == 0 else 0.0)
+            lags = (0.0, float(top))
+        time_s += sum(seconds)
+        rows.append(_row(step, time_s, seconds, lags, top))
     return rows
 
 
@@ -178,11 +172,24 @@ def with_metrics(runs: list[Run]) -> list[Run]:
     return [replace(run, metrics=metrics) for run in runs]
 
 
+def with_figure_data(run: Run, **parts: dict[str, Any]) -> Run:
+    """Return a run with other values in parts of its figure data."""
+    changed = {name: getattr(run.figure_data, name).model_copy(update=values) for name, values in parts.items()}
+    return replace(run, figure_data=run.figure_data.model_copy(update=changed))
+
+
 CURVES = RateCurves(
     max_lag=np.array([8.0, 132.0]), pipeline=np.array([1.10, 16.90]), conventional=np.array([1.18, 10.69])
 )
-POINTS = [
-    RatePoint("G=134", "conventional", 133, 10.4),
-    RatePoint("H=192", "pipeline", 132, 16.2),
-    RatePoint("H=64", "pipeline", 64, 8.1),
-]
+
+
+def case_study(run: Run) -> list[Run]:
+    """Return runs that are ``run`` but for their place in Fig. 9."""
+    places = [("G=134", "conventional", 133, 10.4), ("H=192", "pipeline", 132, 16.2), ("H=64", "pipeline", 64, 8.1)]
+    return [placed(run, *place) for place in places]
+
+
+def placed(run: Run, name: str, scheduler: str, largest_lag: int, tokens_per_flash: float) -> Run:
+    lag = run.report.lag.model_copy(update={"max": largest_lag})
+    changed = {"scheduler": scheduler, "lag": lag, "tokens_per_flash": tokens_per_flash}
+    return replace(run, name=name, report=run.report.model_copy(update=changed))

@@ -1,15 +1,19 @@
-"""The commands of the pages: every line of a shell, whole commands in the text, and what stands with an answer."""
+"""The commands of the pages: lines of shell blocks, whole commands in the text, and commands with a printed answer."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from typing import Any
 
 from pages import FENCE, PAGES, section
+from typer.main import get_command
+
+from pipelinerl.cli.app import app
 
 SHELLS = ("sh", "console", "bash")
 INLINE = re.compile(r"`(pipelinerl (?:validate|[^`]*\bexamples/[^`]*))`")
-"""A whole command in the text: one with a file to run it on, or that needs none."""
+"""A whole command in the text: with the file that it needs, if any."""
 LOOP = re.compile(r"for (\w+) in ([^;]+); do ([^;]+); done")
 ANSWERED = {
     "docs/questions.md": re.findall(r"^## (.+)$", PAGES["docs/questions.md"], re.MULTILINE),
@@ -17,11 +21,11 @@ ANSWERED = {
     "docs/agents.md": ["How many sandboxes?", "Pipeline and conventional RL"],
     "README.md": ["Ask your own question"],
 }
-"""Headings with a command and, below it, what it prints."""
+"""Headings of sections with a command and its output."""
 
 
 def lines_of(text: str, *, blocks_alone: bool = False) -> list[str]:
-    """Return every command line of a page in order: joined where it goes on, without remarks, loops unrolled."""
+    """Return the command lines of a page in order: continued lines joined, comments removed, loops unrolled."""
     found = [(one.start(), one[3].replace("\\\n", " ")) for one in FENCE.finditer(text) if one[1] in SHELLS]
     if not blocks_alone:
         plain = FENCE.sub(lambda block: " " * len(block[0]), text)  # the rest keeps its places
@@ -37,8 +41,15 @@ def _single(line: str) -> list[str]:
     return [one for one in line.split(" && ") if one]
 
 
+def parsed(line: str) -> dict[str, Any]:
+    """Parse a command line of ours as the program would, and return the values of its arguments."""
+    _, name, *words = shlex.split(line)
+    with get_command(app).commands[name].make_context(name, words) as context:
+        return context.params
+
+
 def questions() -> dict[str, list[tuple[str, str]]]:
-    """Return each command whose answer stands on a page with the headings and answers that it stands with."""
+    """Return each command with its headings and answers."""
     found: dict[str, list[tuple[str, str]]] = {}
     for page, titles in ANSWERED.items():
         for title in titles:

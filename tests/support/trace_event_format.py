@@ -1,4 +1,4 @@
-"""The rules of the Trace Event Format, as far as timelines use it."""
+"""The rules of the part of the Trace Event Format that timelines use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KEYS = {
     "s": {"name", "cat", "id"},
     "f": {"name", "cat", "id", "bp"},
 }
-"""What each phase must have besides ``ph``, ``pid``, ``tid`` and ``ts``."""
+"""Fields of each phase, besides ``ph``, ``pid``, ``tid`` and ``ts``."""
 
 
 def checked(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a file that keeps the rules."""
+    """Check the rules; return the entries of the file."""
     entries = json.loads(path.read_text())["traceEvents"]
     for entry in entries:
         assert {*KEYS[entry["ph"]], "ph", "pid", "tid", "ts"} == set(entry), entry
@@ -33,13 +33,13 @@ def checked(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_slices(entries: list[dict[str, Any]]) -> None:
-    """Check that slices of a thread are in order, and beside each other or in each other."""
+    """Check that slices of a thread are in order and do not overlap, unless one is inside the other."""
     tracks = defaultdict(list)
     for one in entries:
         if one["ph"] == "X":
             assert one["dur"] >= 0
             tracks[one["pid"], one["tid"]].append(one)
-    assert all(thread > 0 for _, thread in tracks)  # readers take thread 0 for another one
+    assert all(thread > 0 for _, thread in tracks)  # readers treat thread 0 as the main thread
     for track in tracks.values():
         open_until: list[int] = []
         last = 0
