@@ -37,13 +37,15 @@ def calibrate(
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="RUN.toml", help="Its [hardware] says what is fitted: gpu and model, or tables."),
+        typer.Option(
+            "--run", metavar="RUN.toml", help="Run file; with gpu and model coefficients are fitted, else tables."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Of a log: its language model.")] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of a log: its accelerator.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Model of the logged job.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="GPU of the logged job.")] = None,
     accelerators: Annotated[
         int | None,
-        typer.Option("--accelerators", metavar="N", min=1, help="Of a log: how many, if it does not tell."),
+        typer.Option("--accelerators", metavar="N", min=1, help="Number of GPUs of the logged job, if not in the log."),
     ] = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     hardware: HardwareOption = None,

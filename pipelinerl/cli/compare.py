@@ -15,7 +15,7 @@ def compare(
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
-    """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
+    """Simulate several schedulers on the same workload, as in the [compare] table."""
     from pipelinerl.calibration.measured import merged
     from pipelinerl.config.run_file import load_run
     from pipelinerl.pages.runs import comparison_page

@@ -19,7 +19,7 @@ def drift(
     ],
     check: Annotated[
         list[Path],
-        typer.Option("--check", metavar="DIR", help="A run to compare the fit with; may be given several times."),
+        typer.Option("--check", metavar="DIR", help="A run to compare the fit with; repeatable."),
     ] = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:

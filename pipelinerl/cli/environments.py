@@ -15,7 +15,7 @@ def environments(
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
-    """Simulate a run with turns with several numbers of environments, and print the fewest that suffice (the knee)."""
+    """Simulate several numbers of environments and print the smallest sufficient one (the knee)."""
     from pipelinerl.calibration.measured import merged
     from pipelinerl.config.run_file import load_run
     from pipelinerl.pages.runs import environments_page

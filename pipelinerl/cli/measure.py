@@ -29,7 +29,7 @@ def measure(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure matrix products, decode, prefill and training steps of the GPU or CPU at hand, for calibrate."""
+    """Measure matrix products, decode, prefill and training steps on this machine, for calibrate."""
     with status("measuring"):
         with needs_extra("train-cpu"):
             from backends.measure.bench import measure as measure_times

@@ -17,7 +17,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key of the run file, e.g. scheduler.max_lag=8; may be given again.",
+        help="Override a key of the run file, e.g. scheduler.max_lag=8; repeatable.",
     ),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Replace the seed of the run file.")]
@@ -27,15 +27,15 @@ MeasuredOption = Annotated[
     typer.Option(
         "--measured",
         metavar="PATH",
-        help="Merge what measure, train --check or calibrate wrote; may be given several times.",
+        help="Merge results of measure, train --check or calibrate; repeatable.",
     ),
 ]
 HardwareOption = Annotated[
     Path | None,
-    typer.Option("--hardware", metavar="FILE.toml", help="Take its table [hardware] in place of the run file's."),
+    typer.Option("--hardware", metavar="FILE.toml", help="Use the [hardware] table of this file."),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Simulate in so many processes; default: one per core.")
+    int | None, typer.Option("--workers", min=1, help="Number of processes; default: one per core.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 

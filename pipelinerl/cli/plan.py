@@ -24,7 +24,9 @@ def plan(
     model: Annotated[str | None, typer.Option(help="Model, of the catalogue or a file.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU, of the catalogue or a file; several: H100,H200.")] = None,
     accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs; several: 64,96.")] = None,
-    sync: Annotated[str | None, typer.Option(metavar="METHOD", help="How weights reach engines; or several.")] = None,
+    sync: Annotated[
+        str | None, typer.Option(metavar="METHOD", help="Weight synchronization method, or several.")
+    ] = None,
     train_batch_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per optimizer step.")] = None,
     group_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per prompt.")] = None,
     mean_length: Annotated[str | None, typer.Option(metavar="N", help="Mean answer (tokens).")] = None,
@@ -35,7 +37,7 @@ def plan(
     price: Annotated[str | None, typer.Option(metavar="USD", help="Price of a GPU-hour.")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="OTHER", help="Say what changed, and why, against another run file, plan.json or folder."),
+        typer.Option(metavar="OTHER", help="Explain the differences to another run file, plan.json or folder."),
     ] = None,
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it
     seed: options.SeedOption = None,
@@ -48,7 +50,7 @@ def plan(
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
-    """Recommend split, batch sizes, engines and scheduler: for a run file, or for a question of a few options."""
+    """Recommend split, batch sizes, engines and scheduler, for a run file or for options."""
     from pipelinerl.config.question import ask, question_file, write_question
     from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan

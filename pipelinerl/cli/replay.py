@@ -18,7 +18,7 @@ def replay(
         Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
     ],
 ) -> None:
-    """Feed a run's recorded events to a fresh scheduler: does it give the recorded commands?
+    """Check that a fresh scheduler gives the recorded commands of a run.
 
     Of a run that learned, also: does its trace give the learned weights, to the last bit?
     """

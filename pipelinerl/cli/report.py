@@ -38,7 +38,7 @@ def report(
     ],
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Write one page to forward: question, answer, figures to look around in, tables, the run file."""
+    """Write one page: question, answer, interactive figures, tables, run file."""
     if out.suffix not in (".html", ".md"):
         raise ConfigError(f"--out must end in .html or .md, got {out}")
     refuse_no_file(out)

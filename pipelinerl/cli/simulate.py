@@ -29,7 +29,7 @@ def simulate(
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
-    """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
+    """Simulate one run and print throughput, token lag and the trainer's time."""
     from pipelinerl.calibration.measured import of_its_arm
     from pipelinerl.config.run_file import load_run
     from pipelinerl.pages.runs import run_page

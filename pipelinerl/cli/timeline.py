@@ -18,9 +18,9 @@ def timeline(
         Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write, JSON.", show_default=False)],
-    begin_s: Annotated[float, typer.Option("--begin", metavar="S", min=0.0, help="Show what is after it.")] = 0.0,
+    begin_s: Annotated[float, typer.Option("--begin", metavar="S", min=0.0, help="Begin of the shown time (s).")] = 0.0,
     end_s: Annotated[
-        float, typer.Option("--end", metavar="S", help="Show what is before it.", show_default="all")
+        float, typer.Option("--end", metavar="S", help="End of the shown time (s).", show_default="all")
     ] = math.inf,
 ) -> None:
     """Write a run as a timeline: open the file at ui.perfetto.dev, or in chrome://tracing."""

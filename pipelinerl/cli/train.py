@@ -53,7 +53,7 @@ def train(
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it
     seed: options.SeedOption = None,
     out: options.OutOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out DIR.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in --out DIR.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check task, machines and links, and make a few optimizer steps.")
     ] = False,

@@ -344,7 +344,7 @@ class PlanReport(Report):
     asked: dict[str, Any]
     """The run file with overrides and measurements, without the keys that were left for the plan to find."""
     assumed: list[Assumed]
-    """What nobody gave, the most influential first; empty where there was a run file."""
+    """Assumed values, the most influential first; empty for a run file."""
     against: Against | None = None
     """The plan that this one is compared with. Absent without ``--against``."""
     search: SearchReport

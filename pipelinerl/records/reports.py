@@ -318,7 +318,7 @@ class RunMeasurements(Report):
     driver_busy_s_per_rollout: float | None = None
     """Time that the driver worked or waited for a processor, per rollout (s). Absent in a simulation."""
     front_end_busy_s_per_rollout: float | None = None
-    """The same of an engine's front end, per rollout of it, without the outputs of decode steps (s)."""
+    """Time that an engine's front end worked per rollout of that engine, without decode outputs (s)."""
     decode_steps: list[DecodeSteps] | None = None
     """Decode steps of all engines, binned by number of sequences. Absent in a simulation."""
     ess: EssReport | None = None

@@ -29,7 +29,7 @@ class StepRow(StrictModel):
     publish_s: float
     """Seconds of publishing since the step before."""
     wait_s: float
-    """Seconds of neither since the step before."""
+    """Seconds in which the trainer neither trained nor published, since the step before."""
     samples: int
     """Rollouts trained on (count)."""
     tokens: int
