@@ -143,10 +143,14 @@ def odds(one: Screened, limits: Limits, check: LagCheck) -> float:
     return kept / sum(weight for weight, _ in weights)
 
 
+def _all_odds(kept: Sequence[Screened], limits: Limits, outcomes: Sequence[Outcome]) -> list[float]:
+    checks = check_lags(outcomes, kept)
+    return [odds(one, limits, checks.get(one.candidate.family, LagCheck())) for one in kept]
+
+
 def likely_to_keep(kept: Sequence[Screened], limits: Limits, outcomes: Sequence[Outcome]) -> list[Screened]:
     """Return the candidates that keep to the limits at odds of a half at least."""
-    checks = check_lags(outcomes, kept)
-    return [one for one in kept if odds(one, limits, checks.get(one.candidate.family, LagCheck())) >= 0.5]
+    return [one for one, chance in zip(kept, _all_odds(kept, limits, outcomes), strict=True) if chance >= 0.5]
 
 
 def next_to_simulate(
@@ -163,32 +167,27 @@ def next_to_simulate(
     ones with the least lag that are as fast as the fastest within ``TIE``, half, a quarter, 3/4, ... as fast. ``tried``
     has the labels simulated, failed ones included.
     """
-    checks = check_lags(outcomes, kept)
-    chances = [odds(one, limits, checks.get(one.candidate.family, LagCheck())) for one in kept]
+    chances = _all_odds(kept, limits, outcomes)
     promises = _promises(kept, chances, [one for one in outcomes if one.breaks(limits) is None])
-    ranked = [
-        kept[i].candidate for i in sorted(range(len(kept)), key=lambda i: (-promises[i], kept[i].estimate.lag_mean))
-    ]
-    families = dict.fromkeys(one.family for one in ranked)
-    first = [one.label for family in families for one in [s for s in ranked if s.family == family][:FROM_EACH_KIND]]
+    order = sorted(range(len(kept)), key=lambda i: (-promises[i], kept[i].estimate.lag_mean))
+    ranked = {kept[i].candidate.label: kept[i] for i in order}
     likely = [one for one, chance in zip(kept, chances, strict=True) if chance >= 0.5] or list(kept)
     front = [likely[i] for i in pareto_front([(one.tokens_per_s, one.estimate.lag_mean) for one in likely])]
-    most = front[-1].tokens_per_s
 
-    left = dict.fromkeys(label for label in [*(first if not tried else []), *(one.label for one in ranked)])
-    for label in tried:
-        left.pop(label, None)
+    first: list[str] = []
+    for family in dict.fromkeys(one.candidate.family for one in ranked.values()):
+        first += [label for label, one in ranked.items() if one.candidate.family == family][:FROM_EACH_KIND]
+    left = dict.fromkeys(label for label in [*([] if tried else first), *ranked] if label not in tried)
     chosen: list[str] = []
     while left and len(chosen) < number:
         label, place = next(iter(left)), len(tried) + len(chosen)
         if place % 2 and (tried or label not in first):
-            share = _even_share(place // 2) * most
+            share = _even_share(place // 2) * front[-1].tokens_per_s
             others = (one.candidate.label for one in front if one.tokens_per_s >= share)
             label = next((one for one in others if one in left), label)
         chosen.append(label)
-        left.pop(label)
-    by_label = {one.candidate.label: one for one in kept}
-    return [by_label[label] for label in chosen]
+        del left[label]
+    return [ranked[label] for label in chosen]
 
 
 def _promises(kept: Sequence[Screened], chances: Sequence[float], within: Sequence[Outcome]) -> list[float]:

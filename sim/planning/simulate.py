@@ -19,7 +19,7 @@ from pipelinerl.records.steady import steady_part
 from pipelinerl.records.step_ledger import Step
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
-from sim.planning.screen import Candidate
+from sim.planning.screen import Candidate, Rejected
 from sim.planning.space import Limits, Reason
 from sim.run import simulate_steps
 
@@ -104,11 +104,15 @@ class Outcome:
         """Return the first limit that it breaks, if any, but for the largest lag, at the price of its GPU-hours."""
         return limits.at(self.candidate.rented).broken(self.lag_mean, self.gpu_hours, ess=self.ess)
 
-    def needed(self, reason: Reason, limits: Limits) -> float:
-        """Return the value of a limit that it would keep to."""
-        if reason is Reason.LAG:
-            return self.lag_max
-        return limits.at(self.candidate.rented).needed(reason, self.lag_mean, self.gpu_hours)
+    def rejected(self, limits: Limits) -> Rejected | None:
+        """Return the first limit that it breaks, and the value that it would keep to; None: it keeps to all."""
+        reason = self.breaks(limits)
+        if reason is not None:
+            values = limits.at(self.candidate.rented).values(self.lag_mean, self.gpu_hours)
+            return Rejected(self.candidate.choice, reason, values[reason])
+        if limits.lag is not None and self.lag_max > limits.lag:
+            return Rejected(self.candidate.choice, Reason.LAG, self.lag_max)
+        return None
 
 
 class Runner:

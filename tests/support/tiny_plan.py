@@ -66,17 +66,26 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
+UNKNOWN = "hardware={gpu='H100', model='Qwen2.5-1.5B'}"
+"""Override of a system that nobody has measured: GPU and model by name."""
+
+
 def unknown_run(*overrides: str) -> RunConfig:
-    """Return the run file with GPU and model by name and nothing measured, with overrides."""
-    return parse_run(with_overrides({**TINY, "hardware": {"gpu": "H100", "model": "Qwen2.5-1.5B"}}, overrides))
+    """Return the run file of a system that nobody has measured, with overrides."""
+    return tiny_run(UNKNOWN, *overrides)
+
+
+def candidates_of(space: SearchSpace) -> list[Candidate]:
+    """Return all candidates of a search space."""
+    made = (candidate_of(choice, space) for choice in all_choices(space))
+    return [one for one in made if isinstance(one, Candidate)]
 
 
 @cache
 def two_arms() -> tuple[SearchSpace, list[Candidate]]:
     """Return the search space of that run file, and a pipeline and a conventional candidate."""
     space = SearchSpace.of(unknown_run())
-    made = [one for one in (candidate_of(choice, space) for choice in all_choices(space)) if isinstance(one, Candidate)]
-    kinds = {one.family: one for one in made}
+    kinds = {one.family: one for one in candidates_of(space)}
     return space, [kinds["pipeline"], kinds["conventional"]]
 
 

@@ -2,22 +2,23 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tomli_w
 from command_line import Command, assert_fails
-from tiny_plan import in_this_process
+from tiny_plan import candidates_of, in_this_process
 
 from analysis.plot import environments_figure
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
-from sim.planning import explain as more_gpus
 from sim.planning.answer import plan
+from sim.planning.choose import TIE
 from sim.planning.environments import counts_to_try, environments
+from sim.planning.simulate import Job, Outcome, simulate_job
+from sim.planning.space import SearchSpace
 
 RUN = {
     "optimizer_steps": 60,
@@ -72,16 +73,12 @@ def test_a_rate_that_still_rises_has_no_knee() -> None:
     assert report.verdict.startswith("no knee up to 2 environments: ")
 
 
-def test_a_run_without_environments_is_one_line() -> None:
-    table = {key: value for key, value in RUN.items() if key not in ("environment", "plan")}
+def test_a_run_or_a_list_without_environments_is_one_line() -> None:
+    bare = {key: value for key, value in RUN.items() if key != "environment"}
     with pytest.raises(ConfigError, match=r"^environments needs a table \[environment\]"):
-        environments(parse_run(table))
-
-
-def test_a_list_of_environments_without_any_is_one_line() -> None:
-    table = {key: value for key, value in RUN.items() if key != "environment"}
+        environments(parse_run({**bare, "plan": {}}))
     with pytest.raises(ConfigError, match=r"plan\.environments needs a table \[environment\], got \[12, 1, 3, 6\]"):
-        parse_run(table)
+        parse_run(bare)
 
 
 # ------------------------------------------------------------------------------------------------- plan
@@ -153,12 +150,61 @@ def test_the_command_prints_keeps_and_draws(command: Command, tmp_path: Path) ->
     assert_fails(command(*words, "--set", "plan.environments=[0]"), 2, "plan.environments.0 must be at least 1, got 0")
 
 
-@pytest.mark.parametrize(("rate", "words"), [(150.0, "2 more give +50%"), (40.0, "2 more would do harm: -60%")])
-def test_what_more_environments_would_do_is_said_as_it_is(monkeypatch, rate: float, words: str) -> None:
-    """8 are in use; a quarter more screens at another rate than 100 tokens/s, higher or lower."""
-    config = SimpleNamespace(colocated=False, environment=SimpleNamespace(count=8))
-    here, grown = SimpleNamespace(config=config), object()
-    monkeypatch.setattr(more_gpus, "changed", lambda candidate, *, environments: {10: grown}[environments])
-    screener = SimpleNamespace(screen=lambda one: SimpleNamespace(tokens_per_s=rate if one is grown else 100.0))
-    outcome = SimpleNamespace(candidate=here, waiting=0.3, bottleneck=Bottleneck.ENVIRONMENT)
-    assert more_gpus.bottleneck(outcome, screener).endswith(f"all 8 environments are in use; {words}")
+# ------------------------------------------------------- a plan against the truth: all candidates are simulated
+
+SIX: dict[str, Any] = {
+    "optimizer_steps": 12,
+    "cluster": {"accelerators": 6, "generation_accelerators": 4},
+    "scheduler": {"train_batch_size": 16, "generation_batch_size": 8, "optimizer_steps_per_rl_step": 2},
+    "workload": {
+        "group_size": 4,
+        "prompt_tokens": 100,
+        "length": {"kind": "lognormal", "mean": 60, "cv": 1, "max": 300},
+    },
+    "environment": {
+        "count": 16,
+        "reset_s": 2.0,
+        "step_s": 0.5,
+        "step_cv": 1.0,
+        "turns": {
+            "kind": "lognormal", "mean": 6, "cv": 0.5, "max": 16, "observation_tokens": 200, "observation_cv": 1.0,
+            "observation_max": 1000, "context_max": 8000,
+        },
+    },
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 7e-3, "sequence_s": 1e-3, "context_token_s": 2.3e-7},
+        "prefill": {"token_s": 2e-5},
+        "kv_cache_tokens": 30_000,
+        "training": {"token_s": 2e-4, "step_s": 0.2},
+        "weights": {"publish_s": 0.05, "pause_s": 0.1},
+    },
+    "plan": {
+        "schedulers": ["pipeline", "conventional"],
+        "generation_accelerators": [2, 4, 5],
+        "generation_batch_size": [8],
+        "optimizer_steps_per_rl_step": [2],
+        "publish_every": [1],
+        "tensor_parallel": [1],
+        "environments": [8, 16, 40],
+        "simulate": 4,
+        "simulate_steps": 12,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_is_recommended_is_among_the_best_of_all_candidates() -> None:
+    """Few environments, few engines or one trainer bind, each in other candidates; a third of them is simulated.
+
+    Best is what has most tokens per second within ``TIE``, in which a plan takes candidates as equal.
+    """
+    config = parse_run(SIX)
+    made = candidates_of(SearchSpace.of(config))
+    outcomes = [simulate_job(Job(one, config.optimizer_steps)) for one in made]
+    rates = {one.candidate.label: one.tokens_per_s for one in outcomes if isinstance(one, Outcome)}
+    assert len(rates) == len(made) == 12
+    with in_this_process():
+        report = plan(config)
+    assert report.search.simulated <= len(made) / 3
+    assert rates[report.recommended.label] >= (1 - TIE) * max(rates.values())
+    assert sorted(rates.values())[-4] < (1 - TIE) * max(rates.values())  # most are not as good
