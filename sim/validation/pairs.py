@@ -19,6 +19,7 @@ import numpy as np
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.hardware.prior import (
     CERTAIN,
+    END_SDS,
     GENERATION_SD,
     MEAN_SD,
     RUN_SD,
@@ -33,7 +34,7 @@ from pipelinerl.util.arrays import FloatArray
 from sim.validation.infer import STEP, SimulationGrid, across_nodes
 from sim.validation.reconstruct import LOG_MOST_MEAN, measured_seconds, same_run, switch_s, weights_s
 from sim.validation.rows import Schedule
-from sim.validation.unseen import BAND_SDS, by_family, family_interval, spread_of
+from sim.validation.unseen import by_family, family_interval, spread_of
 
 DRAWS = 4000
 SAME_WORK = 0.1
@@ -72,7 +73,7 @@ def speed_ups(grids: Iterable[SimulationGrid]) -> tuple[SpeedUp, ...]:
         others = [(one, error) for one, error in zip(pairs, errors, strict=True) if one.family != pair.family]
         measured = [one.measured for one, _ in others]
         shifted_D = ratio_D - spread_of(by_family((one.family, error) for one, error in others)).centre
-        middle, spread = float(np.median(shifted_D)), BAND_SDS * float(shifted_D.std())
+        middle, spread = float(np.median(shifted_D)), END_SDS * float(shifted_D.std())
         made.append(
             SpeedUp(
                 synchronous=pair.sync.run.id,

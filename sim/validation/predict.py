@@ -21,6 +21,7 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.hardware.prior import END_SDS
 from pipelinerl.records.validation_report import (
     AloneSummary,
     PredictedRow,
@@ -38,11 +39,10 @@ from sim.validation.pairs import speed_up_summary, speed_ups
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s, same_run
 from sim.validation.rows import PublishedRun, Schedule, read_published_runs
 from sim.validation.unseen import (
-    BAND_SDS,
     AloneRun,
     alone_run,
     by_family,
-    median_interval,
+    family_interval,
     spread_of,
     truly_simulated,
     unseen_bands,
@@ -104,7 +104,8 @@ def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
     log_errors = by_family((family, math.log(ratio)) for family, ratio in ratios)
     errors = by_family((family, abs(ratio - 1)) for family, ratio in ratios)
     every = [error for family in errors.values() for error in family]
-    low, high = median_interval(errors)
+    samples = [np.asarray(family) for family in errors.values()]
+    low, high = family_interval(samples, lambda sample: float(np.median(np.concatenate(sample))))
     spread = spread_of(log_errors)
     return AloneSummary(
         rows=len(rows),
@@ -387,7 +388,7 @@ def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tupl
     ]
     if own:
         middle = float(np.median([rest for _, rest in own]))
-        factor = math.exp(BAND_SDS * OWN_REST_SD)
+        factor = math.exp(END_SDS * OWN_REST_SD)
         return Band(middle / factor, middle, middle * factor), tuple(name for name, _ in own)
     return Band(*(rest_s(run, level) for level in Level)), ()
 

@@ -224,15 +224,12 @@ def _filled_from_family(row: PublishedRun, family: Sequence[PublishedRun]) -> Pu
     row's own: rows of one system with harder tasks have longer ones.
     """
     changes: dict[str, Any] = {}
-    for name in ("prompts_per_step", "n_per_prompt", "max_len"):
+    stated = {"prompts_per_step": row.sequences_per_step, "n_per_prompt": row.answers_per_step}
+    finest = ("prompts_per_optimizer_step", "gpus_per_sequence")
+    for name in ("prompts_per_step", "n_per_prompt", "max_len", *finest):
         given = [getattr(other, name) for other in family if getattr(other, name) is not None]
-        stated = {"prompts_per_step": row.sequences_per_step, "n_per_prompt": row.answers_per_step}.get(name)
-        if given and getattr(row, name) is None and stated is None:
-            changes[name] = given[0]
-    for name in ("prompts_per_optimizer_step", "gpus_per_sequence"):
-        given = [getattr(other, name) for other in family if getattr(other, name) is not None]
-        if given and getattr(row, name) is None:
-            changes[name] = min(given)
+        if given and getattr(row, name) is None and stated.get(name) is None:
+            changes[name] = min(given) if name in finest else given[0]
     return row.model_copy(update=changes)
 
 

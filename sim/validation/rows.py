@@ -47,17 +47,13 @@ class Schedule(StrEnum):
     @property
     def label(self) -> str:
         """The schedule in the words of the report."""
-        match self:
-            case Schedule.SYNC:
-                return "synchronous"
-            case Schedule.SYNC_APART:
-                return "synchronous, on separate GPUs"
-            case Schedule.PARTIAL_ROLLOUTS:
-                return "colocated, partial rollouts"
-            case Schedule.ONE_STEP_OFF:
-                return "one step off"
-            case Schedule.ASYNC:
-                return "asynchronous"
+        return {
+            Schedule.SYNC: "synchronous",
+            Schedule.SYNC_APART: "synchronous, on separate GPUs",
+            Schedule.PARTIAL_ROLLOUTS: "colocated, partial rollouts",
+            Schedule.ONE_STEP_OFF: "one step off",
+            Schedule.ASYNC: "asynchronous",
+        }[self]
 
 
 class PublishedRun(StrictModel):

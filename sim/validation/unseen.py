@@ -19,6 +19,7 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.hardware.prior import END_SDS
 from pipelinerl.util.arrays import FloatArray
 from sim.validation.infer import Band, central_seconds
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
@@ -26,8 +27,6 @@ from sim.validation.rows import PublishedRun
 
 Value = TypeVar("Value")
 
-BAND_SDS = 1.2816
-"""Standard deviations from the middle of a normal distribution to its 90th percentile."""
 ASSUMED_SD = 0.4
 """Standard deviation of the log error of a new family, where fewer than three others are known."""
 CENTRE_SD = 0.3
@@ -99,7 +98,7 @@ def unseen_bands(runs: Iterable[AloneRun]) -> dict[str, Band]:
     bands = {}
     for row in rows:
         spread = spread_of(by_family((one.family, one.log_error) for one in rows if one.family != row.family))
-        middle_s, factor = row.predicted_s / math.exp(spread.centre), math.exp(BAND_SDS * spread.sd)
+        middle_s, factor = row.predicted_s / math.exp(spread.centre), math.exp(END_SDS * spread.sd)
         bands[row.id] = Band(middle_s / factor, middle_s, middle_s * factor)
     return bands
 
@@ -126,12 +125,6 @@ def spread_of(log_errors: Mapping[object, Sequence[float]]) -> Spread:
     of_mean = (family_variance + row_share) / len(families)  # variance of the mean of the means
     centre = float(means.mean()) * CENTRE_SD**2 / (CENTRE_SD**2 + of_mean)
     return Spread(centre, math.sqrt(family_variance), math.sqrt(row_variance))
-
-
-def median_interval(errors: Mapping[object, Sequence[float]]) -> tuple[float, float]:
-    """Return the 90 % interval of the median error of one or more families; these are resampled, never rows."""
-    families = [np.asarray(one, dtype=float) for one in errors.values()]
-    return family_interval(families, lambda sample: float(np.median(np.concatenate(sample))))
 
 
 def family_interval(

@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 from published import predicted, row
 
 from pipelinerl.records.validation_table import validation_sentence
 from sim.validation.predict import validate
-from sim.validation.unseen import AloneRun, median_interval, spread_of, truly_simulated, unseen_bands
+from sim.validation.unseen import AloneRun, family_interval, spread_of, truly_simulated, unseen_bands
 
 
 def test_the_spread_of_three_families_by_hand():
@@ -27,38 +28,34 @@ def test_few_families_say_nothing_about_a_new_one():
     assert spread_of({}).sd == 0.4
 
 
-def runs(**log_errors):
-    return [
-        AloneRun(f"{family}{index}", ("s", "H100", family), 10 * math.exp(error), 10.0)
+def bands_of(*, a_s=10.0, **log_errors):
+    """Bands of rows that last 10 s, those of family a another time."""
+    return unseen_bands(
+        AloneRun(f"{family}{index}", ("s", "H100", family), 10 * math.exp(error), a_s if family == "a" else 10.0)
         for family, errors in log_errors.items()
         for index, error in enumerate(errors)
-    ]
+    )
 
 
 def test_a_family_never_makes_its_own_band():
-    """Whatever its rows were measured at, their bands are the same; those of other families are not."""
-    others = {"b": [0.1, 0.2], "c": [-0.3], "d": [0.0], "e": [0.2]}
-    near, far = (unseen_bands(runs(a=[0.0], **others)), unseen_bands(runs(a=[0.0], **others)[:0]))
-    assert far == {}
-    moved = [
-        AloneRun(one.id, one.family, one.predicted_s, 7 * one.measured_s if one.family[2] == "a" else one.measured_s)
-        for one in runs(a=[0.0], **others)
-    ]
-    again = unseen_bands(moved)
-    assert again["a0"] == near["a0"]
-    assert again["b0"].high_s / again["b0"].low_s > near["b0"].high_s / near["b0"].low_s
+    """Whatever time its rows were measured at, their bands are the same; those of other families are not."""
+    errors = {"a": [0.0], "b": [0.1, 0.2], "c": [-0.3], "d": [0.0], "e": [0.2]}
+    near, moved = bands_of(**errors), bands_of(a_s=70.0, **errors)
+    assert moved["a0"] == near["a0"]
+    assert moved["b0"].high_s / moved["b0"].low_s > near["b0"].high_s / near["b0"].low_s
 
 
 def test_a_common_error_is_taken_out():
     """All families 30 % too fast, hardly any spread: the next one is predicted about right, and with a narrow band."""
-    bands = unseen_bands(runs(a=[-0.36], b=[-0.35], c=[-0.36], d=[-0.355]))
-    assert bands["a0"].middle_s == pytest.approx(10.0, rel=0.02)
-    assert bands["a0"].high_s < 10.4
+    band = bands_of(a=[-0.36], b=[-0.35], c=[-0.36], d=[-0.355])["a0"]
+    assert band.middle_s == pytest.approx(10.0, rel=0.02)
+    assert band.high_s < 10.4
 
 
 def test_families_are_resampled_and_not_rows():
     """One family of nine good rows and one of a bad one: the median of resampled families is either's."""
-    assert median_interval({"a": [0.1] * 9, "b": [0.9]}) == (0.1, 0.9)
+    families = [np.full(9, 0.1), np.array([0.9])]
+    assert family_interval(families, lambda sample: float(np.median(np.concatenate(sample)))) == (0.1, 0.9)
 
 
 @pytest.mark.parametrize("missing", [{"avg_len": None}, {"gpus_total": None}, {"step_s": None}])
