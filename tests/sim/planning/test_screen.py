@@ -74,16 +74,6 @@ def test_the_run_files_own_queue_is_kept_where_a_batch_fits_into_it() -> None:
     assert [one.config.scheduler.ready_queue_limit for one in some] == [16, 64]
 
 
-def test_engines_get_whole_heads() -> None:
-    """Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators."""
-    some = ("cluster.accelerators=16", "hardware.model=Qwen2.5-7B", "plan={schedulers=['conventional']}")
-    assert {one.choice["tensor_parallel"] for one in made(*some)} == {1, 2, 4}
-    assert rejected(*some) == []
-    assert {one.reason for one in made(*some, "plan.tensor_parallel=[8]") if isinstance(one, Rejected)} == {
-        Reason.HEADS
-    }
-
-
 def test_engines_apart_from_the_trainer_need_not_divide_the_cluster() -> None:
     """The GPUs left over train: 145 GB of weights fit on 65 GPUs as on 64."""
     some = ("cluster.accelerators=65", "hardware.model=Qwen2.5-72B", "plan={schedulers=['pipeline', 'conventional']}")
@@ -141,10 +131,11 @@ DEEPSEEK = ("hardware.model=DeepSeek-V3", "plan={}", "plan.publish_every=[1]", "
         (("hardware.model=Qwen2.5-7B", "plan={}", "cluster.accelerators=256"), [1, 2, 4]),
     ],
 )
-def test_a_model_that_no_node_holds_gets_engines_over_several_nodes(
-    overrides: tuple[str, ...], sizes: list[int]
-) -> None:
-    """1342 GB of weights: 17 to 24 H100s of 80 GB hold them, whatever is kept free, 10 to 14 H200s of 141 GB."""
+def test_engines_hold_the_model_and_get_whole_heads(overrides: tuple[str, ...], sizes: list[int]) -> None:
+    """1342 GB of weights: 17 to 24 H100s of 80 GB hold them, whatever is kept free, 10 to 14 H200s of 141 GB.
+
+    Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators.
+    """
     assert list(engine_sizes(SearchSpace.of(tiny_run(*overrides)))) == sizes
 
 
