@@ -68,7 +68,7 @@ def test_two_processes_are_nearly_twice_as_fast_as_one(benchmark, table):
 
     def seconds(workers):
         before = time.perf_counter()
-        Runner(HowToPlan(workers=workers)).run("simulations", jobs)
+        Runner(HowToPlan(workers=workers)).run(jobs)
         return time.perf_counter() - before
 
     one = seconds(1)

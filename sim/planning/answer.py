@@ -110,14 +110,10 @@ def _with_choices(
     """Return assumptions, the most influential first, with screened effects of keys that no draw moves."""
     others = {one.key: one.others for one in assumed}
     base = best_screened(tables) if any(not row.instead for row in rows) else {}
-    made = [
-        row
-        if row.instead
-        else row.model_copy(
-            update={"instead": [_instead(tables, row.key, other, base, family) for other in others[row.key]]}
-        )
-        for row in rows
-    ]
+    made = []
+    for row in rows:
+        instead = row.instead or [_instead(tables, row.key, other, base, family) for other in others[row.key]]
+        made.append(row.model_copy(update={"instead": instead}))
     return sorted(made, key=lambda row: -row.largest)
 
 
@@ -225,9 +221,7 @@ class _Search:
                 break
             chosen = next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
             jobs = [self.job(one) for one in (*own, *(one.candidate for one in chosen))]
-            ended = runner.run(
-                "simulations", jobs[: self.total - len(outcomes)], before=len(outcomes), total=self.total
-            )
+            ended = runner.run(jobs[: self.total - len(outcomes)], before=len(outcomes), total=self.total)
             if not ended:
                 break
             outcomes += ended
@@ -367,7 +361,7 @@ class _Search:
             if not left:
                 break
             chosen = max(left, key=lambda one: drawn.shares[one.label])
-            ended = runner.run("simulations", [self.job(chosen)], before=len(outcomes), total=self.total)
+            ended = runner.run([self.job(chosen)], before=len(outcomes), total=self.total)
             if not ended:
                 break
             done.add(chosen.label)

@@ -21,7 +21,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import chain, combinations
 from statistics import NormalDist
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,6 @@ from sim.planning.explain import NOTHING, screened_synchronous
 from sim.planning.screen import Candidate, Screener
 from sim.planning.simulate import Outcome
 from sim.planning.space import AXES, Limits, SearchSpace, choice_of
-
-SecondsTable = TypeVar("SecondsTable", WeightTransferConfig, PhaseSwitchConfig)
 
 PERCENTILES = (0.1, 0.9)
 """Ends of a band."""
@@ -170,40 +168,35 @@ def _level_sd(name: str) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Draws of all that is not known."""
+    """Draws of every uncertain number."""
 
-    logs_D: dict[Unknown, FloatArray]
-    """Log of each factor by draw."""
-    coefficients_D: dict[str, FloatArray]
+    values_D: dict[str, FloatArray]
+    """Log of each factor, and each uncertain coefficient, by draw."""
     sds: dict[Unknown, float]
-    """Standard deviation of each of these logs."""
+    """Standard deviation of the log of each factor."""
 
     @property
     def unknowns(self) -> dict[str, FloatArray]:
-        """Every unknown that differs between draws, by name: logs of factors, and coefficients."""
-        every = {**{name.value: log_D for name, log_D in self.logs_D.items()}, **self.coefficients_D}
-        return {name: value_D for name, value_D in every.items() if value_D.std() > 0}
+        """The values that differ between draws."""
+        return {name: value_D for name, value_D in self.values_D.items() if value_D.std() > 0}
 
     @property
     def number(self) -> int:
         """Draws (count)."""
-        return len(self.logs_D[Unknown.GENERATION])
+        return len(self.values_D[Unknown.GENERATION])
 
     def first(self, number: int) -> Self:
         """Return the first draws."""
-        logs_D = {name: log_D[:number] for name, log_D in self.logs_D.items()}
-        return replace(
-            self, logs_D=logs_D, coefficients_D={k: one_D[:number] for k, one_D in self.coefficients_D.items()}
-        )
+        return replace(self, values_D={name: value_D[:number] for name, value_D in self.values_D.items()})
 
     def weights(self, *, colocated: bool) -> FloatArray:
         """Return the log of the factor on an arm's weight transfer."""
-        return self.logs_D[Unknown.WEIGHTS] + self.logs_D[OWN_WEIGHTS[colocated]]
+        return self.values_D[Unknown.WEIGHTS] + self.values_D[OWN_WEIGHTS[colocated]]
 
     def screener(self, draw: int, space: SearchSpace) -> Screener:
         """Return the screener of one draw, counted from 0."""
         config = space.config
-        factors = {name: math.exp(log_D[draw]) for name, log_D in self.logs_D.items()}
+        factors = {name: math.exp(self.values_D[name][draw]) for name in self.sds}
 
         def drawn(central: ResolvedHardware, colocated: bool) -> ResolvedHardware:
             weights = math.exp(self.weights(colocated=colocated)[draw])
@@ -217,7 +210,7 @@ class Draws:
             return central.model_copy(update=tables)
 
         longer = longer_answers(space.answers, factors[Unknown.ANSWERS], longest=config.workload.length.max)
-        coefficients = {name: float(value_D[draw]) for name, value_D in self.coefficients_D.items()}
+        coefficients = {name: float(value_D[draw]) for name, value_D in self.values_D.items() if name not in self.sds}
         hardware: dict[str, object] = {}
         if config.hardware.by_name:
             hardware = {"level": Level.CENTRAL, "coefficients": {**config.hardware.coefficients, **coefficients}}
@@ -231,14 +224,13 @@ def make_draws(
     stated = stated_coefficients(config)
     generator = np.random.default_rng(config.seed)
     sds = spreads(config, measured, guessed)
-    logs_D = {name: sd * _normals(number, generator) for name, sd in sds.items()}
-    coefficients_D = {}
+    values_D = {name.value: sd * _normals(number, generator) for name, sd in sds.items()}
     for name, entry in coefficient_table().items():
         normal_D = _normals(number, generator)  # drawn in any case: what is stated does not move the other draws
         values = {level: float(entry[level]) for level in Level}
         if config.hardware.by_name and name not in (*stated, *NOT_DRAWN) and len(set(values.values())) > 1:
-            coefficients_D[name] = between_levels(values, normal_D)
-    return Draws(logs_D, coefficients_D, sds)
+            values_D[name] = between_levels(values, normal_D)
+    return Draws(values_D, sds)
 
 
 def _normals(number: int, generator: np.random.Generator) -> FloatArray:
@@ -247,7 +239,7 @@ def _normals(number: int, generator: np.random.Generator) -> FloatArray:
     return np.array([inverse((part + 0.5) / number) for part in generator.permutation(number)])
 
 
-def _longer(table: SecondsTable, factor: float) -> SecondsTable:
+def _longer(table: WeightTransferConfig | PhaseSwitchConfig, factor: float) -> WeightTransferConfig | PhaseSwitchConfig:
     return table.model_copy(update={name: value * factor for name, value in table.model_dump().items()})
 
 
@@ -268,27 +260,24 @@ class DrawnCandidates:
 
     draws: Draws
     candidates: Sequence[Candidate]
-    screened_DC: FloatArray
-    """Log of the throughput by the screening."""
-    lag_DC: FloatArray
-    """Mean lag (optimizer steps)."""
-    hours_DC: FloatArray
-    """GPU-hours of the whole run."""
+    numbers_3DC: FloatArray
+    """By the screening: log of the throughput, mean lag (optimizer steps), GPU-hours of the whole run."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Simulated over screened throughput by label; a candidate without simulation has the mean of its kind."""
 
     @classmethod
     def of(cls, space: SearchSpace, candidates: Sequence[Candidate], draws: Draws) -> Self:
         """Screen candidates in every draw."""
-        screened_DC, lag_DC, hours_DC = np.empty((3, draws.number, len(candidates)))
+        numbers_3DC = np.empty((3, draws.number, len(candidates)))
         for draw in range(draws.number):
             screener = draws.screener(draw, space)
-            rows = [screener.screen(one) for one in candidates]
-            screened_DC[draw] = np.log([row.tokens_per_s for row in rows])
-            lag_DC[draw] = [row.estimate.lag_mean for row in rows]
-            hours_DC[draw] = [row.gpu_hours for row in rows]
-        run_DC = np.stack([draws.logs_D[OWN_RUN[one.schedule.colocated]] for one in candidates], axis=1)
-        return cls(draws, candidates, screened_DC - run_DC, lag_DC, hours_DC * np.exp(run_DC))
+            for place, one in enumerate(candidates):
+                row = screener.screen(one)
+                numbers_3DC[:, draw, place] = row.tokens_per_s, row.estimate.lag_mean, row.gpu_hours
+        run_DC = np.stack([draws.values_D[OWN_RUN[one.schedule.colocated]] for one in candidates], axis=1)
+        numbers_3DC[0] = np.log(numbers_3DC[0]) - run_DC
+        numbers_3DC[2] *= np.exp(run_DC)
+        return cls(draws, candidates, numbers_3DC)
 
     @cached_property
     def log_rates(self) -> FloatArray:
@@ -298,7 +287,7 @@ class DrawnCandidates:
             known.setdefault(one.family, []).extend([self.factors[one.label]] if one.label in self.factors else [])
         usual = {family: float(np.mean(some or [*self.factors.values(), 1.0])) for family, some in known.items()}
         log_C: FloatArray = np.log([self.factors.get(one.label, usual[one.family]) for one in self.candidates])
-        return self.screened_DC + log_C
+        return np.asarray(self.numbers_3DC[0] + log_C)
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -312,14 +301,14 @@ class DrawnCandidates:
     def with_candidates(self, space: SearchSpace, more: Sequence[Candidate]) -> Self:
         """Return these and further candidates, screened in the same draws."""
         new = type(self).of(space, more, self.draws)
-        joined = {name: np.concatenate([getattr(self, name), getattr(new, name)], axis=1) for name in COLUMNS}
-        return replace(self, candidates=[*self.candidates, *more], **joined)
+        numbers_3DC = np.concatenate([self.numbers_3DC, new.numbers_3DC], axis=2)
+        return replace(self, candidates=[*self.candidates, *more], numbers_3DC=numbers_3DC)
 
     def without(self, label: str) -> Self:
         """Return all candidates but one."""
         left = [place for place, one in enumerate(self.candidates) if one.label != label]
-        columns = {name: getattr(self, name)[:, left] for name in COLUMNS}
-        return replace(self, candidates=[self.candidates[place] for place in left], **columns)
+        candidates = [self.candidates[place] for place in left]
+        return replace(self, candidates=candidates, numbers_3DC=self.numbers_3DC[:, :, left])
 
     def band(self, label: str) -> Band:
         """Return the band of a candidate's throughput (tokens/s)."""
@@ -333,15 +322,10 @@ class DrawnCandidates:
         """
         if limits.broken(math.inf, math.inf, ess=0.0) is None:
             return None
-        place = self.place(label)
-        lag_D, hours_D = self.lag_DC[:, place] * staler, self.hours_DC[:, place] * (1 / self.factors[label])
+        place, slower = self.place(label), 1 / self.factors[label]
         limits = limits.at(self.candidates[place].rented)
-        broken = [limits.broken(lag, hours) for lag, hours in zip(lag_D, hours_D, strict=True)]
+        broken = [limits.broken(lag * staler, hours * slower) for lag, hours in self.numbers_3DC[1:, :, place].T]
         return broken.count(None) / len(broken)
-
-
-COLUMNS = ("screened_DC", "lag_DC", "hours_DC")
-"""Numbers that ``DrawnCandidates`` has of every candidate in every draw."""
 
 
 def mean_shares(log_DC: FloatArray) -> list[float]:
@@ -470,13 +454,9 @@ def instruments_of(
 ) -> list[Instrument]:
     """Return the commands that measure the unknowns of a plan.
 
-    Args:
-        config: The run file.
-        run_file: Its path and overrides, as words of a command.
-        arms: The best candidate of each arm, by colocated.
-        screener: Estimates how long a check takes.
-        whole: Whether the run file has every value that a run needs; else commands state the plan's.
-        one_gpu: Whether the model runs on one GPU.
+    ``run_file`` has path and overrides as words of a command, ``arms`` the best candidate of each arm, by colocated.
+    Not ``whole``: the run file lacks a value that a run needs, so commands state the plan's. ``one_gpu``: the model
+    runs on one GPU.
     """
 
     def sets(candidate: Candidate) -> str:
@@ -530,7 +510,7 @@ def split_curve(space: SearchSpace, recommended: Candidate, screener: Screener, 
     splits = range(step, cluster.accelerators, step)
     candidates = [recommended.changed(cluster={"generation_accelerators": split}) for split in splits]
     drawn = DrawnCandidates.of(space, candidates, draws.first(SPLIT_DRAWS))
-    low_C, high_C = np.quantile(np.exp(drawn.screened_DC), PERCENTILES, axis=0)
+    low_C, high_C = np.quantile(np.exp(drawn.log_rates), PERCENTILES, axis=0)
     return SplitCurve(
         generation_accelerators=list(splits),
         tokens_per_s=[screener.screen(one).tokens_per_s for one in candidates],
@@ -562,7 +542,7 @@ def observations(
     ``recommended`` is the candidate whose steps are timed; ``colocated`` has True, False or both: the arms compared.
     """
     shown = {OWN_WEIGHTS[arm]: draws.weights(colocated=arm) for arm in colocated}
-    shown |= {name: draws.logs_D[name] for name in (Unknown.SWITCH, Unknown.ANSWERS)}
+    shown |= {name: draws.values_D[name] for name in (Unknown.SWITCH, Unknown.ANSWERS)}
     shown |= _step_times(space, draws, recommended)
     if True not in colocated:
         del shown[Unknown.SWITCH]
@@ -719,7 +699,7 @@ def certainty(
 
 def _odds(ahead_D: FloatArray, shown: Mapping[Unknown, FloatArray], draws: Draws) -> AsynchronousOdds:
     faster = float((ahead_D > 0).mean())
-    known = {**shown, **{name: draws.logs_D[name] for name in OWN_RUN.values()}}
+    known = {**shown, **{name: draws.values_D[name] for name in OWN_RUN.values()}}
     shares = {name.value: explained([known_D], ahead_D) for name, known_D in known.items()}
     decided_by = max(shares, key=lambda name: shares[name])
     return AsynchronousOdds(

@@ -26,6 +26,7 @@ from sim.planning.space import (
     SearchSpace,
     listed_axes,
     schedule_of,
+    unused_values,
     values_of,
 )
 
@@ -266,13 +267,9 @@ def not_tried(
 ) -> list[NotTried]:
     """Return the listed values that are in none of the candidates that the screening kept, each with the reason."""
     rows = []
-    for axis, values in listed_axes(space, tried=True):
-        used, left = values_of(axis, choices), values_of(axis, [one.candidate.choice for one in kept])
-        for value in values:
-            if value in used and value not in left:
-                rows.append(_row(axis, value, _rejections(axis, value, rejected)))
-            elif value not in left:
-                rows.append(_row(axis, value, axis.unused_because(space)))
+    for axis, value in unused_values(space, [one.candidate.choice for one in kept]):
+        tried = value in values_of(axis, choices)
+        rows.append(_row(axis, value, _rejections(axis, value, rejected) if tried else axis.unused_because(space)))
     untried = listed_axes(space, tried=False)
     return rows + [_row(axis, values, "none of plan.schedulers has it") for axis, values in untried]
 

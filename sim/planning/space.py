@@ -615,17 +615,16 @@ def values_of(axis: Axis, choices: Sequence[Choice]) -> set[Any]:
     return {choice[axis.name] for choice in choices if axis.applies_to(schedule_of(choice))}
 
 
-def check_lists(space: SearchSpace, choices: Sequence[Choice]) -> None:
-    """Raise ConfigError if no candidate can have some listed value, a line per value: key, rule, value.
-
-    A list that the run file leaves out, or that no kind of schedule tried has, is not looked at.
-    """
-    faults = []
+def unused_values(space: SearchSpace, choices: Sequence[Choice]) -> Iterator[tuple[Axis, Any]]:
+    """Yield every listed value that is in none of some choices, unless no kind of schedule tried has its list."""
     for axis, values in listed_axes(space, tried=True):
         used = values_of(axis, choices)
-        for value in values:
-            rule = None if value in used else axis.rule(value, space)
-            if rule is not None:
-                faults.append(f"plan.{axis.name} must hold {rule}, got {value}")
+        yield from ((axis, value) for value in values if value not in used)
+
+
+def check_lists(space: SearchSpace, choices: Sequence[Choice]) -> None:
+    """Raise ConfigError if no candidate can have some listed value, a line per value: key, rule, value."""
+    unused = [(axis, value, axis.rule(value, space)) for axis, value in unused_values(space, choices)]
+    faults = [f"plan.{axis.name} must hold {rule}, got {value}" for axis, value, rule in unused if rule is not None]
     if faults:
         raise ConfigError("\n".join(faults))

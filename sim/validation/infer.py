@@ -16,18 +16,11 @@ from numpy.typing import NDArray
 
 from pipelinerl.config.run import RunConfig, WorkloadConfig
 from pipelinerl.config.run_file import parse_run
+from pipelinerl.hardware import prior
 from pipelinerl.hardware.catalogue import in_engine
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.prior import (
-    GENERATION_SD,
-    MEAN_SD,
-    REST_SD,
-    RUN_SD,
-    SEVERAL_NODES_FACTOR,
-    TRAINING_SD,
-)
 from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
@@ -273,10 +266,10 @@ def across_nodes(grids: Sequence[SimulationGrid]) -> bool:
 
 def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
     """Return the hypotheses to weigh for these rows."""
-    factor = SEVERAL_NODES_FACTOR if across_nodes(grids) else 1
+    factor = prior.SEVERAL_NODES_FACTOR if across_nodes(grids) else 1
     mean_is_known = all(one.run.mean_is_known for one in grids)
     has_rest = any(one.rest_s for one in grids)
-    sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * REST_SD)
+    sds = (factor * prior.GENERATION_SD, factor * prior.TRAINING_SD, prior.MEAN_SD, factor * prior.REST_SD)
     needed = (True, True, not mean_is_known, has_rest)
     highest = (3 * sds[0], 3 * sds[1], min(3 * sds[2], LOG_MOST_MEAN), 3 * sds[3])
     axes = [
@@ -364,20 +357,20 @@ def seconds_band(
     if grid.run.scale_is_known:
         observed += [(one, quantity, seconds) for one in references for quantity, seconds in _observed(one)]
     for one, quantity, seconds in observed:
-        log_P -= 0.5 * (_residual(one, hypotheses, quantity, seconds) / RUN_SD) ** 2
+        log_P -= 0.5 * (_residual(one, hypotheses, quantity, seconds) / prior.RUN_SD) ** 2
     if not grid.run.scale_is_known:  # only the ratios of the rows mean anything
         residual_KP = np.array(
             [_residual(one, hypotheses, STEP, measured_seconds(one.run.published)) for one in references]
         )
         offset_P = residual_KP.mean(axis=0)
-        log_P -= 0.5 * (((residual_KP - offset_P) / RUN_SD) ** 2).sum(axis=0)
+        log_P -= 0.5 * (((residual_KP - offset_P) / prior.RUN_SD) ** 2).sum(axis=0)
         log_step_P = log_step_P - offset_P
     weight_P = np.exp(log_P - log_P.max())
     weight_P /= weight_P.sum()
     middle = _median(log_step_P, weight_P)
     variance = float((weight_P * (log_step_P - (weight_P * log_step_P).sum()) ** 2).sum())
     of_offset = 0.0 if grid.run.scale_is_known else 1 / len(references)  # the scale is a mean of measurements
-    spread = 1.28 * math.sqrt(variance + RUN_SD**2 * (1 + of_offset))
+    spread = 1.28 * math.sqrt(variance + prior.RUN_SD**2 * (1 + of_offset))
     return Band(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 

@@ -314,16 +314,9 @@ NUMBER = (
 )
 """A number in a text, thousands separated or not, alone or with a k for thousand; nothing that only begins like one."""
 STALENESS_NAMES = (
-    "staleness_threshold",
-    "eta",
-    "max_trajectory_age_steps",
-    "max_off_policy_steps",
-    "max_head_offpolicyness",
-    "max_staleness",
-    "async_steps",
-    "staleness",
-    "max",
-)
+    "staleness_threshold", "eta", "max_trajectory_age_steps", "max_off_policy_steps", "max_head_offpolicyness",
+    "max_staleness", "async_steps", "staleness", "max",
+)  # fmt: skip
 """Names of the bound of staleness in the systems that publish runs; the first that is found counts."""
 BARE_BOUND = r"(?:<=?|≤|at most|up to)?\s*(\d+(?:\.\d+)?)\s*(?:steps?|versions?|updates?)?"
 CLOSED_FORM = {

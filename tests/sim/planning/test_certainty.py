@@ -19,19 +19,7 @@ from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.question import Assumption
 from pipelinerl.config.run import check_config
 from pipelinerl.config.run_file import load_run
-from pipelinerl.hardware.prior import (
-    ANSWERS_SD,
-    CERTAIN,
-    END_SDS,
-    GENERATION_SD,
-    MEAN_SD,
-    MEASURED_SD,
-    MEMORY_SD,
-    RUN_SD,
-    SYNC_ARM_SD,
-    SYNC_SD,
-    TRAINING_SD,
-)
+from pipelinerl.hardware import prior
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.theory.lengths import LengthStatistics, uniform_lengths
@@ -96,7 +84,7 @@ def test_measurements_make_a_plan_surer_and_right(tmp_path):
         assert second.unknown[name] <= sd or name == "weight transfer of synchronous RL"
         assert third.unknown[name] <= second.unknown[name]
     assert [one.asynchronous.certain for one in (first, second, third)] == [False, False, True]
-    assert third.asynchronous.faster < 1 - CERTAIN
+    assert third.asynchronous.faster < 1 - prior.CERTAIN
 
 
 @pytest.mark.slow
@@ -116,14 +104,6 @@ def test_a_plan_of_one_arm_is_compared_with_the_other_by_the_screening():
     assert planned("plan.schedulers=['conventional']").certainty.asynchronous is None
 
 
-@pytest.mark.slow
-def test_hardware_in_numbers_leaves_the_answers_and_the_error_of_the_model():
-    certainty = planned(NUMBERS).certainty
-    assert certainty.fits is None
-    assert [row.measured for row in certainty.measurements] == [["mean answer"]]
-    assert before().certainty.fits > 0.99
-
-
 # Draws, the throughput of candidates in them, and the odds that follow.
 
 NORMAL = NormalDist()
@@ -138,16 +118,15 @@ def at_quantiles(number):
 
 def draws_of(number=1, **logs):
     """Draws in which some factors have these logs, and all others are known."""
-    log_D = {name: np.broadcast_to(logs.get(name.name, 0.0), number) for name in Unknown}
-    return Draws(log_D, {}, dict.fromkeys(Unknown, 0.0))
+    values_D = {name.value: np.broadcast_to(logs.get(name.name, 0.0), number) for name in Unknown}
+    return Draws(values_D, dict.fromkeys(Unknown, 0.0))
 
 
-def drawn(log_DC, *, draws=None, lag_DC=None, hours_DC=None, factors=(1.0, 1.0)):
+def drawn(log_DC, *, draws=None, lag_DC=0.0, hours_DC=0.0, factors=(1.0, 1.0)):
     """A pipeline and a conventional candidate with these rates in every draw."""
-    log_DC = np.asarray(log_DC)
-    columns = (np.zeros(log_DC.shape) if one is None else np.array(one) for one in (lag_DC, hours_DC))
+    numbers_3DC = np.stack(np.broadcast_arrays(log_DC, lag_DC, hours_DC))
     factors = dict(zip(ARMS, factors, strict=True))
-    return DrawnCandidates(draws or draws_of(len(log_DC)), two_arms()[1], log_DC, *columns, factors)
+    return DrawnCandidates(draws or draws_of(len(log_DC)), two_arms()[1], numbers_3DC, factors)
 
 
 def rates(factors=None, **logs):
@@ -211,7 +190,7 @@ def test_the_odds_of_keeping_to_a_limit_are_the_share_of_draws_that_keep_it():
 
 def test_memory_suffices_as_a_normal_error_has_it():
     assert memory_suffices([0.5, 1.0]) == 0.5
-    assert memory_suffices([0.8, 0.2]) == pytest.approx(NORMAL.cdf(-math.log(0.8) / MEMORY_SD))
+    assert memory_suffices([0.8, 0.2]) == pytest.approx(NORMAL.cdf(-math.log(0.8) / prior.MEMORY_SD))
     assert memory_suffices([0.5]) > 0.999
 
 
@@ -241,23 +220,23 @@ def spreads_of(*overrides, guessed=(), **measured):
 
 
 def test_a_system_that_nobody_has_measured_is_as_uncertain_as_the_prior_and_numbers_as_a_measurement():
-    always = {Unknown.ANSWERS: ANSWERS_SD, Unknown.RUN_APART: RUN_SD, Unknown.RUN_COLOCATED: RUN_SD}
+    always = {Unknown.ANSWERS: prior.ANSWERS_SD, Unknown.RUN_APART: prior.RUN_SD, Unknown.RUN_COLOCATED: prior.RUN_SD}
     assert spreads_of() == always | {
-        Unknown.GENERATION: GENERATION_SD,
-        Unknown.TRAINING: TRAINING_SD,
-        Unknown.WEIGHTS: SYNC_SD,
-        Unknown.WEIGHTS_APART: SYNC_ARM_SD,
-        Unknown.WEIGHTS_COLOCATED: SYNC_ARM_SD,
+        Unknown.GENERATION: prior.GENERATION_SD,
+        Unknown.TRAINING: prior.TRAINING_SD,
+        Unknown.WEIGHTS: prior.SYNC_SD,
+        Unknown.WEIGHTS_APART: prior.SYNC_ARM_SD,
+        Unknown.WEIGHTS_COLOCATED: prior.SYNC_ARM_SD,
         Unknown.SWITCH: 0.7,
     }
-    measured = dict.fromkeys((Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS, Unknown.SWITCH), MEASURED_SD)
+    measured = dict.fromkeys((Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS, Unknown.SWITCH), prior.MEASURED_SD)
     assert spreads_of(NUMBERS) == always | measured | dict.fromkeys(WEIGHTS[1:], 0.0)
 
 
 def test_a_mean_answer_that_nobody_gave_is_believed_less_until_it_is_measured():
     mean = ["workload.length.mean"]
-    assert spreads_of(guessed=mean) == {**spreads_of(), Unknown.ANSWERS: MEAN_SD}
-    assert spreads_of(guessed=mean, answers=True)[Unknown.ANSWERS] == MEASURED_SD
+    assert spreads_of(guessed=mean) == {**spreads_of(), Unknown.ANSWERS: prior.MEAN_SD}
+    assert spreads_of(guessed=mean, answers=True)[Unknown.ANSWERS] == prior.MEASURED_SD
 
 
 @pytest.mark.parametrize(
@@ -272,20 +251,20 @@ def test_a_mean_answer_that_nobody_gave_is_believed_less_until_it_is_measured():
 )
 def test_a_value_of_the_run_file_is_known_as_well_as_a_measurement(override, known):
     own = {Unknown.WEIGHTS_APART: 0.0, Unknown.WEIGHTS_COLOCATED: 0.0} if known is Unknown.WEIGHTS else {}
-    assert spreads_of(override) == {**spreads_of(), known: MEASURED_SD, **own}
+    assert spreads_of(override) == {**spreads_of(), known: prior.MEASURED_SD, **own}
 
 
 def test_the_method_of_the_weights_narrows_their_spread():
     """Of shard to shard, 0.06 to 0.63, over all methods, 0.15 to 8.8."""
     share = math.log(0.63 / 0.06) / math.log(8.8 / 0.15)
-    assert spreads_of("hardware.weight_sync=reshard")[Unknown.WEIGHTS] == pytest.approx(SYNC_SD * share)
+    assert spreads_of("hardware.weight_sync=reshard")[Unknown.WEIGHTS] == pytest.approx(prior.SYNC_SD * share)
 
 
 def test_a_transport_of_ours_is_as_uncertain_as_the_least_known_of_its_bandwidths():
     """Their levels hold 80 %: log(50 / 10) of the host, log(2 / 0.25) of a file, over 2 * 1.28; nothing in common."""
     train = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
     known = spreads_of(train)
-    assert [known[name] for name in WEIGHTS] == pytest.approx([0, *(math.log(n) / (2 * END_SDS) for n in (5, 8))])
+    assert [known[name] for name in WEIGHTS] == pytest.approx([0, *(math.log(n) / (2 * prior.END_SDS) for n in (5, 8))])
     assert spreads_of(train, "hardware.weight_sync=reshard") == spreads_of("hardware.weight_sync=reshard")
 
 
@@ -296,9 +275,11 @@ def test_weights_measured_in_one_arm_leave_the_other_as_uncertain_as_it_was():
         spreads_of(weights=dict.fromkeys([False, True], table)),
         spreads_of("hardware.weights={publish_s=1.0}"),
     )
-    assert [one[name] for name in WEIGHTS] == pytest.approx([0, MEASURED_SD, math.hypot(SYNC_SD, SYNC_ARM_SD)])
-    assert both[Unknown.WEIGHTS_COLOCATED] == MEASURED_SD
-    assert [given[name] for name in WEIGHTS] == [MEASURED_SD, 0, SYNC_ARM_SD]
+    assert [one[name] for name in WEIGHTS] == pytest.approx(
+        [0, prior.MEASURED_SD, math.hypot(prior.SYNC_SD, prior.SYNC_ARM_SD)]
+    )
+    assert both[Unknown.WEIGHTS_COLOCATED] == prior.MEASURED_SD
+    assert [given[name] for name in WEIGHTS] == [prior.MEASURED_SD, 0, prior.SYNC_ARM_SD]
 
 
 def draws_for(*overrides, **options):
@@ -308,18 +289,18 @@ def draws_for(*overrides, **options):
 def test_draws_have_the_spreads_and_are_the_same_for_a_seed():
     draws, again, other = draws_for(), draws_for(), draws_for("seed=1")
     for name, sd in spreads_of().items():
-        assert draws.logs_D[name].mean() == pytest.approx(0, abs=1e-12)
-        assert draws.logs_D[name].std() == pytest.approx(sd, rel=0.01)
-        assert (again.logs_D[name] == draws.logs_D[name]).all()
-    assert (other.logs_D[Unknown.TRAINING] != draws.logs_D[Unknown.TRAINING]).any()
+        assert draws.values_D[name].mean() == pytest.approx(0, abs=1e-12)
+        assert draws.values_D[name].std() == pytest.approx(sd, rel=0.01)
+        assert (again.values_D[name] == draws.values_D[name]).all()
+    assert (other.values_D[Unknown.TRAINING] != draws.values_D[Unknown.TRAINING]).any()
 
 
 def test_a_stated_coefficient_is_not_drawn_and_leaves_the_other_draws_alone():
-    free, stated = draws_for(), draws_for("hardware.coefficients={kv_efficiency=0.8}")
-    assert set(free.coefficients_D) - set(stated.coefficients_D) == {"kv_efficiency"}
-    assert (free.coefficients_D["weight_efficiency"] == stated.coefficients_D["weight_efficiency"]).all()
-    assert "recomputation" not in free.coefficients_D
-    assert not draws_for(NUMBERS).coefficients_D
+    free, stated = (draws_for(*some).values_D for some in ([], ["hardware.coefficients={kv_efficiency=0.8}"]))
+    assert set(free) - set(stated) == {"kv_efficiency"}
+    assert (free["weight_efficiency"] == stated["weight_efficiency"]).all()
+    assert "recomputation" not in free
+    assert set(draws_for(NUMBERS).values_D) == set(Unknown)
 
 
 def test_simulations_correct_the_screening_of_a_candidate_or_else_of_its_kind():
@@ -460,9 +441,9 @@ def test_known_unknowns_and_those_of_an_arm_that_is_not_compared_are_not_measure
 
 def test_a_measurement_shows_its_time_with_the_error_of_measurements():
     draws, shown = observed(number=400)
-    error_D = shown[Unknown.ANSWERS] - draws.logs_D[Unknown.ANSWERS]
-    assert error_D.std() == pytest.approx(MEASURED_SD, rel=0.15)
-    step_D, factor_D = shown[Unknown.GENERATION], draws.logs_D[Unknown.GENERATION]
+    error_D = shown[Unknown.ANSWERS] - draws.values_D[Unknown.ANSWERS]
+    assert error_D.std() == pytest.approx(prior.MEASURED_SD, rel=0.15)
+    step_D, factor_D = shown[Unknown.GENERATION], draws.values_D[Unknown.GENERATION]
     assert np.corrcoef(step_D, factor_D)[0, 1] > 0.85  # its coefficients vary too
 
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli_w
@@ -152,53 +151,36 @@ def test_the_command_prints_keeps_and_draws(command: Command, tmp_path: Path) ->
 
 # ------------------------------------------------------- a plan against the truth: all candidates are simulated
 
-SIX: dict[str, Any] = {
-    "optimizer_steps": 12,
-    "cluster": {"accelerators": 6, "generation_accelerators": 4},
-    "scheduler": {"train_batch_size": 16, "generation_batch_size": 8, "optimizer_steps_per_rl_step": 2},
-    "workload": {
-        "group_size": 4,
-        "prompt_tokens": 100,
-        "length": {"kind": "lognormal", "mean": 60, "cv": 1, "max": 300},
-    },
-    "environment": {
-        "count": 16,
-        "reset_s": 2.0,
-        "step_s": 0.5,
-        "step_cv": 1.0,
-        "turns": {
-            "kind": "lognormal", "mean": 6, "cv": 0.5, "max": 16, "observation_tokens": 200, "observation_cv": 1.0,
-            "observation_max": 1000, "context_max": 8000,
-        },
-    },
-    "hardware": {
-        "decode": {"kind": "affine", "step_s": 7e-3, "sequence_s": 1e-3, "context_token_s": 2.3e-7},
-        "prefill": {"token_s": 2e-5},
-        "kv_cache_tokens": 30_000,
-        "training": {"token_s": 2e-4, "step_s": 0.2},
-        "weights": {"publish_s": 0.05, "pause_s": 0.1},
-    },
-    "plan": {
-        "schedulers": ["pipeline", "conventional"],
-        "generation_accelerators": [2, 4, 5],
-        "generation_batch_size": [8],
-        "optimizer_steps_per_rl_step": [2],
-        "publish_every": [1],
-        "tensor_parallel": [1],
-        "environments": [8, 16, 40],
-        "simulate": 4,
-        "simulate_steps": 12,
-    },
-}  # fmt: skip
+SIX = (
+    "optimizer_steps=12",
+    "cluster={accelerators=6, generation_accelerators=4}",
+    "scheduler={train_batch_size=16, generation_batch_size=8, optimizer_steps_per_rl_step=2}",
+    "workload={group_size=4, prompt_tokens=100, length={kind='lognormal', mean=60, cv=1, max=300}}",
+    "environment={count=16, reset_s=2.0, step_s=0.5, step_cv=1.0}",
+    "environment.turns={kind='lognormal', mean=6, cv=0.5, max=16, context_max=8000}",
+    "environment.turns.observation_tokens=200",
+    "environment.turns.observation_cv=1.0",
+    "environment.turns.observation_max=1000",
+    "hardware={kv_cache_tokens=30000, prefill={token_s=2e-5}, weights={publish_s=0.05, pause_s=0.1}}",
+    "hardware.decode={kind='affine', step_s=7e-3, sequence_s=1e-3, context_token_s=2.3e-7}",
+    "hardware.training={token_s=2e-4, step_s=0.2}",
+    "plan={schedulers=['pipeline', 'conventional'], generation_accelerators=[2, 4, 5], generation_batch_size=[8]}",
+    "plan.optimizer_steps_per_rl_step=[2]",
+    "plan.publish_every=[1]",
+    "plan.tensor_parallel=[1]",
+    "plan.environments=[8, 16, 40]",
+    "plan.simulate=4",
+    "plan.simulate_steps=12",
+)
 
 
 @pytest.mark.slow
-def test_what_is_recommended_is_among_the_best_of_all_candidates() -> None:
+def test_the_recommendation_is_among_the_best_of_all_candidates() -> None:
     """Few environments, few engines or one trainer bind, each in other candidates; a third of them is simulated.
 
-    Best is what has most tokens per second within ``TIE``, in which a plan takes candidates as equal.
+    The best have most tokens per second within ``TIE``, in which a plan takes candidates as equal.
     """
-    config = parse_run(SIX)
+    config = parse_run(with_overrides({}, SIX))
     made = candidates_of(SearchSpace.of(config))
     outcomes = [simulate_job(Job(one, config.optimizer_steps)) for one in made]
     rates = {one.candidate.label: one.tokens_per_s for one in outcomes if isinstance(one, Outcome)}
