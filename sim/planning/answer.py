@@ -1,9 +1,10 @@
 """Search for the best way to run: screen every candidate, simulate the best, and explain the recommendation.
 
-Theory of operation. ``space`` lists the choices, ``screen`` screens them, ``choose`` says which are simulated, in
+Theory of operation. ``space`` lists the choices, ``screen`` screens them, ``choose`` picks the next to simulate, in
 rounds, with at least two of every kind of schedule. The second half of the ``simulate_steps``, in whole RL steps,
 stands for the rest of a run. Outcomes within the limits, and candidates likely to be, are compared over draws of the
-unknowns; the one that loses least is simulated if it was not. ``choose`` ranks the outcomes; ``explain`` says why.
+unknowns; the candidate with the least expected regret is simulated if it was not. ``choose`` ranks the outcomes,
+``explain`` gives the reasons.
 """
 
 from __future__ import annotations
@@ -343,7 +344,7 @@ class _Search:
     def _compared(
         self, outcomes: Sequence[Outcome], draws: Draws, runner: Runner
     ) -> tuple[list[Outcome], DrawnCandidates]:
-        """Compare the simulated candidates and those likely to keep to the limits over draws.
+        """Compare candidates over draws: the simulated ones, and others that are likely to keep to the limits.
 
         The candidate that loses least on average is simulated if it was not, then the others, up to ``plan.simulate``.
         """
@@ -419,12 +420,12 @@ class PlannedCase:
 
 
 def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
-    """Plan every case of a question; the first also tells the effects of its assumptions, and is compared.
+    """Plan every case of a question; the first also gets the effects of its assumptions, and is compared.
 
     On Ctrl-C the case under way keeps its simulations, and later ones are left out. Raises ConfigError if the input is
     wrong or no case keeps to the limits, RunFailedError if no simulation ended.
     """
-    for case in question.cases:  # what the catalogue does not know is wrong input, and no case that does not fit
+    for case in question.cases:  # an unknown name is wrong input, and no case that does not fit
         if named := named_hardware(case.config.hardware):
             named_engine(case.config.hardware, *named)
     several, done = len(question.cases) > 1, list[PlannedCase]()

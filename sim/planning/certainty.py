@@ -5,7 +5,7 @@ the coefficients that do not move all seconds alike; the steady state of every c
 the run file is as certain as a measurement where it decides a whole time, and exact where it is a choice of the user.
 
 A candidate is *right* in a draw if it is the fastest there, within ``TIE``; its *regret* is its loss against the
-fastest. A limit broken in a draw costs no throughput: its probability is told beside the regret. Bands, sensitivity,
+fastest. A limit broken in a draw costs no throughput: its probability is given beside the regret. Bands, sensitivity,
 effects of assumptions, probabilities and the value of a measurement are all read from these draws.
 
 Shapes: D draws, C candidates.
@@ -130,7 +130,7 @@ def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()
 def _weights(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
     """Return the spreads of the weight transfer: common to both arms, and each arm's own.
 
-    An arm that was measured tells only the sum of both, so the other stays as uncertain as it was.
+    A measured arm shows only the sum of both, so the other arm stays as uncertain as it was.
     """
     given, (common, own) = config.hardware, _unmeasured_weights(config)
     if not given.by_name or "sync_s_per_root_gb" in given.coefficients:
@@ -226,7 +226,7 @@ def make_draws(
     sds = spreads(config, measured, guessed)
     values_D = {name.value: sd * _normals(number, generator) for name, sd in sds.items()}
     for name, entry in coefficient_table().items():
-        normal_D = _normals(number, generator)  # drawn in any case: what is stated does not move the other draws
+        normal_D = _normals(number, generator)  # drawn in any case: a stated coefficient does not move the other draws
         values = {level: float(entry[level]) for level in Level}
         if config.hardware.by_name and name not in (*stated, *NOT_DRAWN) and len(set(values.values())) > 1:
             values_D[name] = between_levels(values, normal_D)
@@ -420,7 +420,7 @@ def memory_suffices(needed_shares: Sequence[float]) -> float:
     return min((normal.cdf(-math.log(share)) for share in needed_shares), default=1.0)
 
 
-# ------------------------------------------------------------------------------ commands that measure what is not known
+# ------------------------------------------------------------------------------ commands that measure an unknown
 
 START_MINUTES = 5.0
 """Minutes until engines and trainer have loaded a model: J, vLLM's start with its graphs takes 1 to 5."""
@@ -431,7 +431,7 @@ OF_A_CHECK = {
     False: (Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART),
     True: (Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH, Unknown.ANSWERS),
 }
-"""Unknowns that a short run shows, by colocated. Apart, short answers are done first: their mean says nothing."""
+"""Unknowns that a short run shows, by colocated. Apart, short answers are done first, so their mean is too short."""
 NUMBERS = {
     Unknown.TRAINING: "--train-step-s SECONDS --out measured_step.toml",
     Unknown.WEIGHTS_APART: "--weight-sync-s SECONDS --out measured_sync.toml",
@@ -531,7 +531,7 @@ MEASURABLE = (
     Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH,
     Unknown.ANSWERS,
 )  # fmt: skip
-"""Unknowns that a measurement tells; the error of the model's form shows only in the run itself."""
+"""Unknowns that can be measured; the error of the model's form shows only in the run itself."""
 
 
 def observations(

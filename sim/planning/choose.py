@@ -6,8 +6,8 @@ keeps them. After each round the screened lags of a kind of schedule are correct
 is the residual. Rounds do not depend on the number of simulations: more only add to those of fewer.
 
 Candidates are ranked by their throughput over that of the fastest, on average over draws: 1 less the expected regret.
-Lag decides only where it differs: of those within ``TIE`` of the highest rank, the recommendation is the highest whose
-mean lag is the least of them, to ``same_lag``.
+Lag decides only where it differs: of the outcomes within ``TIE`` of the highest rank, the recommendation is the highest
+whose mean lag is the least, to ``same_lag``.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def same_lag(lag: float) -> float:
     return max(SAME_LAG_STEPS, SAME_LAG * lag)
 
 
-# ------------------------------------------------------------------------------------------- what is recommended
+# ------------------------------------------------------------------------------------------- the recommendation
 
 
 def best_of(outcomes: Sequence[Outcome], rank: Rank = throughput) -> Outcome:
     """Return the recommendation among outcomes that keep to the limits: none ranks as high at less lag.
 
-    With more of them it never loses more than ``TIE`` of its rank, and it loses any only where one of the new ones
-    ranks as high within ``TIE`` at a lag less by more than ``same_lag``.
+    More outcomes never cost it more than ``TIE`` of its rank, and any only where a new one ranks as high within ``TIE``
+    at a lag less by more than ``same_lag``.
     """
     most = max(map(rank, outcomes))
     as_good = [one for one in outcomes if rank(one) >= most * (1 - TIE)]
@@ -65,7 +65,7 @@ def best_of(outcomes: Sequence[Outcome], rank: Rank = throughput) -> Outcome:
 
 
 def in_order(outcomes: Sequence[Outcome], rank: Rank = throughput) -> list[Outcome]:
-    """Return outcomes that keep to the limits, the recommendation first, then what would be recommended without it."""
+    """Return outcomes that keep to the limits, the recommendation first, then each that would follow without it."""
     left, order = list(outcomes), []
     while left:
         order.append(best_of(left, rank))
@@ -97,7 +97,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-# ---------------------------------------------------------------------------------------------- what is simulated
+# ---------------------------------------------------------------------------------------------- the next simulations
 
 
 def round_sizes(number: int) -> Iterator[int]:
@@ -110,7 +110,7 @@ def round_sizes(number: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class LagCheck:
-    """What the simulations of a kind of schedule say of its screened mean lags."""
+    """Screened mean lags of a kind of schedule against its simulations."""
 
     ratio: float = 1.0
     """Simulated over screened, the median."""
@@ -119,7 +119,7 @@ class LagCheck:
 
 
 def check_lags(outcomes: Sequence[Outcome], kept: Sequence[Screened]) -> dict[str, LagCheck]:
-    """Return what the simulations say of the screened lags, by kind of schedule; ``lag_error`` counts as one."""
+    """Return the check of the screened lags by kind of schedule; ``lag_error`` counts as a simulation."""
     screened = {one.candidate.label: one.estimate.lag_mean for one in kept}
     lags: dict[str, list[tuple[float, float]]] = {}
     for one in outcomes:
@@ -135,7 +135,7 @@ def check_lags(outcomes: Sequence[Outcome], kept: Sequence[Screened]) -> dict[st
 
 
 def odds(one: Screened, limits: Limits, check: LagCheck) -> float:
-    """Return the odds that a candidate keeps to the limits, for all that the screening and others of its kind say."""
+    """Return the odds that a candidate keeps to the limits, by its screening and the simulations of its kind."""
     lag, limits = one.estimate.lag_mean * check.ratio, limits.at(one.candidate.rented)
     error = lag_error(lag) * check.doubt
     weights = [(math.exp(-(size**2) / 2), lag + size * error) for size in ERRORS]

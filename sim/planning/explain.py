@@ -1,4 +1,4 @@
-"""Explanations of a plan: bottleneck, more GPUs, synchronous against asynchronous RL, what was left out."""
+"""Explanations of a plan: bottleneck, more GPUs, synchronous against asynchronous RL, values left out."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from sim.planning.space import (
     values_of,
 )
 
-# ------------------------------------------------------------------------ the bottleneck, and what more GPUs would give
+# ------------------------------------------------------------------------ the bottleneck, and the gain from more GPUs
 
 NOTHING = 0.005
 """Relative gain in throughput that counts for nothing: about the error of as many draws as ``plan`` makes."""
 MORE_ENVIRONMENTS = 0.25
-"""Environments added to say the gain of more (share of the present number)."""
+"""Environments added to find the gain of more (share of the present number)."""
 FEW_SEQUENCES = 4
 """Sequences per rank below which a trainer's time is decided by the longest of them (count)."""
 
@@ -52,7 +52,7 @@ def unit_of(config: RunConfig) -> int:
 
 
 def bottleneck(outcome: Outcome, screener: Screener) -> str:
-    """Return what limits a candidate in its simulation, in words."""
+    """Return the limit of a candidate's throughput in its simulation, in words."""
     candidate, waits = outcome.candidate, f"the trainer waits {outcome.waiting:.0%} of the time"
     if candidate.config.colocated:
         return f"colocated: generation and switches take {outcome.waiting:.0%} of the time"
@@ -259,7 +259,7 @@ def screened_synchronous(space: SearchSpace, screener: Screener) -> Screened | N
     return next(iter(within_limits(replace(space, plan=plan), screener)), None)
 
 
-# ------------------------------------------------------------------------------------------- what was left out
+# ------------------------------------------------------------------------------------------- values left out
 
 
 def not_tried(
@@ -286,7 +286,7 @@ def _rejections(axis: Axis, value: Any, rejected: Sequence[Rejected]) -> str:
 
 
 def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
-    """Return a line per kind of schedule: the candidates that each limit rejects, and what would let one in."""
+    """Return a line per kind of schedule: the candidates that each limit rejects, and the change that lets one in."""
     lines = []
     for family in dict.fromkeys(one.family for one in rejected):
         mine = [one for one in rejected if one.family == family]

@@ -1,4 +1,4 @@
-"""Candidates of a plan: the run files that it may choose, their steady states, and those that are rejected."""
+"""Candidates of a plan: the run files that it may choose, their steady states, and the rejected choices."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowToPlan:
-    """All that a plan is told besides its question."""
+    """Options of a plan besides its question."""
 
     out: Path | None = None
     """Folder of plan.json and recommended.toml; of several cases a folder each."""
@@ -207,7 +207,7 @@ def is_steady(rows: Sequence[Step], unit: int) -> bool:
 
     A run repeats itself after ``unit`` steps. In ten of the candidates of ``examples/plan_qwen7b_128_h100.toml`` this
     ends the simulation after 113 steps of 200 on average. Against 500 steps tokens/s are then off by 0.3 % (root mean
-    square), at most 0.7 %, and the mean lag by at most 0.3 steps; those of 200 steps by 0.2 % and 0.1 steps.
+    square), at most 0.7 %, and the mean lag by at most 0.3 steps; after 200 steps by 0.2 % and 0.1 steps.
     """
     if len(rows) % LOOK_EVERY or len(rows) < 2 * LOOK_EVERY:
         return False

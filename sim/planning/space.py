@@ -1,7 +1,7 @@
 """The search space of a plan: run file, answers, memory, limits, and the choices that candidates differ in.
 
 To add a choice, add its list to ``PlanConfig``, its ``Axis`` here, and, if not every kind of schedule has it, its name
-to ``ScheduleKind.axes`` of those that do. Candidates and their labels follow.
+to ``ScheduleKind.axes`` of the others. Candidates and their labels follow.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Limits:
 
 
 class Memory:
-    """Tells what fits into the memory of engines and trainer, with a longest rollout (tokens, prompt included).
+    """Memory of engines and trainer, with a longest rollout (tokens, prompt included).
 
     Without ``hardware.gpu`` and ``hardware.model`` only ``kv_cache_tokens`` of the run file limits.
     """
@@ -169,7 +169,7 @@ class Memory:
         return self.cache_tokens(tensor_parallel) >= self._longest
 
     def heads_divide(self, tensor_parallel: int) -> bool:
-        """Return whether every accelerator of an engine gets as many whole heads, as far as that is known."""
+        """Return whether every accelerator of an engine gets as many whole heads; True for an unknown model."""
         return self.model is None or self.model.divides_by(tensor_parallel)
 
     def excluded_because(self, config: RunConfig) -> Reason | None:
@@ -284,7 +284,7 @@ class SearchSpace:
         return cls(config, plan, answers, memory, limits_of(config, plan), measured or Measured())
 
     def split_shown(self, generating: int) -> str:
-        """Return what tables call a split: accelerators that generate and that train, with their kinds if two."""
+        """Return the name of a split in tables: accelerators that generate and that train, with their kinds if two."""
         training = self.accelerators - generating
         if self.config.hardware.generation_gpu is None:
             return f"{generating}/{training}"
@@ -329,7 +329,7 @@ class Axis:
     shown: Callable[[Any, SearchSpace], str]
     """Returns its part of a candidate's label; empty where the value needs no mention."""
     every_kind: bool = False
-    """Whether every kind of schedule has it; else those that name it among their ``axes``."""
+    """Whether every kind of schedule has it; else the kinds that name it among their ``axes``."""
     is_layout: bool = False
     """Whether another value is another layout, and not another size of the same."""
     rule: Callable[[Any, SearchSpace], str | None] = lambda _value, _space: None
@@ -400,7 +400,7 @@ def _rl_steps(space: SearchSpace, choice: Choice) -> Sequence[int]:
 
 
 def _generation_batch_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]:
-    """Return numbers of sequences per engine; of those that an RL step cannot fill, only the smallest."""
+    """Return numbers of sequences per engine; of the numbers that an RL step cannot fill, only the smallest."""
     schedule, engine = schedule_of(choice), choice[ENGINE.name]
     sizes: Sequence[int] | None = space.plan.generation_batch_size
     if sizes is None:
@@ -580,7 +580,7 @@ _REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP
 
 
 def all_choices(space: SearchSpace) -> list[Choice]:
-    """Return every combination of values that go together; those of the run file are among them by default."""
+    """Return every combination of values that go together; by default the run file's own is among them."""
     choices: list[Choice] = [{}]
     for axis in AXES:
         choices = [{**choice, axis.name: value} for choice in choices for value in axis.values(space, choice)]
@@ -596,7 +596,7 @@ def choice_of(config: RunConfig) -> Choice:
 
 
 def label_of(choice: Choice, space: SearchSpace) -> str:
-    """Return what tables call a choice."""
+    """Return the name of a choice in tables."""
     schedule = schedule_of(choice)
     parts = [axis.shown(choice[axis.name], space) for axis in _LABEL_ORDER if axis.applies_to(schedule)]
     return " ".join(part for part in parts if part)

@@ -210,8 +210,8 @@ WARM_UP = 3
 
 
 STEP, GENERATE, TRAIN = range(3)
-"""Quantities of a simulation: seconds of an RL step; seconds in which the trainer waits for answers, which are those of
-generation in synchronous runs; seconds of training."""
+"""Quantities of a simulation: seconds of an RL step; seconds in which the trainer waits for answers, in synchronous
+runs the time of generation; seconds of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ def seconds_band(
 ) -> Band:
     """Return the seconds of a row's RL step, given other rows of its family: at least one if its scale is not known.
 
-    ``inputs``: its simulations with free training, if its training seconds are published, which tell of its mean
+    ``inputs``: its simulations with free training, if its training seconds are published, which depend on its mean
     answer.
     """
     hypotheses = hypotheses_for([grid, *references])

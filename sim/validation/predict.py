@@ -11,9 +11,9 @@ How far off is the hardware model alone, for a system that nobody has measured? 
 seconds of row i of family f is a sum, e_fi = c + b_f + w_fi: the error about every system, about a family (software,
 GPU, model), and about one of its rows. Family effects scatter with a standard deviation ``family_sd``, rows with
 ``row_sd``; a row of a new family is off by both. Estimates are by moments: c is the mean of the family means, shrunk
-towards 0 by a prior of standard deviation ``CENTRE_SD``. The variance between families is that of their means, less
-their rows' share of it. A prediction of a family is the hardware model's divided by exp(c), with c and the spread of
-all *other* families.
+towards 0 by a prior of standard deviation ``CENTRE_SD``. The variance between families is the variance of their means,
+less their rows' share of it. A prediction of a family is the hardware model's divided by exp(c), with c and the spread
+of all *other* families.
 
 Is asynchronous RL faster than synchronous RL on the same GPUs? The two runs of a pair are arms of one system
 (``pipelinerl.hardware.prior``): factors on generation, training, mean answer and weights are common, so drawn once for
@@ -186,14 +186,14 @@ def validate(
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ValidationReport:
-    """Predict every run from its published inputs and from the other rows of its family, also those of ``others``.
+    """Predict every run from its published inputs and from the other rows of its family, ``others`` included.
 
     Rows of the same id count once. ``workers``: processes (None: one per core). ``on_progress`` gets the numbers of
     rows simulated and to simulate. Rows of the report are in order, its pairs are of ``runs``.
     """
     known, jobs, reasons = _jobs(runs, others)
     grids: dict[tuple[str, bool], SimulationGrid] = {}
-    alone: list[AloneRun] = []
+    alone: dict[str, AloneRun] = {}
     results = run_all(_simulated_job, jobs, workers=workers) if workers != 1 else (_simulated_job(job) for job in jobs)
     with closing(results):
         for done, result in enumerate(results, start=1):
@@ -203,10 +203,9 @@ def validate(
                 case SimulationGrid():
                     grids[result.run.id, result.training_given] = result
                 case AloneRun():
-                    alone.append(result)
+                    alone[result.id] = result
             on_progress(done, len(jobs))
-    order = {run.id: place for place, run in enumerate(known)}  # whichever process was first
-    bands = unseen_bands(sorted(alone, key=lambda one: order[one.id]))
+    bands = unseen_bands(alone[run.id] for run in known if run.id in alone)  # whichever process was first
     asked = {run.id for run in runs}
     free = [grids[run.id, False] for run in known if (run.id, False) in grids]
     pairs = [one for one in speed_ups(free) if asked >= {one.synchronous, one.asynchronous}]
@@ -390,8 +389,8 @@ def _idle_share(run: PublishedRun) -> PredictedRow | None:
 def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
     """Return the seconds of an RL step beyond generation and training, and the rows they were learned from.
 
-    Offloading, resharding and publishing weights, rewards, data: of colocated rows of the same family with published
-    parts, else of the hardware model.
+    Offloading, resharding and publishing weights, rewards, data: from colocated rows of the same family with published
+    parts, else from the hardware model.
     """
     own = [
         (other.id, max(0.0, other.measured_step_s - other.generate_s - other.train_s))
@@ -673,7 +672,7 @@ def _tokens(grid: SimulationGrid) -> float:
 
 
 def _drawn(pair: Pair) -> dict[str, FloatArray]:
-    """Return the logs of all factors, [draws] each and those of an arm's own [arms, draws]; the same for every pair."""
+    """Return the logs of all factors, [draws], or [arms, draws] where each arm has its own; the same for every pair."""
     generator = np.random.default_rng(0)
     factor = prior.SEVERAL_NODES_FACTOR if across_nodes(pair) else 1
     mean_sd = 0.0 if pair.sync.run.mean_is_known else prior.MEAN_SD
@@ -704,7 +703,7 @@ def _log_ratio(pair: Pair, drawn: dict[str, FloatArray]) -> FloatArray:
 
 
 def _decided_by(drawn: dict[str, FloatArray], ratio_D: FloatArray) -> str:
-    """Return the factor that explains most of the variance of the ratio; of an arm's own, those of both arms."""
+    """Return the factor that explains most of the variance of the ratio, of both arms together."""
 
     def explained(values: FloatArray) -> float:
         rows = [one for one in np.atleast_2d(values) if one.std() > 0]

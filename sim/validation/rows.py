@@ -28,7 +28,7 @@ class Schedule(StrEnum):
     SYNC_APART = "sync_apart"
     """On separate GPUs: generation waits for the training, and training for the generation."""
     PARTIAL_ROLLOUTS = "partial_rollouts"
-    """Colocated: generation ends when enough is finished; what is in flight goes on after the training."""
+    """Colocated: generation ends when enough is finished; rollouts in flight go on after the training."""
     ONE_STEP_OFF = "one_step_off"
     """On separate GPUs: the next RL step's answers are generated while the last one's are trained on."""
     ASYNC = "async"
@@ -216,7 +216,7 @@ class PublishedRun(StrictModel):
 
     @property
     def optimizer_steps_per_rl_step(self) -> int:
-        """Optimizer steps on the answers of one RL step (count); 1 where their prompts do not divide those of it."""
+        """Optimizer steps on the answers of one RL step (count); 1 where the numbers of prompts do not divide."""
         prompts, each = self.prompts_per_step, self.prompts_per_optimizer_step
         return 1 if prompts is None or each is None or prompts % each else prompts // each
 
