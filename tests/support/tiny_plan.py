@@ -20,12 +20,7 @@ from sim.planning.screen import Candidate, candidate_of
 from sim.planning.simulate import HowToPlan
 from sim.planning.space import SearchSpace, all_choices
 
-FAST_SYNC = {
-    "sync_s_per_root_gb": 0.2,
-    "pause_share": 1.0,
-    "switch_to_training_s": 0.5,
-    "switch_to_generation_s": 0.5,
-}
+FAST_SYNC = {"sync_s_per_root_gb": 0.2, "pause_share": 1.0, "switch_to_training_s": 0.5, "switch_to_generation_s": 0.5}
 """Coefficients of weights that arrive in 0.35 s, while engines wait, and of a phase switch of a second."""
 TINY: dict[str, Any] = {
     "optimizer_steps": 40,
@@ -46,6 +41,17 @@ TINY: dict[str, Any] = {
         "simulate_steps": 12,
     },
 }
+
+
+SIXTEEN = (
+    "optimizer_steps=200",
+    "cluster={accelerators=16, generation_accelerators=8}",
+    "scheduler.train_batch_size=64",
+    "workload.length={kind='lognormal', mean=400, cv=1.0, max=4000}",
+    "hardware={decode={kind='affine', step_s=0.01, sequence_s=2e-5}, training={token_s=4e-4, step_s=0.1}}",
+    "plan={mean_lag_limit=4, simulate=16, simulate_steps=60}",
+)
+"""Overrides of a larger plan: 16 GPUs, longer answers, hardware in numbers, a limit on the mean lag."""
 
 
 def tiny_run(*overrides: str) -> RunConfig:

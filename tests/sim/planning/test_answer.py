@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from refusals import message
-from tiny_plan import TINY, in_this_process, planned, priced_plan, refused, tiny_run
+from tiny_plan import SIXTEEN, TINY, in_this_process, planned, priced_plan, refused, tiny_run
 
 from pipelinerl.config.question import Assumption, asked_of, with_value
 from pipelinerl.config.run_file import load_run, with_overrides
@@ -97,22 +97,17 @@ def test_a_run_file_of_a_kind_that_is_not_asked_for_is_shown_and_not_recommended
 
 # ------------------------------------------------------------------------ slow publications, few simulations
 
-SIXTEEN = (
-    "optimizer_steps=200",
-    "cluster={accelerators=16, generation_accelerators=8}",
-    "scheduler.train_batch_size=64",
-    "workload.length={kind='lognormal', mean=400, cv=1.0, max=4000}",
-    "hardware={decode={kind='affine', step_s=0.01, sequence_s=2e-5}, training={token_s=4e-4, step_s=0.1}}",
-    "plan={mean_lag_limit=4, generation_batch_size=[8, 12, 16, 24, 32], optimizer_steps_per_rl_step=[2, 4, 8]}",
-    "plan.simulate=16",
-    "plan.simulate_steps=60",
+SOME_SIZES = (
+    *SIXTEEN,
+    "plan.generation_batch_size=[8, 12, 16, 24, 32]",
+    "plan.optimizer_steps_per_rl_step=[2, 4, 8]",
 )
 
 
 @pytest.mark.slow
 def test_the_pipeline_publishes_less_often_where_publications_are_slow() -> None:
     """With one per optimizer step it is no faster than conventional RL at less lag; with one in three by two thirds."""
-    slow = (*SIXTEEN, "hardware.weights={publish_s=4, pause_s=4}")
+    slow = (*SOME_SIZES, "hardware.weights={publish_s=4, pause_s=4}")
     always, searched = planned(*slow, "plan.publish_every=[1]"), planned(*slow)
     assert always.recommended.family == "conventional"
     assert searched.recommended.scheduler.publish_every > 1
@@ -123,7 +118,7 @@ def test_the_pipeline_publishes_less_often_where_publications_are_slow() -> None
 
 @cache
 def plan_of(simulate: int) -> PlanReport:
-    return planned(*SIXTEEN, "plan.schedulers=['pipeline']", f"plan.simulate={simulate}")
+    return planned(*SOME_SIZES, "plan.schedulers=['pipeline']", f"plan.simulate={simulate}")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from tiny_plan import planned, refused
+from tiny_plan import SIXTEEN, planned, refused
 
 from pipelinerl.records.bottleneck import Bottleneck
 from sim.planning.explain import bottleneck
@@ -43,19 +43,12 @@ def test_the_gain_or_the_harm_of_more_environments_is_named(rate: float, words: 
     assert bottleneck(outcome, screener).endswith(f"all 8 environments are in use; {words}")
 
 
-SIXTEEN = (
-    "optimizer_steps=200",
-    "cluster={accelerators=16, generation_accelerators=8}",
-    "scheduler.train_batch_size=64",
-    "workload.length={kind='lognormal', mean=400, cv=1.0, max=4000}",
-    "hardware={decode={kind='affine', step_s=0.01, sequence_s=2e-5}, training={token_s=4e-4, step_s=0.1}}",
-    "plan={mean_lag_limit=4, generation_batch_size=[32], publish_every=[1], simulate=16, simulate_steps=60}",
-)
+ONE_SIZE = (*SIXTEEN, "plan.generation_batch_size=[32]", "plan.publish_every=[1]")
 
 
 @pytest.mark.slow
 def test_more_gpus_are_said_to_give_what_they_give_within_the_limits() -> None:
-    one = (*SIXTEEN, PIPELINE, "plan.generation_accelerators=[5]")
+    one = (*ONE_SIZE, PIPELINE, "plan.generation_accelerators=[5]")
     verdict = planned(*one).recommended.verdict
     head, _, tail = verdict.partition("; 1 more GPU gives +")
     assert head.startswith("generation-bound: ")
@@ -86,7 +79,7 @@ def test_more_gpus_are_said_to_give_what_they_give_within_the_limits() -> None:
 )  # fmt: skip
 def test_more_gpus_that_give_nothing_are_explained(overrides: tuple[str, ...], why: str) -> None:
     limits = ("plan.generation_accelerators=[8]", "plan.mean_lag_limit=50", "hardware.weights={}")
-    verdict = planned(*SIXTEEN, *limits, *overrides).recommended.verdict
+    verdict = planned(*ONE_SIZE, *limits, *overrides).recommended.verdict
     assert verdict.partition("1 more GPU ")[2] == f"gives nothing: {why}"
 
 
@@ -107,7 +100,7 @@ def test_gpus_that_make_no_whole_engine_are_paid_for_and_one_more_makes_one_of_t
 
 
 TWO = (
-    *SIXTEEN,
+    *ONE_SIZE,
     "cluster={accelerators=2, generation_accelerators=1}",
     "scheduler.train_batch_size=16",
     "workload.length={kind='lognormal', mean=400, cv=0.05, max=500}",
@@ -169,7 +162,7 @@ def test_every_kind_of_schedule_has_a_line_with_its_limits_and_what_relaxes_them
 
 def test_a_candidate_that_was_not_simulated_is_not_called_infeasible() -> None:
     own = ("cluster.generation_accelerators=7", "scheduler.generation_batch_size=24", "plan.mean_lag_limit=3.9")
-    small = (*SIXTEEN, *own, PIPELINE, "plan.generation_accelerators=[7]", "plan.generation_batch_size=[24, 26]")
+    small = (*ONE_SIZE, *own, PIPELINE, "plan.generation_accelerators=[7]", "plan.generation_batch_size=[24, 26]")
     assert refused(*small, "plan.simulate=2") == (
         "plan: none of the 2 simulated keeps to the limits: 2 by mean_lag_limit (nearest: 4, pipeline 7/9 H=24); they "
         "had the best odds of the 2 that the screening lets through; not simulated: 1; raise plan.simulate, got 2"

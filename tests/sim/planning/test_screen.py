@@ -17,12 +17,16 @@ from sim.run import simulate
 ALL_KINDS = "plan.schedulers=['pipeline', 'conventional', 'one_step_off', 'partial_rollouts']"
 
 
+def space_of(*overrides: str) -> SearchSpace:
+    return SearchSpace.of(tiny_run(*overrides))
+
+
 def made(*overrides: str) -> list[Candidate]:
-    return candidates_of(SearchSpace.of(tiny_run(*overrides)))
+    return candidates_of(space_of(*overrides))
 
 
 def rejected(*overrides: str) -> list[Rejected]:
-    space = SearchSpace.of(tiny_run(*overrides))
+    space = space_of(*overrides)
     return [one for choice in all_choices(space) if isinstance(one := candidate_of(choice, space), Rejected)]
 
 
@@ -101,10 +105,8 @@ def test_a_hybrids_cache_is_that_of_its_own_slots_whatever_was_screened_before()
         "plan={schedulers=['pipeline'], tensor_parallel=[8], generation_batch_size=[16, 512], publish_every=[1]}",
         "plan.generation_accelerators=[32]", "workload.length={kind='fixed', max=8000}",
     )  # fmt: skip
-    config = tiny_run(*some)
-    few, many = made(*some)
-    space = SearchSpace.of(config)
-    after, alone = (Screener(config, space.answers) for _ in range(2))
+    space, (few, many) = space_of(*some), made(*some)
+    after, alone = (Screener(space.config, space.answers) for _ in range(2))
     after.screen(few)
     assert after.resolved(many.config).kv_cache_tokens == resolved_hardware(many.config).kv_cache_tokens
     assert after.resolved(few.config).kv_cache_tokens > 1.2 * after.resolved(many.config).kv_cache_tokens
@@ -136,7 +138,7 @@ def test_engines_hold_the_model_and_get_whole_heads(overrides: tuple[str, ...], 
 
     Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators.
     """
-    assert list(engine_sizes(SearchSpace.of(tiny_run(*overrides)))) == sizes
+    assert list(engine_sizes(space_of(*overrides))) == sizes
 
 
 @pytest.mark.parametrize(("kind", "engines_besides"), [("pipeline", 1), ("conventional", 0)])
@@ -150,7 +152,7 @@ def test_a_trainer_that_does_not_fit_is_refused_with_the_least_cluster_that_woul
         map(int, found)
         for found in re.findall(r"fits from (\d+) training accelerators on, cluster.accelerators=(\d+) at", line)
     )
-    memory = SearchSpace.of(tiny_run(*some)).memory
+    memory = space_of(*some).memory
     assert training >= 135
     assert memory.trainer_fits(training)
     assert not memory.trainer_fits(training - 1)
@@ -159,16 +161,9 @@ def test_a_trainer_that_does_not_fit_is_refused_with_the_least_cluster_that_woul
     assert made(f"cluster.accelerators={least}", *some)
 
 
-def test_partial_rollouts_keep_a_bound_by_waiting_whatever_the_run_file_does() -> None:
-    overrides = ("scheduler.on_stale='drop'", "plan.schedulers=['partial_rollouts']", "plan.lag_limit=4")
-    report = planned(*overrides, "plan.simulate=2")
-    assert report.search.complete
-    assert report.recommended.scheduler.on_stale == "train"
-
-
 def test_the_same_size_at_another_split_is_another_layout_but_another_size_is_not() -> None:
     one, bigger, elsewhere = (
-        own_candidate(SearchSpace.of(tiny_run(*changes)))
+        own_candidate(space_of(*changes))
         for changes in ((), ("scheduler.generation_batch_size=16",), ("cluster.generation_accelerators=3",))
     )
     assert one.layout == bigger.layout != elsewhere.layout
@@ -195,7 +190,7 @@ def test_a_budget_needs_a_price() -> None:
 @pytest.mark.parametrize("level", Level)
 def test_training_memory_is_that_of_the_coefficients_of_the_level(level: Level) -> None:
     """At every level a 7B is trained on 8 GPUs: packs are as large as the memory holds."""
-    memory = SearchSpace.of(tiny_run("hardware.model='Qwen2.5-7B'", f"hardware.level='{level.value}'")).memory
+    memory = space_of("hardware.model='Qwen2.5-7B'", f"hardware.level='{level.value}'").memory
     assert memory.trainer_fits(8)
     assert not memory.trainer_fits(1)
 
@@ -205,19 +200,24 @@ def test_a_trainer_that_keeps_its_activations_needs_smaller_packs() -> None:
     train = "train={model={path='m'}, task={name='math'}, optimizer={learning_rate=1e-6}, "
     train += "trainer={zero_stage=3, activation_checkpointing=false}}"
     overrides = ("hardware.model='Qwen2.5-7B'", train)
-    assert not SearchSpace.of(tiny_run(*overrides)).memory.trainer_fits(64)
+    assert not space_of(*overrides).memory.trainer_fits(64)
     for fits in ("train.trainer.pack_tokens=8192", "train.trainer.activation_checkpointing=true"):
-        assert SearchSpace.of(tiny_run(*overrides, fits)).memory.trainer_fits(64)
+        assert space_of(*overrides, fits).memory.trainer_fits(64)
     assert "[train.trainer]" in refused(*overrides, "plan.schedulers=['conventional']")
+
+
+def workload_with(folder: Path, longest_prompt: int) -> str:
+    """Return the override of a workload whose prompts and answers, of 30 tokens at most, are in a file."""
+    source = folder / "lengths.csv"
+    source.write_text(f"prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,{longest_prompt},30\n")
+    return f"workload={{group_size=2, prompt_tokens=1000, length={{kind='empirical', source='{source}', max=30}}}}"
 
 
 @pytest.mark.slow
 def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> None:
     """The longest prompt of the source, 100, and 30 tokens of answer; it has prompts of its own, so 1000 is void."""
-    source = tmp_path / "lengths.csv"
-    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,100,30\n")
-    table = f"workload={{group_size=2, prompt_tokens=1000, length={{kind='empirical', source='{source}', max=30}}}}"
-    small = (table, "plan={generation_batch_size=[8], tensor_parallel=[1], simulate=2, simulate_steps=4}")
+    lists = "plan={generation_batch_size=[8], tensor_parallel=[1], simulate=2, simulate_steps=4}"
+    small = (workload_with(tmp_path, 100), lists)
     simulate(tiny_run(*small, "hardware.kv_cache_tokens=130"))
     assert planned(*small, "hardware.kv_cache_tokens=130").search.kept > 0
     with pytest.raises(ConfigError, match="kv_cache_tokens=129"):
@@ -227,9 +227,7 @@ def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> Non
 
 def test_prompts_of_a_source_that_fit_into_no_engine_are_refused_by_plan_and_simulate(tmp_path: Path) -> None:
     """Qwen2.5-1.5B has 28 kB of cache per token: 3 million tokens are 86 GB."""
-    source = tmp_path / "lengths.csv"
-    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,3000000,30\n")
-    table = f"workload={{group_size=2, length={{kind='empirical', source='{source}', max=30}}}}"
+    table = workload_with(tmp_path, 3_000_000)
     with pytest.raises(ConfigError, match=r"cluster.tensor_parallel=1 is too small .* one rollout of 3000030 tokens"):
         simulate(tiny_run(table))
     assert "do not fit into an engine (fits from tensor_parallel=2 on)" in refused(table)
