@@ -108,7 +108,6 @@ def test_a_plan_of_one_arm_is_compared_with_the_other_by_the_screening():
 
 NORMAL = NormalDist()
 NUMBERS = "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}"
-WEIGHTS = (Unknown.WEIGHTS, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED)
 ARMS = [one.label for one in two_arms()[1]]
 
 
@@ -219,67 +218,59 @@ def spreads_of(*overrides, guessed=(), **measured):
     return spreads(unknown_run(*overrides), Measured(**measured), guessed)
 
 
-def test_a_system_that_nobody_has_measured_is_as_uncertain_as_the_prior_and_numbers_as_a_measurement():
-    always = {Unknown.ANSWERS: prior.ANSWERS_SD, Unknown.RUN_APART: prior.RUN_SD, Unknown.RUN_COLOCATED: prior.RUN_SD}
-    assert spreads_of() == always | {
+def test_a_system_that_nobody_has_measured_is_as_uncertain_as_the_prior():
+    assert spreads_of() == {
         Unknown.GENERATION: prior.GENERATION_SD,
         Unknown.TRAINING: prior.TRAINING_SD,
         Unknown.WEIGHTS: prior.SYNC_SD,
         Unknown.WEIGHTS_APART: prior.SYNC_ARM_SD,
         Unknown.WEIGHTS_COLOCATED: prior.SYNC_ARM_SD,
         Unknown.SWITCH: 0.7,
+        Unknown.ANSWERS: prior.ANSWERS_SD,
+        Unknown.RUN_APART: prior.RUN_SD,
+        Unknown.RUN_COLOCATED: prior.RUN_SD,
     }
-    measured = dict.fromkeys((Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS, Unknown.SWITCH), prior.MEASURED_SD)
-    assert spreads_of(NUMBERS) == always | measured | dict.fromkeys(WEIGHTS[1:], 0.0)
 
 
-def test_a_mean_answer_that_nobody_gave_is_believed_less_until_it_is_measured():
-    mean = ["workload.length.mean"]
-    assert spreads_of(guessed=mean) == {**spreads_of(), Unknown.ANSWERS: prior.MEAN_SD}
-    assert spreads_of(guessed=mean, answers=True)[Unknown.ANSWERS] == prior.MEASURED_SD
+MEASURED = prior.MEASURED_SD
+GUESSED = ["workload.length.mean"]
+RESHARD = "hardware.weight_sync=reshard"
+SHARE = math.log(0.63 / 0.06) / math.log(8.8 / 0.15)
+TRAIN = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
+TABLE = WeightTransferConfig(publish_s=1.0)
+
+
+def weights(*sds):
+    """Spreads of the transfer: common to both arms, asynchronous, synchronous."""
+    return dict(zip((Unknown.WEIGHTS, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED), sds, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("override", "known"),
+    ("overrides", "options", "known"),
     [
-        ("hardware.coefficients={kv_efficiency=0.8}", Unknown.GENERATION),
-        ("hardware.training={token_s=1e-4}", Unknown.TRAINING),
-        ("hardware.coefficients={training_mfu=0.5}", Unknown.TRAINING),
-        ("hardware.coefficients={sync_s_per_root_gb=2.0}", Unknown.WEIGHTS),
-        ("hardware.switch={to_training_s=3.0}", Unknown.SWITCH),
+        pytest.param([], {"guessed": GUESSED}, {Unknown.ANSWERS: prior.MEAN_SD}, id="a guess is believed less"),
+        pytest.param([], {"guessed": GUESSED, "answers": True}, {Unknown.ANSWERS: MEASURED}, id="until measured"),
+        (["hardware.coefficients={kv_efficiency=0.8}"], {}, {Unknown.GENERATION: MEASURED}),
+        (["hardware.training={token_s=1e-4}"], {}, {Unknown.TRAINING: MEASURED}),
+        (["hardware.coefficients={training_mfu=0.5}"], {}, {Unknown.TRAINING: MEASURED}),
+        (["hardware.switch={to_training_s=3.0}"], {}, {Unknown.SWITCH: MEASURED}),
+        (["hardware.coefficients={sync_s_per_root_gb=2.0}"], {}, weights(MEASURED, 0, 0)),
+        ([NUMBERS], {}, dict.fromkeys((Unknown.GENERATION, Unknown.TRAINING, Unknown.SWITCH), MEASURED)
+            | weights(MEASURED, 0, 0)),
+        pytest.param([RESHARD], {}, weights(prior.SYNC_SD * SHARE, *[prior.SYNC_ARM_SD * SHARE] * 2),
+            id="shard to shard has 0.06 to 0.63, all methods 0.15 to 8.8"),
+        pytest.param([TRAIN], {}, weights(0, *(math.log(ratio) / (2 * prior.END_SDS) for ratio in (5, 8))),
+            id="our transports have 10 to 50 of the host, 0.25 to 2 of a file, and nothing in common"),
+        pytest.param([TRAIN, RESHARD], {}, weights(prior.SYNC_SD * SHARE, *[prior.SYNC_ARM_SD * SHARE] * 2),
+            id="a named method counts before our transport"),
+        pytest.param([], {"weights": {False: TABLE}},
+            weights(0, MEASURED, math.hypot(prior.SYNC_SD, prior.SYNC_ARM_SD)), id="the other arm stays as it was"),
+        ([], {"weights": {False: TABLE, True: TABLE}}, weights(0, MEASURED, MEASURED)),
+        (["hardware.weights={publish_s=1.0}"], {}, weights(MEASURED, 0, prior.SYNC_ARM_SD)),
     ],
-)
-def test_a_value_of_the_run_file_is_known_as_well_as_a_measurement(override, known):
-    own = {Unknown.WEIGHTS_APART: 0.0, Unknown.WEIGHTS_COLOCATED: 0.0} if known is Unknown.WEIGHTS else {}
-    assert spreads_of(override) == {**spreads_of(), known: prior.MEASURED_SD, **own}
-
-
-def test_the_method_of_the_weights_narrows_their_spread():
-    """Of shard to shard, 0.06 to 0.63, over all methods, 0.15 to 8.8."""
-    share = math.log(0.63 / 0.06) / math.log(8.8 / 0.15)
-    assert spreads_of("hardware.weight_sync=reshard")[Unknown.WEIGHTS] == pytest.approx(prior.SYNC_SD * share)
-
-
-def test_a_transport_of_ours_is_as_uncertain_as_the_least_known_of_its_bandwidths():
-    """Their levels hold 80 %: log(50 / 10) of the host, log(2 / 0.25) of a file, over 2 * 1.28; nothing in common."""
-    train = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
-    known = spreads_of(train)
-    assert [known[name] for name in WEIGHTS] == pytest.approx([0, *(math.log(n) / (2 * prior.END_SDS) for n in (5, 8))])
-    assert spreads_of(train, "hardware.weight_sync=reshard") == spreads_of("hardware.weight_sync=reshard")
-
-
-def test_weights_measured_in_one_arm_leave_the_other_as_uncertain_as_it_was():
-    table = WeightTransferConfig(publish_s=1.0)
-    one, both, given = (
-        spreads_of(weights={False: table}),
-        spreads_of(weights=dict.fromkeys([False, True], table)),
-        spreads_of("hardware.weights={publish_s=1.0}"),
-    )
-    assert [one[name] for name in WEIGHTS] == pytest.approx(
-        [0, prior.MEASURED_SD, math.hypot(prior.SYNC_SD, prior.SYNC_ARM_SD)]
-    )
-    assert both[Unknown.WEIGHTS_COLOCATED] == prior.MEASURED_SD
-    assert [given[name] for name in WEIGHTS] == [prior.MEASURED_SD, 0, prior.SYNC_ARM_SD]
+)  # fmt: skip
+def test_a_value_of_the_run_file_or_a_measurement_narrows_its_own_spread_only(overrides, options, known):
+    assert spreads_of(*overrides, **options) == pytest.approx({**spreads_of(), **known})
 
 
 def draws_for(*overrides, **options):
