@@ -39,6 +39,7 @@ def test_every_described_candidate_has_its_band_hours_and_cost() -> None:
     for one in (report.recommended, report.runner_up, report.own):
         assert one is not None
         assert one.band.low < one.tokens_per_s < one.band.high
+        assert math.sqrt(one.band.low * one.band.high) == pytest.approx(one.tokens_per_s, rel=0.3)
         dearest, cheapest = (cost.gpu_hours for cost in one.band_costs)
         assert dearest / cheapest == pytest.approx(one.band.high / one.band.low)
         cost, millions = one.cost, one.tokens_per_s * one.hours * 3600 / 1e6
