@@ -22,7 +22,7 @@ def changed(run, **values):
 
 
 def predicted(runs, **values) -> list[PredictedRow | UnusableRow]:
-    """All rows of a validation in this process, those that cannot be used last."""
+    """All rows of a validation in this process, unusable ones last."""
     report = validate(runs, workers=1, **values)
     return [*report.rows, *report.unusable]
 

@@ -180,7 +180,7 @@ def test_the_least_mean_lag_that_is_named_is_feasible() -> None:
 
 @pytest.mark.slow
 def test_the_folder_holds_the_report_and_a_run_file_that_gives_its_numbers(tmp_path: Path) -> None:
-    """The same plan gives the same bytes: report and run file of one are those of another."""
+    """The same plan gives the same bytes, of the report and of the run file."""
     best = planned("price.gpu_hour=2.0", out=tmp_path / "out", workers=1).recommended
     planned("price.gpu_hour=2.0", out=tmp_path / "again")
     for name in ("plan.json", "recommended.toml"):

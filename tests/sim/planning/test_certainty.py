@@ -314,7 +314,7 @@ def test_simulations_correct_the_screening_of_a_candidate_or_else_of_its_kind():
     ],
 )
 def test_factors_move_their_own_times_only(logs, apart, together):
-    """None: the arm gets slower, by how much is not said."""
+    """None: the arm gets slower."""
     drawn = rates(**{name: math.log(factor) for name, factor in logs.items()})
     if apart is not None:
         assert drawn[0] == pytest.approx(apart, rel=1e-6)
@@ -413,13 +413,13 @@ def test_measurements_are_ranked_with_the_best_pair_and_all():
 
 
 def observed(*overrides, colocated=(True, False), number=40):
-    """Draws of a run file with overrides, and what measurements show in them."""
+    """Draws of a run file with overrides, and the times that measurements show in them."""
     space = replace(two_arms()[0], config=unknown_run(*overrides))
     draws = make_draws(space.config, Measured(), number=number)
     return draws, observations(space, draws, two_arms()[1][0], colocated=colocated)
 
 
-def test_known_unknowns_and_those_of_an_arm_that_is_not_compared_are_not_measured():
+def test_only_unknowns_of_the_arms_compared_are_measured():
     everything = {
         Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH,
         Unknown.ANSWERS,

@@ -1,4 +1,4 @@
-"""What is simulated next, and what is recommended of what was simulated."""
+"""The next simulations, and the recommendation among their outcomes."""
 
 from dataclasses import replace
 from functools import cache
@@ -186,7 +186,7 @@ def test_two_of_each_kind_come_first_then_fast_ones_and_the_front_in_turn() -> N
 
 
 @given(number=st.integers(1, 200), more=st.integers(0, 200))
-def test_rounds_of_fewer_simulations_are_those_of_more(number: int, more: int) -> None:
+def test_more_simulations_only_add_to_the_rounds_of_fewer(number: int, more: int) -> None:
     few, many = list(round_sizes(number)), list(round_sizes(number + more))
     assert sum(few) == number
     assert few[:-1] == many[: len(few) - 1]
@@ -204,7 +204,7 @@ def test_a_round_cut_short_is_the_start_of_the_whole_round(tried: list[str]) -> 
         assert labels(next_to_simulate(kept, limits, number, outcomes=done, tried=tried)) == whole[:number]
 
 
-def test_what_hardly_keeps_the_limit_waits_for_what_surely_does() -> None:
+def test_a_candidate_that_hardly_keeps_the_limit_waits_for_a_sure_one() -> None:
     """The fastest ten are screened at a lag of 4.7 where 4 is allowed: the odds are one in fourteen."""
     near = [screened(f"near{n}", 110 - n, 4.7) for n in range(10)]
     sure = screened("sure", 90.0, 3.0)
@@ -212,8 +212,8 @@ def test_what_hardly_keeps_the_limit_waits_for_what_surely_does() -> None:
     assert labels(next_to_simulate([*near, sure], FREE, 1)) == ["near0"]
 
 
-def test_simulated_lags_correct_those_of_the_same_kind() -> None:
-    """Lags come out a fifth larger: what was screened within the limit is not, and it goes last."""
+def test_simulated_lags_correct_the_screened_lags_of_the_same_kind() -> None:
+    """Lags come out a fifth larger: a candidate screened within the limit breaks it, and goes last."""
     kept = [screened("a", 80.0, 3.0), screened("b", 85.0, 3.8), screened("c", 82.0, 3.2), screened("d", 84.0, 3.7)]
     limits = Limits(mean_lag=4.0)
     assert labels(next_to_simulate(kept, limits, 1))[0] == "c"

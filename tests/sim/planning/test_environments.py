@@ -1,4 +1,4 @@
-"""How many environments: rates against what follows by hand, the knee, and the command."""
+"""How many environments: rates by hand, the knee, the command, and plans with environments."""
 
 import json
 from pathlib import Path
@@ -98,7 +98,7 @@ def planned(*overrides: str) -> PlanReport:
 
 @pytest.mark.slow
 def test_a_plan_takes_the_environments_that_the_trainer_needs() -> None:
-    """6 give all that the trainer takes, 12 no more and older: of those that tie the mean lag decides."""
+    """6 give all that the trainer takes, 12 no more and older: in a tie the mean lag decides."""
     report = planned("plan.environments=[3, 6, 12]", "environment.count=12")
     best = report.recommended
     assert (best.environments, best.label) == (6, "pipeline 1/1 H=16 environments=6")
@@ -106,7 +106,7 @@ def test_a_plan_takes_the_environments_that_the_trainer_needs() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_with_few_environments_says_that_they_bind_and_what_more_give() -> None:
+def test_the_verdict_names_binding_environments_and_the_gain_of_more() -> None:
     """2 of the 6 that the trainer could use: one more is half as many again."""
     best = planned("plan.environments=[2]", "environment.count=2").recommended
     assert best.verdict.startswith(

@@ -47,7 +47,7 @@ ONE_SIZE = (*SIXTEEN, "plan.generation_batch_size=[32]", "plan.publish_every=[1]
 
 
 @pytest.mark.slow
-def test_more_gpus_are_said_to_give_what_they_give_within_the_limits() -> None:
+def test_the_gain_of_more_gpus_is_the_gain_within_the_limits() -> None:
     one = (*ONE_SIZE, PIPELINE, "plan.generation_accelerators=[5]")
     verdict = planned(*one).recommended.verdict
     head, _, tail = verdict.partition("; 1 more GPU gives +")
@@ -154,7 +154,7 @@ def test_a_plan_with_too_few_gpus_for_both_sides_warns() -> None:
             "plan: no feasible conventional among 4: 4 by budget (budget=1 would do)", id="budget"),
     ],
 )  # fmt: skip
-def test_every_kind_of_schedule_has_a_line_with_its_limits_and_what_relaxes_them(
+def test_every_kind_of_schedule_has_a_line_with_its_limits_and_their_relaxation(
     overrides: tuple[str, ...], line: str
 ) -> None:
     assert refused(*overrides) == line

@@ -1,4 +1,4 @@
-"""Candidates: each is a valid run file; those that do not fit or break a limit are rejected with the reason."""
+"""Candidates: each is a valid run file; choices that do not fit or break a limit are rejected with the reason."""
 
 import re
 from pathlib import Path

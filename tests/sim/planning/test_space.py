@@ -1,4 +1,4 @@
-"""Axes: which combinations are candidates, and what is said of listed values that are in none."""
+"""Axes: the combinations that are candidates, and the reasons why a listed value is in none."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_a_rounded_copy_of_a_row_is_the_row(changes):
         ({"step_s": None}, "neither seconds per step nor"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(changes, reason):
+def test_a_row_that_cannot_be_used_has_the_reason(changes, reason):
     (one,) = predicted([changed(row("a", "async", gpus_gen=4, step_s=10.0), **changes)])
     assert isinstance(one, UnusableRow)
     assert reason in one.reason
@@ -198,7 +198,7 @@ def test_few_families_say_nothing_about_a_new_one():
 
 
 def bands_of(*, a_s=10.0, **log_errors):
-    """Bands of rows that last 10 s, those of family a another time."""
+    """Bands of rows that last 10 s, in family a another time."""
     return unseen_bands(
         AloneRun(f"{family}{index}", ("s", "H100", family), 10 * math.exp(error), a_s if family == "a" else 10.0)
         for family, errors in log_errors.items()
@@ -207,7 +207,7 @@ def bands_of(*, a_s=10.0, **log_errors):
 
 
 def test_a_family_never_makes_its_own_band():
-    """Whatever time its rows were measured at, their bands are the same; those of other families are not."""
+    """The measured time of its rows moves the bands of other families, and not its own."""
     errors = {"a": [0.0], "b": [0.1, 0.2], "c": [-0.3], "d": [0.0], "e": [0.2]}
     near, moved = bands_of(**errors), bands_of(a_s=70.0, **errors)
     assert moved["a0"] == near["a0"]
@@ -453,8 +453,8 @@ def error_of_areals_curve(grids, published):
     return np.abs(error_KP).max(axis=0).min()
 
 
-def words_on_pairs(result, grids, published):
-    """Sentences of docs/validation.md on the pairs: all, those whose mean answer is published, and the limit, too."""
+def words_on_pairs(result, published):
+    """Sentences of docs/validation.md on the pairs: all, with a published mean answer, and with a limit, too."""
     rows = {one.id: one for one in result.rows}
 
     def scores(name, pairs, families=""):
@@ -473,14 +473,6 @@ def words_on_pairs(result, grids, published):
         yield ", ".join(f"{number:.2f}" for number in numbers[:-1]) + f" and {numbers[-1]:.2f}"
     off = np.median([abs(ratio / one.measured - 1) for ratio, one in zip(ratios, theirs, strict=True)])
     yield f"measured: {percent(off)} off in the median"
-    at = np.zeros(1), np.log([0.4]), STEP
-    areal, *speeds = (
-        math.exp(grids[one.synchronous].at(*at)[0] - grids[one.asynchronous].at(*at)[0])
-        for name in ("areal_7B_AReaLasync", "verl7b")
-        for one in result.speed_ups
-        if one.asynchronous.startswith(name)
-    )
-    yield f"AReaL would be {areal:.1f} and verl's five pairs {min(speeds):.1f} to {max(speeds):.1f} times as fast"
 
 
 def test_docs_give_the_published_times_of_trainers_apart():
@@ -554,7 +546,7 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_give_them():
     assert all(f"`{one}`" in PAGE for one in FAR_OFF)
     median, near = percent(np.median(informed)), percent(np.mean(informed <= 0.3))
     assert f"| {len(informed)} | median error {median}, {near} within 30 % |" in PAGE
-    assert [words for words in words_on_pairs(result, grids, published) if words not in WORDS] == []
+    assert [words for words in words_on_pairs(result, published) if words not in WORDS] == []
     between = re.search(r"<!-- table -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL)
     assert between is not None
     rows, _, _ = validation_markdown(result).partition("\nAsynchronous against")

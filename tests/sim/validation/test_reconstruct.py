@@ -83,7 +83,7 @@ def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest(model, gp
         ("", "model is not published"),
     ],
 )
-def test_a_model_of_unknown_size_says_so(model, reason):
+def test_a_model_of_unknown_size_is_refused(model, reason):
     assert message(reconstruct_run, run(model=model), []).startswith(reason)
 
 

@@ -1,4 +1,4 @@
-"""Rows of published runs: typed columns, what follows from them, and what is wrong with a file."""
+"""Rows of published runs: typed columns, properties of a row, words of collected rows, faults of a file."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_sequences_are_prompts_times_answers_or_stated(values, sequences):
 
 
 @pytest.mark.parametrize(("each", "steps"), [(32, 16), (None, 1), (500, 1)])
-def test_optimizer_steps_are_prompts_over_those_of_one(each, steps):
+def test_optimizer_steps_are_prompts_of_an_rl_step_over_prompts_of_one(each, steps):
     assert run(prompts_per_step=512, prompts_per_optimizer_step=each).optimizer_steps_per_rl_step == steps
 
 
-def test_gpus_and_tokens_are_those_of_the_whole_cluster():
+def test_gpus_and_tokens_are_of_the_whole_cluster():
     parts = run(gpus_gen=24, gpus_train=8, tok_s_per_gpu=10.0)
     assert (parts.gpus, parts.apart, parts.tokens_per_s) == (32, True, 320.0)
     assert not run(gpus_total=8, gpus_gen=8, gpus_train=8).apart
@@ -188,7 +188,7 @@ def test_precisions_are_read_or_assumed(precision, mode, formats, said):
     assert assumed == said
 
 
-def test_a_row_that_says_fp8_is_simulated_so():
+def test_a_row_in_fp8_is_simulated_in_fp8():
     def decode(precision):
         run = reconstruct_run(one := row("a", "sync", precision=precision), [one])
         known = {"generation": 1.0, "training": 1.0, "mean_tokens": 600.0, "rl_steps": 1}
@@ -212,7 +212,7 @@ def test_tokens_per_second_with_a_limit_of_the_family_are_predicted():
     assert by_id["bare"].fitted_to == ("whole",)
 
 
-def test_answers_per_prompt_are_said_where_only_their_product_is_published():
+def test_answers_per_prompt_are_assumed_where_only_their_product_is_published():
     one = next(one for one in shipped_runs() if one.id == "nemo_v0.6_H100_bf16_DeepSeek-V3_sync_256")
     assert "8 answers per prompt" in reconstruct_run(one, [one]).assumed
 
