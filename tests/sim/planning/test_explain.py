@@ -88,7 +88,8 @@ def test_gpus_that_make_no_whole_engine_are_paid_for_and_one_more_makes_one_of_t
     """Engines of 2 on 5: the run is that of 4 and costs a quarter more; with one more, 6 generate."""
     lists = "plan={schedulers=['conventional'], tensor_parallel=[2], generation_batch_size=[16], simulate=1}"
     steps = ("optimizer_steps=16", "plan.optimizer_steps_per_rl_step=[4]", "plan.simulate_steps=8", "price.gpu_hour=2")
-    four, five = (planned(lists, *steps, f"cluster.accelerators={number}").recommended for number in (4, 5))
+    sizes = [("scheduler.kind=conventional", f"cluster={{accelerators={number}}}") for number in (4, 5)]
+    four, five = (planned(lists, *steps, *size).recommended for size in sizes)
     assert (four.idle, five.idle, five.cluster) == (None, 1, four.cluster)
     assert five.tokens_per_s == four.tokens_per_s
     for key in ("gpu_hours", "usd", "kwh"):
