@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pipelinerl.config.run_file import load_run
 from sim.planning.answer import plan
-from sim.planning.screen import Screener, candidate_of, own_candidate, screen_all
+from sim.planning.screen import Screener, own_candidate, screen_all
 from sim.planning.simulate import HowToPlan, Job, Runner, simulate_job
-from sim.planning.space import SearchSpace, all_choices
+from sim.planning.space import SearchSpace
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plan_qwen7b_128_h100.toml"
@@ -28,10 +28,8 @@ def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(b
 
     def screened():
         space = SearchSpace.of(config)
-        choices = all_choices(space)
-        candidates = (candidate_of(choice, space) for choice in choices)
-        screen_all(candidates, space.limits, Screener(config, space.answers))
-        return len(choices)
+        kept, rejected = screen_all(space, Screener(config, space.answers))
+        return len(kept) + len(rejected)
 
     number = benchmark.pedantic(screened, rounds=3, warmup_rounds=1)
     seconds = benchmark.stats.stats.min
@@ -69,7 +67,7 @@ def test_two_processes_are_nearly_twice_as_fast_as_one(benchmark, table):
 
     def seconds(workers):
         before = time.perf_counter()
-        Runner(HowToPlan(workers=workers)).run("simulations", jobs)
+        Runner(HowToPlan(workers=workers)).run(jobs)
         return time.perf_counter() - before
 
     one = seconds(1)

@@ -1,9 +1,10 @@
 """Search for the best way to run: screen every candidate, simulate the best, and explain the recommendation.
 
-Theory of operation. ``space`` lists the choices, ``screen`` screens them, ``choose`` says which are simulated, in
+Theory of operation. ``space`` lists the choices, ``screen`` screens them, ``choose`` picks the next to simulate, in
 rounds, with at least two of every kind of schedule. The second half of the ``simulate_steps``, in whole RL steps,
 stands for the rest of a run. Outcomes within the limits, and candidates likely to be, are compared over draws of the
-unknowns; the one that loses least is simulated if it was not. ``choose`` ranks the outcomes; ``explain`` says why.
+unknowns; the candidate with the least expected regret is simulated if it was not. ``choose`` ranks the outcomes,
+``explain`` gives the reasons.
 """
 
 from __future__ import annotations
@@ -50,13 +51,12 @@ from sim.planning.choose import (
 from sim.planning.explain import (
     not_tried,
     screened_columns,
-    simulated_out,
     synchronous_is_faster,
     verdict,
     why_infeasible,
     why_none_kept,
 )
-from sim.planning.screen import Candidate, Screened, Screener, candidate_of, own_candidate, screen_all
+from sim.planning.screen import Candidate, Screened, Screener, own_candidate, screen_all, within_limits
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
 from sim.planning.space import BATCH_SIZES, SearchSpace, all_choices, check_lists
 
@@ -72,11 +72,8 @@ def best_screened(tables: Mapping[str, Any]) -> dict[str, Screened]:
     """Return the fastest of some candidates within the limits by scheduler, fastest first; ConfigError if invalid."""
     config = parse_run(with_placeholders(tables, resized=True)[0])
     space = SearchSpace.of(config.model_copy(update={"plan": _some(config)}))
-    candidates = (candidate_of(one, space) for one in all_choices(space))
-    kept, _ = screen_all(candidates, space.limits, Screener(config, space.answers))
-    within = [one for one in kept if one.breaks(space.limits) is None]
     best: dict[str, Screened] = {}
-    for one in sorted(within, key=lambda one: -one.tokens_per_s):
+    for one in within_limits(space, Screener(config, space.answers)):
         best.setdefault(one.candidate.family, one)
     return best
 
@@ -114,14 +111,10 @@ def _with_choices(
     """Return assumptions, the most influential first, with screened effects of keys that no draw moves."""
     others = {one.key: one.others for one in assumed}
     base = best_screened(tables) if any(not row.instead for row in rows) else {}
-    made = [
-        row
-        if row.instead
-        else row.model_copy(
-            update={"instead": [_instead(tables, row.key, other, base, family) for other in others[row.key]]}
-        )
-        for row in rows
-    ]
+    made = []
+    for row in rows:
+        instead = row.instead or [_instead(tables, row.key, other, base, family) for other in others[row.key]]
+        made.append(row.model_copy(update={"instead": instead}))
     return sorted(made, key=lambda row: -row.largest)
 
 
@@ -136,14 +129,9 @@ def compared_with(name: str, other: PlanReport, tables: Mapping[str, Any]) -> Ag
     ]
     return Against(
         name=name,
-        label=best.label,
-        family=best.family,
-        tokens_per_s=best.tokens_per_s,
-        lag_mean=best.lag_mean,
-        cost=best.cost,
-        verdict=best.verdict,
         complete=other.search.complete,
         changed=sorted(changed, key=lambda one: -abs((one.alone.throughput or 1.0) - 1)),
+        **{field: getattr(best, field) for field in Against.model_fields if hasattr(best, field)},
     )
 
 
@@ -212,16 +200,12 @@ class _Search:
         self.choices = all_choices(self.space)
         check_lists(self.space, self.choices)
         self.screener = Screener(config, self.space.answers)
-        candidates = (candidate_of(choice, self.space) for choice in self.choices)
-        self.kept, self.rejected = screen_all(candidates, self.limits, self.screener)
+        self.kept, self.rejected = screen_all(self.space, self.screener, self.choices)
         if not self.kept:
             raise ConfigError(why_infeasible(self.rejected, self.space))
         self.own = own_candidate(self.space)
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
-        excluded_because = self.space.memory.excluded_because(
-            tensor_parallel=config.cluster.tensor_parallel, training_accelerators=config.training_accelerators
-        )
-        self.own_runs = excluded_because is None and whole
+        self.own_runs = whole and self.space.memory.excluded_because(config) is None
         self.total = min(max(self.plan.simulate, 1 + self.own_runs), len(self.kept) + self.own_runs)
 
     def simulated(self, runner: Runner) -> list[Outcome]:
@@ -238,9 +222,7 @@ class _Search:
                 break
             chosen = next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
             jobs = [self.job(one) for one in (*own, *(one.candidate for one in chosen))]
-            ended = runner.run(
-                "simulations", jobs[: self.total - len(outcomes)], before=len(outcomes), total=self.total
-            )
+            ended = runner.run(jobs[: self.total - len(outcomes)], before=len(outcomes), total=self.total)
             if not ended:
                 break
             outcomes += ended
@@ -255,14 +237,10 @@ class _Search:
 
     def within(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes of the kinds asked for that keep to the limits."""
-        return [one for one in outcomes if self._is_asked_for(one) and self._keeps(one)]
+        return [one for one in outcomes if self._is_asked_for(one) and one.rejected(self.limits) is None]
 
     def _is_asked_for(self, outcome: Outcome) -> bool:
         return outcome.candidate.family in self.plan.schedulers
-
-    def _keeps(self, outcome: Outcome) -> bool:
-        lag = self.limits.lag
-        return (lag is None or outcome.lag_max <= lag) and outcome.breaks(self.limits) is None
 
     def report(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[PlanReport, Candidate]:
         """Return the content of plan.json, and the recommended candidate.
@@ -272,38 +250,38 @@ class _Search:
         tried = [one for one in outcomes if self._is_asked_for(one)]
         if not tried:
             raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
-        within = self.within(tried)
-        simulated = [one.candidate.label for one in outcomes]
-        num_left = sum(one.candidate.label not in simulated for one in self.kept)
-        if not within and num_left:
-            raise ConfigError(why_none_kept(tried, self.space, num_kept=len(self.kept), num_left=num_left))
-        if not within:
-            raise ConfigError(why_infeasible(self.rejected + simulated_out(tried, self.limits), self.space))
+        broken = [(one, rejected) for one in tried if (rejected := one.rejected(self.limits)) is not None]
+        if len(broken) == len(tried):
+            simulated = [one.candidate.label for one in outcomes]
+            num_left = sum(one.candidate.label not in simulated for one in self.kept)
+            if num_left:
+                raise ConfigError(why_none_kept(broken, self.space, num_kept=len(self.kept), num_left=num_left))
+            raise ConfigError(why_infeasible(self.rejected + [rejected for _, rejected in broken], self.space))
         guessed = {one.key for one in self.assumed}
-        draws = make_draws(self.config, self.space.measured, guessed=guessed, seed=self.config.seed)
+        draws = make_draws(self.config, self.space.measured, guessed=guessed)
         outcomes, drawn = self._compared(outcomes, draws, runner)
-        factors = self._factors(outcomes)
-        shares = drawn.shares(factors)
 
         def share(one: Outcome) -> float:
-            return shares[one.candidate.label]
+            return drawn.shares[one.candidate.label]
 
         ranked = in_order(self.within(outcomes), share)
         best = ranked[0]
         other = next((one for one in ranked if one.candidate.layout != best.candidate.layout), None)
-        by_family = {
-            family: [one for one in ranked if one.candidate.family == family]
-            for family in dict.fromkeys(self.plan.schedulers)
+        families = {
+            family: best_of(some, share)
+            if (some := [one for one in ranked if one.candidate.family == family])
+            else None
+            for family in self.plan.schedulers
         }
-        families = {family: best_of(some, share) if some else None for family, some in by_family.items()}
         own = next((one for one in outcomes if one.candidate.label == self.own.label), None)
-        left_out = [own.candidate] if own is not None and own.candidate.label not in shares else []
+        left_out = [own.candidate] if own is not None and own.candidate.label not in drawn.shares else []
         known = drawn.with_candidates(self.space, left_out) if left_out else drawn
         described = {
-            one.candidate.label: self._described(one, known, factors)
+            one.candidate.label: self._described(one, known)
             for one in (best, other, own, *families.values())
             if one is not None
         }
+        second = None if other is None else described[other.candidate.label]
         slower = synchronous_is_faster([one for one in families.values() if one], self.space, self.screener, tie=TIE)
         front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
@@ -315,7 +293,7 @@ class _Search:
                 mean_lag_limit=self.limits.mean_lag,
             ),
             asked=asked_of(self.config, whole=self.whole),
-            assumed=effects_of(self.assumed, drawn, best.candidate.label, factors),
+            assumed=effects_of(self.assumed, drawn, best.candidate.label),
             search=self._search_report(outcomes, runner),
             warnings=[*self.space.measured.doubts, *filter(None, [slower])],
             certainty=certainty(
@@ -323,34 +301,29 @@ class _Search:
                 drawn,
                 best,
                 expected=best_of(ranked),
-                factors=factors,
                 screener=self.screener,
                 run_file=self.run_file,
                 whole=self.whole,
             ),
-            recommended=PlannedCandidate(**described[best.candidate.label]),
+            recommended=described[best.candidate.label],
             runner_up=None
-            if other is None
-            else RunnerUp(
-                **described[other.candidate.label],
-                why=why_not(other, best, share, described[other.candidate.label]["verdict"]),
-            ),
+            if other is None or second is None
+            else RunnerUp(**dict(second), why=why_not(other, best, share, second.verdict)),
             families={
-                family: None if one is None else PlannedCandidate(**described[one.candidate.label])
-                for family, one in families.items()
+                family: None if one is None else described[one.candidate.label] for family, one in families.items()
             },
             own=None
             if own is None
             else OwnRun(
-                **described[own.candidate.label],
-                keeps_to_limits=self._keeps(own),
+                **dict(described[own.candidate.label]),
+                keeps_to_limits=own.rejected(self.limits) is None,
                 among_schedulers=self._is_asked_for(own),
                 recommended_over_own=best.tokens_per_s / own.tokens_per_s,
             ),
             simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
             front=[ranked[index].candidate.label for index in front],
             screened=screened_columns(self.kept),
-            sensitivity=sensitivity(drawn, best.candidate.label, factors, least=CHANGE),
+            sensitivity=sensitivity(drawn, best.candidate.label, least=CHANGE),
             splits=split_curve(self.space, best.candidate, self.screener, draws),
         )
         return report, best.candidate
@@ -363,7 +336,7 @@ class _Search:
             simulated_steps=self.steps,
             complete=not runner.interrupted and not runner.failures,
             failures=sorted(runner.failures),
-            within_limits=sum(map(self._keeps, outcomes)),
+            within_limits=sum(one.rejected(self.limits) is None for one in outcomes),
             lag_ratios={family: one.ratio for family, one in check_lags(outcomes, self.kept).items()},
             not_tried=not_tried(self.space, self.choices, self.kept, self.rejected),
         )
@@ -371,7 +344,7 @@ class _Search:
     def _compared(
         self, outcomes: Sequence[Outcome], draws: Draws, runner: Runner
     ) -> tuple[list[Outcome], DrawnCandidates]:
-        """Compare the simulated candidates and those likely to keep to the limits over draws.
+        """Compare candidates over draws: the simulated ones, and others that are likely to keep to the limits.
 
         The candidate that loses least on average is simulated if it was not, then the others, up to ``plan.simulate``.
         """
@@ -379,61 +352,52 @@ class _Search:
         outcomes, done = list(outcomes), {one.candidate.label for one in outcomes}
         likely = likely_to_keep(self.kept, self.limits, outcomes)
         others = next_to_simulate(likely, self.limits, MOST_COMPARED, outcomes=outcomes) if likely else []
-        compared = {one.candidate.label: one.candidate for one in self.within(outcomes)}
-        unsimulated = {one.candidate.label: one.candidate for one in others if one.candidate.label not in done}
-        compared |= dict(list(unsimulated.items())[: max(0, MOST_COMPARED - len(compared))])
-        drawn = DrawnCandidates.of(self.config, self.space.answers, list(compared.values()), draws)
+        compared = [one.candidate for one in self.within(outcomes)]
+        unsimulated = [one.candidate for one in others if one.candidate.label not in done]
+        compared += unsimulated[: max(0, MOST_COMPARED - len(compared))]
+        drawn = self._corrected(DrawnCandidates.of(self.space, compared, draws), outcomes)
         runner.on_progress("certainty", 1, 1)
         while len(outcomes) < self.total:
-            shares = drawn.shares(self._factors(outcomes))
             left = [one for one in drawn.candidates if one.label not in done]
             if not left:
                 break
-            first = max(drawn.candidates, key=lambda one: shares[one.label])
-            chosen = first if first in left else max(left, key=lambda one: shares[one.label])
-            ended = runner.run("simulations", [self.job(chosen)], before=len(outcomes), total=self.total)
+            chosen = max(left, key=lambda one: drawn.shares[one.label])
+            ended = runner.run([self.job(chosen)], before=len(outcomes), total=self.total)
             if not ended:
                 break
-            if not self.within(ended):
-                drawn = drawn.without([chosen.label])
             done.add(chosen.label)
             outcomes += ended
+            drawn = self._corrected(drawn if self.within(ended) else drawn.without(chosen.label), outcomes)
         return outcomes, drawn
 
-    def _described(self, outcome: Outcome, drawn: DrawnCandidates, factors: Mapping[str, float]) -> dict[str, Any]:
-        """Return the fields of ``PlannedCandidate``."""
+    def _corrected(self, drawn: DrawnCandidates, outcomes: Sequence[Outcome]) -> DrawnCandidates:
+        """Return drawn candidates corrected by simulations."""
+        screened = [self.screener.screen(one.candidate).tokens_per_s for one in outcomes]
+        pairs = zip(outcomes, screened, strict=True)
+        return replace(drawn, factors={one.candidate.label: one.tokens_per_s / rate for one, rate in pairs})
+
+    def _described(self, outcome: Outcome, drawn: DrawnCandidates) -> PlannedCandidate:
         config = outcome.candidate.config
-        return dict(self._numbers(outcome)) | {
-            "cluster": config.cluster,
-            "scheduler": config.scheduler,
-            "environments": config.environment and config.environment.count,
-            "idle": outcome.candidate.idle or None,
-            "band": drawn.band(outcome.candidate.label, factors),
-            "verdict": verdict(outcome, self.screener, self.limits),
-        }
+        return PlannedCandidate(
+            **dict(self._numbers(outcome)),
+            cluster=config.cluster,
+            scheduler=config.scheduler,
+            environments=None if config.environment is None else config.environment.count,
+            idle=outcome.candidate.idle or None,
+            band=drawn.band(outcome.candidate.label),
+            verdict=verdict(outcome, self.screener, self.limits),
+        )
 
     def _numbers(self, outcome: Outcome) -> CandidateNumbers:
+        shared = {name: getattr(outcome, name) for name in CandidateNumbers.model_fields if hasattr(outcome, name)}
         tokens = outcome.tokens_per_s * outcome.seconds
         return CandidateNumbers(
             label=outcome.candidate.label,
             family=outcome.candidate.family,
-            tokens_per_s=outcome.tokens_per_s,
-            step_s=outcome.step_s,
             hours=outcome.seconds / 3600,
             cost=self.prices.rates(outcome.candidate.rented).cost(outcome.seconds, tokens=tokens),
-            lag_mean=outcome.lag_mean,
-            lag_max=outcome.lag_max,
-            ess=outcome.ess,
-            training=outcome.training,
-            publishing=outcome.publishing,
-            waiting=outcome.waiting,
+            **shared,
         )
-
-    def _factors(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        """Return simulated over screened throughput by label."""
-        return {
-            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
-        }
 
 
 # ---------------------------------------------------------------------------------------- several cases of one question
@@ -456,12 +420,12 @@ class PlannedCase:
 
 
 def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
-    """Plan every case of a question; the first also tells the effects of its assumptions, and is compared.
+    """Plan every case of a question; the first also gets the effects of its assumptions, and is compared.
 
     On Ctrl-C the case under way keeps its simulations, and later ones are left out. Raises ConfigError if the input is
     wrong or no case keeps to the limits, RunFailedError if no simulation ended.
     """
-    for case in question.cases:  # what the catalogue does not know is wrong input, and no case that does not fit
+    for case in question.cases:  # an unknown name is wrong input, and no case that does not fit
         if named := named_hardware(case.config.hardware):
             named_engine(case.config.hardware, *named)
     several, done = len(question.cases) > 1, list[PlannedCase]()

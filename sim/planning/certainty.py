@@ -5,7 +5,7 @@ the coefficients that do not move all seconds alike; the steady state of every c
 the run file is as certain as a measurement where it decides a whole time, and exact where it is a choice of the user.
 
 A candidate is *right* in a draw if it is the fastest there, within ``TIE``; its *regret* is its loss against the
-fastest. A limit broken in a draw costs no throughput: its probability is told beside the regret. Bands, sensitivity,
+fastest. A limit broken in a draw costs no throughput: its probability is given beside the regret. Bands, sensitivity,
 effects of assumptions, probabilities and the value of a measurement are all read from these draws.
 
 Shapes: D draws, C candidates.
@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import chain, combinations
 from statistics import NormalDist
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelinerl.calibration.measured import Measured
 from pipelinerl.calibration.solve import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS
@@ -48,12 +50,10 @@ from pipelinerl.records.plan_report import (
 from pipelinerl.theory.lengths import Lengths, LengthStatistics
 from pipelinerl.util.arrays import FloatArray, IntArray
 from sim.planning.choose import TIE
-from sim.planning.explain import NOTHING, changed, screened_synchronous
+from sim.planning.explain import NOTHING, screened_synchronous
 from sim.planning.screen import Candidate, Screener
 from sim.planning.simulate import Outcome
 from sim.planning.space import AXES, Limits, SearchSpace, choice_of
-
-SecondsTable = TypeVar("SecondsTable", WeightTransferConfig, PhaseSwitchConfig)
 
 PERCENTILES = (0.1, 0.9)
 """Ends of a band."""
@@ -92,6 +92,10 @@ class Unknown(StrEnum):
     """On its whole step."""
 
 
+OWN_WEIGHTS = {False: Unknown.WEIGHTS_APART, True: Unknown.WEIGHTS_COLOCATED}
+"""The unknown on each arm's own part of the weight transfer, by colocated."""
+OWN_RUN = {False: Unknown.RUN_APART, True: Unknown.RUN_COLOCATED}
+"""The unknown on each arm's whole step, by colocated."""
 NOT_DRAWN = (
     "sync_s_per_root_gb", "stream_bandwidth", "nccl_bandwidth", "file_bandwidth", "host_bandwidth",
     "switch_to_training_s", "switch_to_generation_s",
@@ -126,19 +130,17 @@ def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()
 def _weights(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
     """Return the spreads of the weight transfer: common to both arms, and each arm's own.
 
-    An arm that was measured tells only the sum of both, so the other stays as uncertain as it was.
+    A measured arm shows only the sum of both, so the other arm stays as uncertain as it was.
     """
     given, (common, own) = config.hardware, _unmeasured_weights(config)
-    arms = {False: Unknown.WEIGHTS_APART, True: Unknown.WEIGHTS_COLOCATED}
     if not given.by_name or "sync_s_per_root_gb" in given.coefficients:
-        return {Unknown.WEIGHTS: prior.MEASURED_SD, **dict.fromkeys(arms.values(), 0.0)}
-    if given.weights is not None:
-        known, other = config.colocated, not config.colocated
-        return {Unknown.WEIGHTS: prior.MEASURED_SD, arms[known]: 0.0, arms[other]: own[other]}
-    if measured.weights:
-        sds = {arm: prior.MEASURED_SD if arm in measured.weights else math.hypot(common, own[arm]) for arm in arms}
-        return {Unknown.WEIGHTS: 0.0, **{arms[arm]: sd for arm, sd in sds.items()}}
-    return {Unknown.WEIGHTS: common, **{arms[arm]: own[arm] for arm in arms}}
+        common, own = prior.MEASURED_SD, dict.fromkeys(own, 0.0)
+    elif given.weights is not None:
+        common, own = prior.MEASURED_SD, own | {config.colocated: 0.0}
+    elif measured.weights:
+        apart = {arm: math.hypot(common, sd) for arm, sd in own.items()}
+        common, own = 0.0, apart | dict.fromkeys(measured.weights, prior.MEASURED_SD)
+    return {Unknown.WEIGHTS: common, **{OWN_WEIGHTS[arm]: sd for arm, sd in own.items()}}
 
 
 def _unmeasured_weights(config: RunConfig) -> tuple[float, dict[bool, float]]:
@@ -166,44 +168,35 @@ def _level_sd(name: str) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Draws of all that is not known."""
+    """Draws of every uncertain number."""
 
-    logs_D: dict[Unknown, FloatArray]
-    """Log of each factor by draw."""
-    coefficients_D: dict[str, FloatArray]
+    values_D: dict[str, FloatArray]
+    """Log of each factor, and each uncertain coefficient, by draw."""
     sds: dict[Unknown, float]
-    """Standard deviation of each of these logs."""
+    """Standard deviation of the log of each factor."""
 
     @property
     def unknowns(self) -> dict[str, FloatArray]:
-        """Every unknown that differs between draws, by name: logs of factors, and coefficients."""
-        every = {**{name.value: log_D for name, log_D in self.logs_D.items()}, **self.coefficients_D}
-        return {name: value_D for name, value_D in every.items() if value_D.std() > 0}
+        """The values that differ between draws."""
+        return {name: value_D for name, value_D in self.values_D.items() if value_D.std() > 0}
 
     @property
     def number(self) -> int:
         """Draws (count)."""
-        return len(self.logs_D[Unknown.GENERATION])
+        return len(self.values_D[Unknown.GENERATION])
 
     def first(self, number: int) -> Self:
         """Return the first draws."""
-        logs_D = {name: log_D[:number] for name, log_D in self.logs_D.items()}
-        return replace(
-            self, logs_D=logs_D, coefficients_D={k: one_D[:number] for k, one_D in self.coefficients_D.items()}
-        )
+        return replace(self, values_D={name: value_D[:number] for name, value_D in self.values_D.items()})
 
     def weights(self, *, colocated: bool) -> FloatArray:
         """Return the log of the factor on an arm's weight transfer."""
-        own = Unknown.WEIGHTS_COLOCATED if colocated else Unknown.WEIGHTS_APART
-        return self.logs_D[Unknown.WEIGHTS] + self.logs_D[own]
+        return self.values_D[Unknown.WEIGHTS] + self.values_D[OWN_WEIGHTS[colocated]]
 
-    def run(self, *, colocated: bool) -> FloatArray:
-        """Return the log of what an arm's step lasts longer than its parts."""
-        return self.logs_D[Unknown.RUN_COLOCATED if colocated else Unknown.RUN_APART]
-
-    def screener(self, draw: int, config: RunConfig, answers: LengthStatistics) -> Screener:
+    def screener(self, draw: int, space: SearchSpace) -> Screener:
         """Return the screener of one draw, counted from 0."""
-        factors = {name: math.exp(log_D[draw]) for name, log_D in self.logs_D.items()}
+        config = space.config
+        factors = {name: math.exp(self.values_D[name][draw]) for name in self.sds}
 
         def drawn(central: ResolvedHardware, colocated: bool) -> ResolvedHardware:
             weights = math.exp(self.weights(colocated=colocated)[draw])
@@ -216,8 +209,8 @@ class Draws:
             }
             return central.model_copy(update=tables)
 
-        longer = longer_answers(answers, factors[Unknown.ANSWERS], longest=config.workload.length.max)
-        coefficients = {name: float(value_D[draw]) for name, value_D in self.coefficients_D.items()}
+        longer = longer_answers(space.answers, factors[Unknown.ANSWERS], longest=config.workload.length.max)
+        coefficients = {name: float(value_D[draw]) for name, value_D in self.values_D.items() if name not in self.sds}
         hardware: dict[str, object] = {}
         if config.hardware.by_name:
             hardware = {"level": Level.CENTRAL, "coefficients": {**config.hardware.coefficients, **coefficients}}
@@ -225,20 +218,19 @@ class Draws:
 
 
 def make_draws(
-    config: RunConfig, measured: Measured, *, guessed: Collection[str] = (), number: int = NUM_DRAWS, seed: int = 0
+    config: RunConfig, measured: Measured, *, guessed: Collection[str] = (), number: int = NUM_DRAWS
 ) -> Draws:
     """Return draws; each unknown is spread evenly over its distribution, and apart from all others."""
     stated = stated_coefficients(config)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(config.seed)
     sds = spreads(config, measured, guessed)
-    logs_D = {name: sd * _normals(number, generator) for name, sd in sds.items()}
-    coefficients_D = {}
+    values_D = {name.value: sd * _normals(number, generator) for name, sd in sds.items()}
     for name, entry in coefficient_table().items():
-        normal_D = _normals(number, generator)  # drawn in any case: what is stated does not move the other draws
+        normal_D = _normals(number, generator)  # drawn in any case: a stated coefficient does not move the other draws
         values = {level: float(entry[level]) for level in Level}
         if config.hardware.by_name and name not in (*stated, *NOT_DRAWN) and len(set(values.values())) > 1:
-            coefficients_D[name] = between_levels(values, normal_D)
-    return Draws(logs_D, coefficients_D, sds)
+            values_D[name] = between_levels(values, normal_D)
+    return Draws(values_D, sds)
 
 
 def _normals(number: int, generator: np.random.Generator) -> FloatArray:
@@ -247,7 +239,7 @@ def _normals(number: int, generator: np.random.Generator) -> FloatArray:
     return np.array([inverse((part + 0.5) / number) for part in generator.permutation(number)])
 
 
-def _longer(table: SecondsTable, factor: float) -> SecondsTable:
+def _longer(table: WeightTransferConfig | PhaseSwitchConfig, factor: float) -> WeightTransferConfig | PhaseSwitchConfig:
     return table.model_copy(update={name: value * factor for name, value in table.model_dump().items()})
 
 
@@ -268,77 +260,71 @@ class DrawnCandidates:
 
     draws: Draws
     candidates: Sequence[Candidate]
-    screened_DC: FloatArray
-    """Log of the throughput."""
-    lag_DC: FloatArray
-    """Mean lag (optimizer steps)."""
-    hours_DC: FloatArray
-    """GPU-hours of the whole run."""
+    numbers_3DC: FloatArray
+    """By the screening: log of the throughput, mean lag (optimizer steps), GPU-hours of the whole run."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Simulated over screened throughput by label; a candidate without simulation has the mean of its kind."""
 
     @classmethod
-    def of(cls, config: RunConfig, answers: LengthStatistics, candidates: Sequence[Candidate], draws: Draws) -> Self:
-        """Screen candidates of a run file and its prompts and answers in every draw."""
-        screened_DC, lag_DC, hours_DC = np.empty((3, draws.number, len(candidates)))
+    def of(cls, space: SearchSpace, candidates: Sequence[Candidate], draws: Draws) -> Self:
+        """Screen candidates in every draw."""
+        numbers_3DC = np.empty((3, draws.number, len(candidates)))
         for draw in range(draws.number):
-            screener = draws.screener(draw, config, answers)
-            rows = [screener.screen(one) for one in candidates]
-            screened_DC[draw] = np.log([row.tokens_per_s for row in rows])
-            lag_DC[draw] = [row.estimate.lag_mean for row in rows]
-            hours_DC[draw] = [row.gpu_hours for row in rows]
-        run_DC = np.stack([draws.run(colocated=one.schedule.colocated) for one in candidates], axis=1)
-        return cls(draws, candidates, screened_DC - run_DC, lag_DC, hours_DC * np.exp(run_DC))
+            screener = draws.screener(draw, space)
+            for place, one in enumerate(candidates):
+                row = screener.screen(one)
+                numbers_3DC[:, draw, place] = row.tokens_per_s, row.estimate.lag_mean, row.gpu_hours
+        run_DC = np.stack([draws.values_D[OWN_RUN[one.schedule.colocated]] for one in candidates], axis=1)
+        numbers_3DC[0] = np.log(numbers_3DC[0]) - run_DC
+        numbers_3DC[2] *= np.exp(run_DC)
+        return cls(draws, candidates, numbers_3DC)
+
+    @cached_property
+    def log_rates(self) -> FloatArray:
+        """Log of the throughput, corrected by the simulations."""
+        known: dict[str, list[float]] = {}
+        for one in self.candidates:
+            known.setdefault(one.family, []).extend([self.factors[one.label]] if one.label in self.factors else [])
+        usual = {family: float(np.mean(some or [*self.factors.values(), 1.0])) for family, some in known.items()}
+        log_C: FloatArray = np.log([self.factors.get(one.label, usual[one.family]) for one in self.candidates])
+        return np.asarray(self.numbers_3DC[0] + log_C)
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Throughput of every candidate over that of the fastest, on average: 1 - regret; by label."""
+        return dict(zip([one.label for one in self.candidates], mean_shares(self.log_rates), strict=True))
 
     def place(self, label: str) -> int:
         """Return the column of a candidate."""
         return [one.label for one in self.candidates].index(label)
 
     def with_candidates(self, space: SearchSpace, more: Sequence[Candidate]) -> Self:
-        """Return these and further candidates of the same run file, screened in the same draws."""
-        new = type(self).of(space.config, space.answers, more, self.draws)
-        pairs = ((self.screened_DC, new.screened_DC), (self.lag_DC, new.lag_DC), (self.hours_DC, new.hours_DC))
-        return type(self)(self.draws, [*self.candidates, *more], *(np.concatenate(pair, axis=1) for pair in pairs))
+        """Return these and further candidates, screened in the same draws."""
+        new = type(self).of(space, more, self.draws)
+        numbers_3DC = np.concatenate([self.numbers_3DC, new.numbers_3DC], axis=2)
+        return replace(self, candidates=[*self.candidates, *more], numbers_3DC=numbers_3DC)
 
-    def without(self, labels: Collection[str]) -> Self:
-        """Return all candidates but some."""
-        left = [place for place, one in enumerate(self.candidates) if one.label not in labels]
-        arrays = (self.screened_DC, self.lag_DC, self.hours_DC)
-        return type(self)(
-            self.draws, [self.candidates[place] for place in left], *(one_DC[:, left] for one_DC in arrays)
-        )
+    def without(self, label: str) -> Self:
+        """Return all candidates but one."""
+        left = [place for place, one in enumerate(self.candidates) if one.label != label]
+        candidates = [self.candidates[place] for place in left]
+        return replace(self, candidates=candidates, numbers_3DC=self.numbers_3DC[:, :, left])
 
-    def log_rates(self, factors: Mapping[str, float]) -> FloatArray:
-        """Return the log of the throughput of every candidate in every draw, shape [D, C].
-
-        ``factors``, by label, are simulated over screened throughput; another candidate has the mean of its kind.
-        """
-        known: dict[str, list[float]] = {}
-        for one in self.candidates:
-            known.setdefault(one.family, []).extend([factors[one.label]] if one.label in factors else [])
-        usual = {family: float(np.mean(some or [*factors.values(), 1.0])) for family, some in known.items()}
-        log_C: FloatArray = np.log([factors.get(one.label, usual[one.family]) for one in self.candidates])
-        return self.screened_DC + log_C
-
-    def shares(self, factors: Mapping[str, float]) -> dict[str, float]:
-        """Return the throughput of every candidate over that of the fastest, on average: 1 - regret; by label."""
-        return dict(zip([one.label for one in self.candidates], mean_shares(self.log_rates(factors)), strict=True))
-
-    def band(self, label: str, factors: Mapping[str, float]) -> Band:
+    def band(self, label: str) -> Band:
         """Return the band of a candidate's throughput (tokens/s)."""
-        low, high = np.quantile(np.exp(self.log_rates(factors)[:, self.place(label)]), PERCENTILES)
+        low, high = np.quantile(np.exp(self.log_rates[:, self.place(label)]), PERCENTILES)
         return Band(low=float(low), high=float(high))
 
-    def keeps(self, label: str, limits: Limits, *, slower: float, staler: float) -> float | None:
-        """Return the probability that a candidate keeps to the limits; None if no limit depends on the draws.
+    def keeps(self, label: str, limits: Limits, *, staler: float) -> float | None:
+        """Return the probability that a simulated candidate keeps to the limits; None if none depends on the draws.
 
-        The largest lag is kept by waiting. ``slower`` is screened over simulated throughput, ``staler`` simulated over
-        screened mean lag.
+        The largest lag is kept by waiting. ``staler`` is simulated over screened mean lag.
         """
-        if limits.free_of_draws:
+        if limits.broken(math.inf, math.inf, ess=0.0) is None:
             return None
-        place = self.place(label)
-        lag_D, hours_D = self.lag_DC[:, place] * staler, self.hours_DC[:, place] * slower
+        place, slower = self.place(label), 1 / self.factors[label]
         limits = limits.at(self.candidates[place].rented)
-        broken = [limits.broken(lag, hours) for lag, hours in zip(lag_D, hours_D, strict=True)]
+        broken = [limits.broken(lag * staler, hours * slower) for lag, hours in self.numbers_3DC[1:, :, place].T]
         return broken.count(None) / len(broken)
 
 
@@ -348,24 +334,21 @@ def mean_shares(log_DC: FloatArray) -> list[float]:
     return share_C
 
 
-def sensitivity(
-    drawn: DrawnCandidates, label: str, factors: Mapping[str, float], *, least: float
-) -> list[UnknownEffect]:
+def sensitivity(drawn: DrawnCandidates, label: str, *, least: float) -> list[UnknownEffect]:
     """Return the effect of each unknown on the recommendation (``label``), the largest first.
 
-    The log of its throughput is regressed on all unknowns at once, as no draw moves one of them alone. ``factors`` as
-    in ``log_rates``; a relative difference of ``least`` makes another decision.
+    The log of its throughput is regressed on all unknowns at once, as no draw moves one of them alone. A relative
+    difference of ``least`` makes another decision.
     """
-    log_DC, place = drawn.log_rates(factors), drawn.place(label)
-    unknown, rows = drawn.draws.unknowns, []
-    for name, slope in _slopes(unknown, log_DC[:, place]).items():
+    place, unknown, rows = drawn.place(label), drawn.draws.unknowns, []
+    for name, slope in _slopes(unknown, drawn.log_rates[:, place]).items():
         value_D = unknown[name]
         row = UnknownEffect(
             unknown=name,
             low=math.exp(-prior.END_SDS * slope),
             high=math.exp(prior.END_SDS * slope),
-            instead_low=_instead(drawn, log_DC[value_D <= np.quantile(value_D, FIFTH)], place, least),
-            instead_high=_instead(drawn, log_DC[value_D >= np.quantile(value_D, 1 - FIFTH)], place, least),
+            instead_low=_instead(drawn, value_D <= np.quantile(value_D, FIFTH), place, least),
+            instead_high=_instead(drawn, value_D >= np.quantile(value_D, 1 - FIFTH), place, least),
         )
         if row.largest > NOTHING or row.changes_decision:
             rows.append(row)
@@ -379,41 +362,33 @@ def _slopes(unknown: Mapping[str, FloatArray], log_D: FloatArray) -> dict[str, f
     return dict(zip(unknown, slope_K[1:], strict=True))
 
 
-def _instead(drawn: DrawnCandidates, log_DC: FloatArray, place: int, least: float) -> str | None:
+def _instead(drawn: DrawnCandidates, chosen_D: NDArray[np.bool_], place: int, least: float) -> str | None:
     """Return the candidate that loses least in some of the draws, if it is another layout and not a tie."""
-    shares = mean_shares(log_DC)
+    shares = mean_shares(drawn.log_rates[chosen_D])
     best = int(np.argmax(shares))
     same = drawn.candidates[best].layout == drawn.candidates[place].layout
     return None if same or shares[best] <= (1 + least) * shares[place] else drawn.candidates[best].label
 
 
-def effects_of(
-    assumed: Sequence[Assumption], drawn: DrawnCandidates, label: str, factors: Mapping[str, float]
-) -> list[Assumed]:
+def effects_of(assumed: Sequence[Assumption], drawn: DrawnCandidates, label: str) -> list[Assumed]:
     """Return the assumptions, the most influential first, with the effects of other values on the recommendation."""
-    log_DC, draws, family = drawn.log_rates(factors), drawn.draws, drawn.candidates[drawn.place(label)].family
-    fastest_D = np.array([drawn.candidates[one].family for one in log_DC.argmax(axis=1)])
-    unknown, slopes = draws.unknowns, _slopes(draws.unknowns, log_DC[:, drawn.place(label)])
+    families = [one.family for one in drawn.candidates]
+    fastest_D, place = np.array(families)[drawn.log_rates.argmax(axis=1)], drawn.place(label)
+    unknown, slopes = drawn.draws.unknowns, _slopes(drawn.draws.unknowns, drawn.log_rates[:, place])
 
     def instead(name: str, other: Any, log_ratio: float) -> Instead:
         value_D = unknown[name]
-        near_D = np.argsort(abs(value_D - log_ratio))[: round(FIFTH * draws.number)]
+        near_D = np.argsort(abs(value_D - log_ratio))[: round(FIFTH * drawn.draws.number)]
         kinds, counts = np.unique(fastest_D[near_D], return_counts=True)
         first = str(kinds[counts.argmax()])
         ratio = math.exp(slopes[name] * log_ratio / value_D.std())
-        return Instead(value=other, throughput=ratio, fastest=None if first == family else first)
+        return Instead(value=other, throughput=ratio, fastest=None if first == families[place] else first)
 
     rows = []
     for one in assumed:
-        name = DRAWN_KEYS.get(one.key)
-        others = [(other, _log_ratio(one, other)) for other in one.others] if name in unknown else []
-        rows.append(
-            Assumed(
-                key=one.key,
-                value=one.value,
-                instead=[instead(name, other, ratio) for other, ratio in others if name is not None],
-            )
-        )
+        name = DRAWN_KEYS.get(one.key, "")
+        others = [instead(name, other, _log_ratio(one, other)) for other in one.others if name in unknown]
+        rows.append(Assumed(key=one.key, value=one.value, instead=others))
     return sorted(rows, key=lambda row: -row.largest)
 
 
@@ -445,7 +420,7 @@ def memory_suffices(needed_shares: Sequence[float]) -> float:
     return min((normal.cdf(-math.log(share)) for share in needed_shares), default=1.0)
 
 
-# ------------------------------------------------------------------------------ commands that measure what is not known
+# ------------------------------------------------------------------------------ commands that measure an unknown
 
 START_MINUTES = 5.0
 """Minutes until engines and trainer have loaded a model: J, vLLM's start with its graphs takes 1 to 5."""
@@ -456,7 +431,7 @@ OF_A_CHECK = {
     False: (Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART),
     True: (Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH, Unknown.ANSWERS),
 }
-"""Unknowns that a short run shows, by colocated. Apart, short answers are done first: their mean says nothing."""
+"""Unknowns that a short run shows, by colocated. Apart, short answers are done first, so their mean is too short."""
 NUMBERS = {
     Unknown.TRAINING: "--train-step-s SECONDS --out measured_step.toml",
     Unknown.WEIGHTS_APART: "--weight-sync-s SECONDS --out measured_sync.toml",
@@ -466,73 +441,63 @@ NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Instrument:
-    """One command."""
+    """One command that measures."""
 
     shows: tuple[Unknown, ...]
     command: str
-    minutes: float | None
-    gpus: int | None
+    minutes: float | None = None
+    gpus: int | None = None
 
 
-class Instruments:
-    """The commands that measure the unknowns of a plan; ``run_file`` has path and overrides as words of a command.
+def instruments_of(
+    config: RunConfig, run_file: str, arms: dict[bool, Candidate], screener: Screener, *, whole: bool, one_gpu: bool
+) -> list[Instrument]:
+    """Return the commands that measure the unknowns of a plan.
 
-    ``arms`` has the best candidate of each arm, by colocated. Not ``whole``: the run file lacks a value that a run
-    needs, so commands state the plan's. ``one_gpu``: the model runs on one GPU.
+    ``run_file`` has path and overrides as words of a command, ``arms`` the best candidate of each arm, by colocated.
+    Not ``whole``: the run file lacks a value that a run needs, so commands state the plan's. ``one_gpu``: the model
+    runs on one GPU.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_file: str,
-        arms: dict[bool, Candidate],
-        screener: Screener,
-        *,
-        whole: bool,
-        one_gpu: bool,
-    ) -> None:
-        self._config, self._whole = config, whole
-        model = "MODEL_FOLDER" if config.train is None else shlex.quote(config.train.model.path)
-        measure = f"pipelinerl measure --model {model} --out measured"
-        self.all = [Instrument((Unknown.GENERATION,), measure, MEASURE_MINUTES, 1)] if one_gpu else []
-        if config.train is None:
-            sets = "" if whole else self._sets(arms.get(False) or arms[True])
-            self.all += [
-                Instrument((shows,), f"pipelinerl calibrate --run {run_file}{sets} {number}", None, None)
-                for shows, number in NUMBERS.items()
-            ]
-            return
-        for colocated, candidate in sorted(arms.items()):
-            checked = check_config(candidate.config)
-            estimate = screener.screen(replace(candidate, config=checked)).estimate
-            minutes = START_MINUTES + (CHECK_STEPS * estimate.step_s + estimate.start_s) / 60
-            check = f"pipelinerl train {run_file} --check{self._sets(candidate)} --out check_{candidate.family}"
-            self.all.append(Instrument(OF_A_CHECK[colocated], check, minutes, checked.cluster.accelerators))
-
-    def _sets(self, candidate: Candidate) -> str:
+    def sets(candidate: Candidate) -> str:
         """Return the overrides that make the run file one of this candidate."""
-        its, own = choice_of(candidate.config), choice_of(self._config)
+        its, own = choice_of(candidate.config), choice_of(config)
         fewer = f" --set cluster.accelerators={candidate.config.cluster.accelerators}" if candidate.idle else ""
         return fewer + "".join(
             f" --set {axis.key}={its[axis.name]}"
             for axis in AXES
             if axis.applies_to(candidate.schedule)
             and its[axis.name] is not None
-            and not (self._whole and its[axis.name] == own[axis.name])
+            and not (whole and its[axis.name] == own[axis.name])
         )
 
-    def for_all(self, names: Sequence[Unknown]) -> tuple[list[str], float | None, int | None]:
-        """Return the fewest commands that show all of these, their minutes, and the GPUs of the largest.
+    model = "MODEL_FOLDER" if config.train is None else shlex.quote(config.train.model.path)
+    measure = f"pipelinerl measure --model {model} --out measured"
+    found = [Instrument((Unknown.GENERATION,), measure, MEASURE_MINUTES, 1)] if one_gpu else []
+    if config.train is None:
+        calibrate = f"pipelinerl calibrate --run {run_file}{'' if whole else sets(arms.get(False) or arms[True])}"
+        return found + [Instrument((shows,), f"{calibrate} {number}") for shows, number in NUMBERS.items()]
+    for colocated, candidate in sorted(arms.items()):
+        checked = check_config(candidate.config)
+        estimate = screener.screen(replace(candidate, config=checked)).estimate
+        minutes = START_MINUTES + (CHECK_STEPS * estimate.step_s + estimate.start_s) / 60
+        check = f"pipelinerl train {run_file} --check{sets(candidate)} --out check_{candidate.family}"
+        found.append(Instrument(OF_A_CHECK[colocated], check, minutes, checked.cluster.accelerators))
+    return found
 
-        No command if none show all; minutes and GPUs are None where they are not known.
-        """
-        for some in chain.from_iterable(combinations(self.all, size) for size in range(1, len(self.all) + 1)):
-            if set(names) <= {shown for one in some for shown in one.shows}:
-                minutes = [one.minutes for one in some if one.minutes is not None]
-                gpus = [one.gpus for one in some if one.gpus is not None]
-                known = len(minutes) == len(gpus) == len(some)
-                return [one.command for one in some], sum(minutes) if known else None, max(gpus) if known else None
-        return [], None, None
+
+def fewest(instruments: Sequence[Instrument], names: Sequence[Unknown]) -> tuple[list[str], float | None, int | None]:
+    """Return the fewest commands that show all of these, their minutes, and the GPUs of the largest.
+
+    No command if none show all; minutes and GPUs are None where they are not known.
+    """
+    for some in chain.from_iterable(combinations(instruments, size) for size in range(1, len(instruments) + 1)):
+        if set(names) <= {shown for one in some for shown in one.shows}:
+            minutes = [one.minutes for one in some if one.minutes is not None]
+            gpus = [one.gpus for one in some if one.gpus is not None]
+            known = len(minutes) == len(gpus) == len(some)
+            return [one.command for one in some], sum(minutes) if known else None, max(gpus) if known else None
+    return [], None, None
 
 
 def split_curve(space: SearchSpace, recommended: Candidate, screener: Screener, draws: Draws) -> SplitCurve:
@@ -543,11 +508,9 @@ def split_curve(space: SearchSpace, recommended: Candidate, screener: Screener, 
     unit = cluster.tensor_parallel
     step = unit * max(1, cluster.accelerators // unit // MOST_SPLITS)
     splits = range(step, cluster.accelerators, step)
-    candidates = [
-        changed(recommended, generating=split - recommended.config.generation_accelerators) for split in splits
-    ]
-    drawn = DrawnCandidates.of(space.config, space.answers, candidates, draws.first(SPLIT_DRAWS))
-    low_C, high_C = np.quantile(np.exp(drawn.screened_DC), PERCENTILES, axis=0)
+    candidates = [recommended.changed(cluster={"generation_accelerators": split}) for split in splits]
+    drawn = DrawnCandidates.of(space, candidates, draws.first(SPLIT_DRAWS))
+    low_C, high_C = np.quantile(np.exp(drawn.log_rates), PERCENTILES, axis=0)
     return SplitCurve(
         generation_accelerators=list(splits),
         tokens_per_s=[screener.screen(one).tokens_per_s for one in candidates],
@@ -568,49 +531,37 @@ MEASURABLE = (
     Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH,
     Unknown.ANSWERS,
 )  # fmt: skip
-"""Unknowns that a measurement tells; the error of the model's form shows only in the run itself."""
+"""Unknowns that can be measured; the error of the model's form shows only in the run itself."""
 
 
 def observations(
-    config: RunConfig,
-    answers: LengthStatistics,
-    draws: Draws,
-    recommended: Candidate,
-    *,
-    colocated: Collection[bool],
-    seed: int = 0,
+    space: SearchSpace, draws: Draws, recommended: Candidate, *, colocated: Collection[bool]
 ) -> dict[Unknown, FloatArray]:
     """Return the log that each measurement left to make would show in every draw, with its error, shape [D].
 
     ``recommended`` is the candidate whose steps are timed; ``colocated`` has True, False or both: the arms compared.
     """
-    arms = {False: [Unknown.WEIGHTS_APART], True: [Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH]}
-    elsewhere = [one for arm, unknown in arms.items() if arm not in colocated for one in unknown]
-    shown = {
-        Unknown.WEIGHTS_APART: draws.weights(colocated=False),
-        Unknown.WEIGHTS_COLOCATED: draws.weights(colocated=True),
-        Unknown.SWITCH: draws.logs_D[Unknown.SWITCH],
-        Unknown.ANSWERS: draws.logs_D[Unknown.ANSWERS],
-    }
-    shown |= _step_times(config, answers, draws, recommended)
-    generator = np.random.default_rng([seed, 1])
+    shown = {OWN_WEIGHTS[arm]: draws.weights(colocated=arm) for arm in colocated}
+    shown |= {name: draws.values_D[name] for name in (Unknown.SWITCH, Unknown.ANSWERS)}
+    shown |= _step_times(space, draws, recommended)
+    if True not in colocated:
+        del shown[Unknown.SWITCH]
+    generator = np.random.default_rng([space.config.seed, 1])
     rows = {}
     for name in MEASURABLE:
         error_D = prior.MEASURED_SD * generator.standard_normal(draws.number)
-        if name not in elsewhere and shown[name].std() > 2 * prior.MEASURED_SD:
+        if name in shown and shown[name].std() > 2 * prior.MEASURED_SD:
             rows[name] = shown[name] + error_D
     return rows
 
 
-def _step_times(
-    config: RunConfig, answers: LengthStatistics, draws: Draws, recommended: Candidate
-) -> dict[Unknown, FloatArray]:
+def _step_times(space: SearchSpace, draws: Draws, recommended: Candidate) -> dict[Unknown, FloatArray]:
     """Return the logs of the seconds of a decode step and of an optimizer step of the recommendation, by draw."""
-    timed = recommended.config
+    timed, answers = recommended.config, space.answers
     size, batch = timed.cluster.tensor_parallel, float(timed.scheduler.generation_batch_size)
-    decode_D, train_D = np.empty(draws.number), np.empty(draws.number)
+    decode_D, train_D = np.empty((2, draws.number))
     for draw in range(draws.number):
-        hardware = draws.screener(draw, config, answers).resolved(timed)
+        hardware = draws.screener(draw, space).resolved(timed)
         context_s = context_token_s(hardware.decode, size) * batch * answers.context
         decode_D[draw] = batch_s(hardware.decode, size, np.array([batch]))[0] + context_s
         train_D[draw] = answers.training_s(
@@ -619,10 +570,8 @@ def _step_times(
             micro_batch=timed.scheduler.micro_batch,
         )
     shortest = np.finfo(float).tiny  # a run file may have a step last no time
-    return {
-        Unknown.GENERATION: np.log(np.maximum(decode_D, shortest)),
-        Unknown.TRAINING: np.log(np.maximum(train_D, shortest)),
-    }
+    times = {Unknown.GENERATION: decode_D, Unknown.TRAINING: train_D}
+    return {name: np.log(np.maximum(time_D, shortest)) for name, time_D in times.items()}
 
 
 def chosen_after(known_KD: Sequence[FloatArray], log_DC: FloatArray) -> IntArray:
@@ -631,10 +580,8 @@ def chosen_after(known_KD: Sequence[FloatArray], log_DC: FloatArray) -> IntArray
     features_DF = _features(known_KD, len(log_DC))
     penalty_FF = RIDGE * np.eye(features_DF.shape[1])
     penalty_FF[0, 0] = 0.0
-    fold_D = np.arange(len(log_DC)) % FOLDS
     chosen_D = np.empty(len(log_DC), dtype=np.int64)
-    for fold in range(FOLDS):
-        here_D = fold_D == fold
+    for here_D in _folds(len(log_DC)):
         learnt_DF, learnt_DC = features_DF[~here_D], share_DC[~here_D]
         weights_FC = np.linalg.solve(learnt_DF.T @ learnt_DF + penalty_FF, learnt_DF.T @ learnt_DC)
         predicted_DC = features_DF[here_D] @ weights_FC
@@ -642,6 +589,12 @@ def chosen_after(known_KD: Sequence[FloatArray], log_DC: FloatArray) -> IntArray
         better_D = predicted_DC.max(axis=1) > predicted_DC[:, usual] + LEAST_GAIN
         chosen_D[here_D] = np.where(better_D, predicted_DC.argmax(axis=1), usual)
     return chosen_D
+
+
+def _folds(number: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield the draws of each fold, which are predicted from the others."""
+    for fold in range(FOLDS):
+        yield np.arange(number) % FOLDS == fold
 
 
 def _features(known_KD: Sequence[FloatArray], number: int) -> FloatArray:
@@ -658,24 +611,22 @@ def _standardized(value_D: FloatArray) -> FloatArray:
 def explained(known_KD: Sequence[FloatArray], value_D: FloatArray) -> float:
     """Return the share of the variance of a value that measurements explain; cross-fitted, 0 at least."""
     features_DF = _features(known_KD, len(value_D))
-    fold_D = np.arange(len(value_D)) % FOLDS
     error_D = np.empty(len(value_D))
-    for fold in range(FOLDS):
-        here_D = fold_D == fold
+    for here_D in _folds(len(value_D)):
         weights_F, *_ = np.linalg.lstsq(features_DF[~here_D], value_D[~here_D], rcond=None)
         error_D[here_D] = value_D[here_D] - features_DF[here_D] @ weights_F
     return max(0.0, 1 - float((error_D**2).mean()) / max(float(value_D.var()), 1e-300))
 
 
 def values_of_measurements(
-    shown: Mapping[Unknown, FloatArray], log_DC: FloatArray, instruments: Instruments
+    shown: Mapping[Unknown, FloatArray], log_DC: FloatArray, instruments: Sequence[Instrument]
 ) -> list[MeasurementValue]:
     """Return the worth of measurements: each alone, the best two, all of a command, and all."""
     _, before = rightness(log_DC, chosen_after([], log_DC))
 
     def value(names: Sequence[Unknown]) -> MeasurementValue:
         right, regret = rightness(log_DC, chosen_after([shown[name] for name in names], log_DC))
-        commands, minutes, gpus = instruments.for_all(names)
+        commands, minutes, gpus = fewest(instruments, names)
         return MeasurementValue(
             measured=[name.value for name in names],
             right=right,
@@ -689,7 +640,7 @@ def values_of_measurements(
 
     alone = [value([name]) for name in shown]
     pairs = [value(pair) for pair in combinations(shown, 2)]
-    several = [[name for name in shown if name in one.shows] for one in instruments.all] + [list(shown)]
+    several = [[name for name in shown if name in one.shows] for one in instruments] + [list(shown)]
     larger = {tuple(names): value(names) for names in several if len(names) > 2}
     best_first = sorted(alone, key=lambda one: -one.gain)
     return [*best_first, *sorted(pairs, key=lambda one: -one.gain)[:1], *larger.values()]
@@ -704,33 +655,30 @@ def certainty(
     best: Outcome,
     *,
     expected: Outcome,
-    factors: Mapping[str, float],
     screener: Screener,
     run_file: str,
     whole: bool,
 ) -> CertaintyReport:
     """Return how sure a recommendation (``best``) is.
 
-    ``expected`` would be recommended if all were as expected; both are among ``drawn``. ``factors`` as in
-    ``log_rates``; ``run_file`` and ``whole`` as in ``Instruments``.
+    ``expected`` would be recommended if all were as expected; both are among ``drawn``. ``run_file`` and ``whole`` as
+    in ``instruments_of``.
     """
-    config, answers, chosen = space.config, space.answers, best.candidate
-    draws, shares, log_DC = drawn.draws, drawn.shares(factors), drawn.log_rates(factors)
+    chosen, draws, shares = best.candidate, drawn.draws, drawn.shares
     by_share = sorted(drawn.candidates, key=lambda one: (one.label != chosen.label, -shares[one.label]))
     arms = {one.config.colocated: one for one in reversed(by_share)}
     both = drawn
     if True not in arms and (other := screened_synchronous(space, screener)) is not None:
         arms[True] = other.candidate
         both = drawn.with_candidates(space, [other.candidate])
-    ahead_D = ahead(both.candidates, both.log_rates(factors))
-    shown = observations(config, answers, draws, chosen, colocated=arms.keys(), seed=config.seed)
-    right, regret = rightness(log_DC, drawn.place(chosen.label))
-    memory = space.memory.needed_shares(
-        tensor_parallel=chosen.config.cluster.tensor_parallel,
-        training_accelerators=chosen.config.training_accelerators,
-    )
-    instruments = Instruments(config, run_file, arms, screener, whole=whole, one_gpu=space.memory.engine_fits(1))
+    ahead_D = ahead(both.candidates, both.log_rates)
+    shown = observations(space, draws, chosen, colocated=arms.keys())
+    right, regret = rightness(drawn.log_rates, drawn.place(chosen.label))
+    memory = space.memory.needed_shares(chosen.config)
+    one_gpu = space.memory.engine_fits(1)
+    instruments = instruments_of(space.config, run_file, arms, screener, whole=whole, one_gpu=one_gpu)
     screened_lag = screener.screen(chosen).estimate.lag_mean
+    staler = best.lag_mean / screened_lag if screened_lag > 0 else 1.0
     return CertaintyReport(
         draws=draws.number,
         compared=len(drawn.candidates),
@@ -741,23 +689,18 @@ def certainty(
         expected=expected.candidate.label,
         expected_faster=expected.tokens_per_s / best.tokens_per_s - 1,
         expected_regret=1 - shares[expected.candidate.label],
-        keeps_limits=drawn.keeps(
-            chosen.label,
-            space.limits,
-            slower=1 / factors[chosen.label],
-            staler=best.lag_mean / screened_lag if screened_lag > 0 else 1.0,
-        ),
+        keeps_limits=drawn.keeps(chosen.label, space.limits, staler=staler),
         asynchronous=None if ahead_D is None else _odds(ahead_D, shown, draws),
         fits=None if memory is None else memory_suffices(memory),
         unknown={name.value: sd for name, sd in draws.sds.items()},
-        measurements=values_of_measurements(shown, log_DC, instruments),
+        measurements=values_of_measurements(shown, drawn.log_rates, instruments),
     )
 
 
 def _odds(ahead_D: FloatArray, shown: Mapping[Unknown, FloatArray], draws: Draws) -> AsynchronousOdds:
     faster = float((ahead_D > 0).mean())
-    left = {Unknown.RUN_APART: draws.run(colocated=False), Unknown.RUN_COLOCATED: draws.run(colocated=True)}
-    shares = {name.value: explained([known_D], ahead_D) for name, known_D in {**shown, **left}.items()}
+    known = {**shown, **{name: draws.values_D[name] for name in OWN_RUN.values()}}
+    shares = {name.value: explained([known_D], ahead_D) for name, known_D in known.items()}
     decided_by = max(shares, key=lambda name: shares[name])
     return AsynchronousOdds(
         faster=faster, certain=not 1 - CERTAIN < faster < CERTAIN, decided_by=decided_by, share=shares[decided_by]

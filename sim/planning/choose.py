@@ -6,8 +6,8 @@ keeps them. After each round the screened lags of a kind of schedule are correct
 is the residual. Rounds do not depend on the number of simulations: more only add to those of fewer.
 
 Candidates are ranked by their throughput over that of the fastest, on average over draws: 1 less the expected regret.
-Lag decides only where it differs: of those within ``TIE`` of the highest rank, the recommendation is the highest whose
-mean lag is the least of them, to ``same_lag``.
+Lag decides only where it differs: of the outcomes within ``TIE`` of the highest rank, the recommendation is the highest
+whose mean lag is the least, to ``same_lag``.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def same_lag(lag: float) -> float:
     return max(SAME_LAG_STEPS, SAME_LAG * lag)
 
 
-# ------------------------------------------------------------------------------------------- what is recommended
+# ------------------------------------------------------------------------------------------- the recommendation
 
 
 def best_of(outcomes: Sequence[Outcome], rank: Rank = throughput) -> Outcome:
     """Return the recommendation among outcomes that keep to the limits: none ranks as high at less lag.
 
-    With more of them it never loses more than ``TIE`` of its rank, and it loses any only where one of the new ones
-    ranks as high within ``TIE`` at a lag less by more than ``same_lag``.
+    More outcomes never cost it more than ``TIE`` of its rank, and any only where a new one ranks as high within ``TIE``
+    at a lag less by more than ``same_lag``.
     """
     most = max(map(rank, outcomes))
     as_good = [one for one in outcomes if rank(one) >= most * (1 - TIE)]
@@ -65,7 +65,7 @@ def best_of(outcomes: Sequence[Outcome], rank: Rank = throughput) -> Outcome:
 
 
 def in_order(outcomes: Sequence[Outcome], rank: Rank = throughput) -> list[Outcome]:
-    """Return outcomes that keep to the limits, the recommendation first, then what would be recommended without it."""
+    """Return outcomes that keep to the limits, the recommendation first, then each that would follow without it."""
     left, order = list(outcomes), []
     while left:
         order.append(best_of(left, rank))
@@ -97,7 +97,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-# ---------------------------------------------------------------------------------------------- what is simulated
+# ---------------------------------------------------------------------------------------------- the next simulations
 
 
 def round_sizes(number: int) -> Iterator[int]:
@@ -110,7 +110,7 @@ def round_sizes(number: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class LagCheck:
-    """What the simulations of a kind of schedule say of its screened mean lags."""
+    """Screened mean lags of a kind of schedule against its simulations."""
 
     ratio: float = 1.0
     """Simulated over screened, the median."""
@@ -119,7 +119,7 @@ class LagCheck:
 
 
 def check_lags(outcomes: Sequence[Outcome], kept: Sequence[Screened]) -> dict[str, LagCheck]:
-    """Return what the simulations say of the screened lags, by kind of schedule; ``lag_error`` counts as one."""
+    """Return the check of the screened lags by kind of schedule; ``lag_error`` counts as a simulation."""
     screened = {one.candidate.label: one.estimate.lag_mean for one in kept}
     lags: dict[str, list[tuple[float, float]]] = {}
     for one in outcomes:
@@ -135,7 +135,7 @@ def check_lags(outcomes: Sequence[Outcome], kept: Sequence[Screened]) -> dict[st
 
 
 def odds(one: Screened, limits: Limits, check: LagCheck) -> float:
-    """Return the odds that a candidate keeps to the limits, for all that the screening and others of its kind say."""
+    """Return the odds that a candidate keeps to the limits, by its screening and the simulations of its kind."""
     lag, limits = one.estimate.lag_mean * check.ratio, limits.at(one.candidate.rented)
     error = lag_error(lag) * check.doubt
     weights = [(math.exp(-(size**2) / 2), lag + size * error) for size in ERRORS]
@@ -143,10 +143,14 @@ def odds(one: Screened, limits: Limits, check: LagCheck) -> float:
     return kept / sum(weight for weight, _ in weights)
 
 
+def _all_odds(kept: Sequence[Screened], limits: Limits, outcomes: Sequence[Outcome]) -> list[float]:
+    checks = check_lags(outcomes, kept)
+    return [odds(one, limits, checks.get(one.candidate.family, LagCheck())) for one in kept]
+
+
 def likely_to_keep(kept: Sequence[Screened], limits: Limits, outcomes: Sequence[Outcome]) -> list[Screened]:
     """Return the candidates that keep to the limits at odds of a half at least."""
-    checks = check_lags(outcomes, kept)
-    return [one for one in kept if odds(one, limits, checks.get(one.candidate.family, LagCheck())) >= 0.5]
+    return [one for one, chance in zip(kept, _all_odds(kept, limits, outcomes), strict=True) if chance >= 0.5]
 
 
 def next_to_simulate(
@@ -163,32 +167,27 @@ def next_to_simulate(
     ones with the least lag that are as fast as the fastest within ``TIE``, half, a quarter, 3/4, ... as fast. ``tried``
     has the labels simulated, failed ones included.
     """
-    checks = check_lags(outcomes, kept)
-    chances = [odds(one, limits, checks.get(one.candidate.family, LagCheck())) for one in kept]
+    chances = _all_odds(kept, limits, outcomes)
     promises = _promises(kept, chances, [one for one in outcomes if one.breaks(limits) is None])
-    ranked = [
-        kept[i].candidate for i in sorted(range(len(kept)), key=lambda i: (-promises[i], kept[i].estimate.lag_mean))
-    ]
-    families = dict.fromkeys(one.family for one in ranked)
-    first = [one.label for family in families for one in [s for s in ranked if s.family == family][:FROM_EACH_KIND]]
+    order = sorted(range(len(kept)), key=lambda i: (-promises[i], kept[i].estimate.lag_mean))
+    ranked = {kept[i].candidate.label: kept[i] for i in order}
     likely = [one for one, chance in zip(kept, chances, strict=True) if chance >= 0.5] or list(kept)
     front = [likely[i] for i in pareto_front([(one.tokens_per_s, one.estimate.lag_mean) for one in likely])]
-    most = front[-1].tokens_per_s
 
-    left = dict.fromkeys(label for label in [*(first if not tried else []), *(one.label for one in ranked)])
-    for label in tried:
-        left.pop(label, None)
+    first: list[str] = []
+    for family in dict.fromkeys(one.candidate.family for one in ranked.values()):
+        first += [label for label, one in ranked.items() if one.candidate.family == family][:FROM_EACH_KIND]
+    left = dict.fromkeys(label for label in [*([] if tried else first), *ranked] if label not in tried)
     chosen: list[str] = []
     while left and len(chosen) < number:
         label, place = next(iter(left)), len(tried) + len(chosen)
         if place % 2 and (tried or label not in first):
-            share = _even_share(place // 2) * most
+            share = _even_share(place // 2) * front[-1].tokens_per_s
             others = (one.candidate.label for one in front if one.tokens_per_s >= share)
             label = next((one for one in others if one in left), label)
         chosen.append(label)
-        left.pop(label)
-    by_label = {one.candidate.label: one for one in kept}
-    return [by_label[label] for label in chosen]
+        del left[label]
+    return [ranked[label] for label in chosen]
 
 
 def _promises(kept: Sequence[Screened], chances: Sequence[float], within: Sequence[Outcome]) -> list[float]:

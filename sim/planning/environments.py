@@ -15,6 +15,7 @@ from pipelinerl.records.environments_report import EnvironmentsReport, Environme
 from pipelinerl.records.run_folder import ENVIRONMENTS_FILE, write_json
 from pipelinerl.records.steady import steady_part
 from sim.compare import compare
+from sim.planning.screen import with_values
 
 SHARES_OF_SLOTS = (0.25, 0.5, 0.75, 1.0, 1.125, 1.25, 1.5, 2.0)
 """Environments tried by default, over the slots of all engines (no unit)."""
@@ -94,10 +95,7 @@ def _row(config: RunConfig, arm: ArmReport) -> EnvironmentsRow:
     seconds = steps.time_s[end - 1] - (steps.time_s[start - 1] if start else 0.0)
     rate = 3600 * float(steps.samples[start:end].sum() / seconds)
     tokens_K = steps.tokens[start:end]
-    assert config.environment is not None  # the caller has seen to it
-    environment = config.environment.model_copy(update={"count": count})
-    rates = Prices.of(config).rates(config.model_copy(update={"environment": environment}))
-    usd_per_hour = rates.usd_per_hour
+    usd_per_hour = Prices.of(config).rates(with_values(config, environment={"count": count})).usd_per_hour
     return EnvironmentsRow(
         count=count,
         rollouts_per_hour=rate,

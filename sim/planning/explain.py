@@ -1,11 +1,12 @@
-"""Explanations of a plan: bottleneck, more GPUs, synchronous against asynchronous RL, what was left out."""
+"""Explanations of a plan: bottleneck, more GPUs, synchronous against asynchronous RL, values left out."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any, assert_never
 
 from pipelinerl.config.run import RunConfig
@@ -13,7 +14,7 @@ from pipelinerl.records.bottleneck import BALANCED_SHARE, Bottleneck
 from pipelinerl.records.plan_report import NotTried, ScreenedColumns
 from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.util.strict_model import MOST_ROLLOUTS
-from sim.planning.screen import Candidate, Rejected, Screened, Screener, candidate_of, screen_all
+from sim.planning.screen import Candidate, Rejected, Screened, Screener, within_limits
 from sim.planning.simulate import Outcome
 from sim.planning.space import (
     ENGINE,
@@ -23,31 +24,20 @@ from sim.planning.space import (
     Limits,
     Reason,
     SearchSpace,
-    all_choices,
     listed_axes,
     schedule_of,
+    unused_values,
     values_of,
 )
 
-# ------------------------------------------------------------------------ the bottleneck, and what more GPUs would give
+# ------------------------------------------------------------------------ the bottleneck, and the gain from more GPUs
 
 NOTHING = 0.005
 """Relative gain in throughput that counts for nothing: about the error of as many draws as ``plan`` makes."""
 MORE_ENVIRONMENTS = 0.25
-"""Environments added to say the gain of more (share of the present number)."""
+"""Environments added to find the gain of more (share of the present number)."""
 FEW_SEQUENCES = 4
 """Sequences per rank below which a trainer's time is decided by the longest of them (count)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Grown:
-    generating: int
-    """New GPUs that generate (count)."""
-    slots: int
-    """Its H."""
-    gain: float
-    """Screened throughput over that with the present GPUs, less 1."""
-    screened: Screened
 
 
 def verdict(outcome: Outcome, screener: Screener, limits: Limits) -> str:
@@ -62,7 +52,7 @@ def unit_of(config: RunConfig) -> int:
 
 
 def bottleneck(outcome: Outcome, screener: Screener) -> str:
-    """Return what limits a candidate in its simulation, in words."""
+    """Return the limit of a candidate's throughput in its simulation, in words."""
     candidate, waits = outcome.candidate, f"the trainer waits {outcome.waiting:.0%} of the time"
     if candidate.config.colocated:
         return f"colocated: generation and switches take {outcome.waiting:.0%} of the time"
@@ -75,13 +65,13 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
         assert candidate.config.environment is not None  # else it has none
         there = candidate.config.environment.count
         more = math.ceil(MORE_ENVIRONMENTS * there)
-        gain = _gain(candidate, changed(candidate, environments=there + more), screener)
+        gain = _gain(candidate, candidate.changed(environment={"count": there + more}), screener)
         given = "would do harm:" if gain < 0 else "give"  # where the KV caches of more rollouts do not fit
         return f"environment-bound: {waits}, all {there} environments are in use; {more} more {given} {gain:+.0%}"
     if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.PREFILL, Bottleneck.LAG):
         freer, more = _without_bound(candidate, screener), unit_of(candidate.config)
-        engines = changed(candidate, more=more, generating=more)
-        if outcome.bottleneck is Bottleneck.LAG or freer > max(_gain(candidate, engines, screener), BALANCED_SHARE):
+        engines = _gain(candidate, _grown(candidate, more, generating=more), screener)
+        if outcome.bottleneck is Bottleneck.LAG or freer > max(engines, BALANCED_SHARE):
             max_lag = candidate.config.scheduler.max_lag
             return (
                 f"lag-bound: max_lag={max_lag} makes the trainer wait {outcome.waiting:.0%} of the time; without a "
@@ -100,7 +90,7 @@ def _without_bound(candidate: Candidate, screener: Screener) -> float:
     """Return the screened gain in throughput without a bound on the lag; 0 if there is none."""
     if candidate.config.scheduler.max_lag is None or not MAX_LAG.applies_to(candidate.schedule):
         return 0.0
-    return _gain(candidate, changed(candidate, max_lag=None), screener)
+    return _gain(candidate, candidate.changed(scheduler={"max_lag": None}), screener)
 
 
 def _gain(candidate: Candidate, other: Candidate, screener: Screener) -> float:
@@ -110,37 +100,39 @@ def _gain(candidate: Candidate, other: Candidate, screener: Screener) -> float:
 
 def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
     """Return the gain of more GPUs on the side where they give most, and the limit that stops them from giving more."""
-    more = unit_of(outcome.candidate.config)
+    candidate, more = outcome.candidate, unit_of(outcome.candidate.config)
     best, free = _best(outcome, screener, more, limits), _best(outcome, screener, more, None)
     assert free is not None
-    bought = more - outcome.candidate.idle  # whole engines take the idle ones too
+    gain, free_gain = (0.0 if one is None else _gain(candidate, one.candidate, screener) for one in (best, free))
+    bought = more - candidate.idle  # whole engines take the idle ones too
     given = f"{bought} more GPU{'s give' if bought > 1 else ' gives'}"
-    limit = _broken(outcome, free.screened, screener, limits)
-    if limit is None and free.gain <= NOTHING:
-        return f"{given} nothing: {_what_stays(free, screener)}"
+    limit = _broken(outcome, free, screener, limits)
     if limit is None:
-        return f"{given} {_in_words(free, outcome, more)}"
-    reason = limit.value
+        if free_gain <= NOTHING:
+            return f"{given} nothing: {_what_stays(free, screener)}"
+        return f"{given} {free_gain:+.0%}{_where(free.candidate, candidate, more)}"
     if outcome.breaks(limits) is not None:
-        return f"{given} {_in_words(free, outcome, more)}, and {reason} stays broken"
-    if best is None or best.gain <= NOTHING:
-        return f"{given} nothing within {reason} ({free.gain:+.0%} without it)"
-    stopped = f" ({free.gain:+.0%} without it)" if free.gain > best.gain + NOTHING else ""
-    return f"{given} {_in_words(best, outcome, more)}, within {reason}{stopped}"
+        return f"{given} {free_gain:+.0%}{_where(free.candidate, candidate, more)}, and {limit.value} stays broken"
+    if best is None or gain <= NOTHING:
+        return f"{given} nothing within {limit.value} ({free_gain:+.0%} without it)"
+    stopped = f" ({free_gain:+.0%} without it)" if free_gain > gain + NOTHING else ""
+    return f"{given} {gain:+.0%}{_where(best.candidate, candidate, more)}, within {limit.value}{stopped}"
 
 
-def _in_words(grown: _Grown, outcome: Outcome, more: int) -> str:
-    config = outcome.candidate.config
-    slots = f" with H={grown.slots}" if grown.slots != config.scheduler.generation_batch_size else ""
-    if config.colocated:
-        return f"{grown.gain:+.0%}{slots}"
+def _where(grown: Candidate, candidate: Candidate, more: int) -> str:
+    """Return another H, and the side that takes the new GPUs, in words."""
+    slots, own = grown.config.scheduler.generation_batch_size, candidate.config.scheduler.generation_batch_size
+    words = f" with H={slots}" if slots != own else ""
+    if grown.config.colocated:
+        return words
+    generating = grown.config.generation_accelerators - candidate.config.generation_accelerators
     sides = {0: "all to train", more: "all to generate"}
-    return f"{grown.gain:+.0%}{slots}, {sides.get(grown.generating, f'{grown.generating} of them to generate')}"
+    return f"{words}, {sides.get(generating, f'{generating} of them to generate')}"
 
 
-def _what_stays(grown: _Grown, screener: Screener) -> str:
+def _what_stays(grown: Screened, screener: Screener) -> str:
     """Return the reason why more GPUs give nothing."""
-    config, estimate = grown.screened.candidate.config, grown.screened.estimate
+    config, estimate = grown.candidate.config, grown.estimate
     if config.colocated:
         sequences, slots = config.rl_step_rollouts, config.scheduler.generation_batch_size
         each = sequences / config.num_engines
@@ -150,7 +142,7 @@ def _what_stays(grown: _Grown, screener: Screener) -> str:
             f"a step of {estimate.step_s:.3g} s with them too"
         )
     if estimate.generation_s > estimate.training_s + estimate.publishing_s:
-        lag, free = config.scheduler.max_lag, _without_bound(grown.screened.candidate, screener)
+        lag, free = config.scheduler.max_lag, _without_bound(grown.candidate, screener)
         bound = f", as max_lag={lag} keeps slots free ({free:+.0%} without a bound)" if free > NOTHING else ""
         return f"generation takes {estimate.generation_s:.3g} s per step with them too{bound}"
     return (
@@ -171,24 +163,21 @@ def _why_training_stays(config: RunConfig, training_s: float, screener: Screener
     return f" (B={scheduler.train_batch_size} is {each:.2g} sequences for each rank)" if each < FEW_SEQUENCES else ""
 
 
-def _best(outcome: Outcome, screener: Screener, more: int, limits: Limits | None) -> _Grown | None:
+def _best(outcome: Outcome, screener: Screener, more: int, limits: Limits | None) -> Screened | None:
     """Return the best way to use more GPUs; None if none keeps to the limits.
 
     Of each part that generates, H is the run's, or the largest below it with which the limits are kept.
     """
-    candidate = outcome.candidate
-    config = candidate.config
-    now, own = screener.screen(candidate).tokens_per_s, config.scheduler.generation_batch_size
-    sizes = range(own, 0, -math.ceil(own / 16))
+    config, own = outcome.candidate.config, outcome.candidate.config.scheduler.generation_batch_size
     parts = [0] if config.colocated else range(0, more + 1, config.cluster.tensor_parallel)
     found = []
     for part in parts:
-        for slots in sizes:
-            grown = screener.screen(changed(candidate, more=more, generating=part, slots=slots))
+        for slots in range(own, 0, -math.ceil(own / 16)):
+            grown = screener.screen(_grown(outcome.candidate, more, generating=part, slots=slots))
             if limits is None or _broken(outcome, grown, screener, limits) is None:
-                found.append(_Grown(part, slots, grown.tokens_per_s / now - 1, grown))
+                found.append(grown)
                 break
-    return max(found, key=lambda one: one.gain, default=None)
+    return max(found, key=lambda one: one.tokens_per_s, default=None)
 
 
 def _broken(outcome: Outcome, grown: Screened, screener: Screener, limits: Limits) -> Reason | None:
@@ -200,31 +189,14 @@ def _broken(outcome: Outcome, grown: Screened, screener: Screener, limits: Limit
     return limits.at(grown.candidate.rented).broken(grown.estimate.lag_mean * ratio, hours)
 
 
-def changed(
-    candidate: Candidate,
-    *,
-    more: int = 0,
-    generating: int = 0,
-    slots: int | None = None,
-    max_lag: int | None = -1,
-    environments: int | None = None,
-) -> Candidate:
-    """Return a candidate with more GPUs, another H, another bound on the lag (-1: its own), or more environments."""
-    cluster, scheduler = candidate.config.cluster, candidate.config.scheduler
-    own = cluster.generation_accelerators
-    added = {
-        "accelerators": cluster.accelerators + more,
-        "generation_accelerators": None if own is None else own + generating,
-    }
-    settings = {
-        "generation_batch_size": slots or scheduler.generation_batch_size,
-        "max_lag": scheduler.max_lag if max_lag == -1 else max_lag,
-    }
-    tables = {"cluster": cluster.model_copy(update=added), "scheduler": scheduler.model_copy(update=settings)}
-    if environments is not None and candidate.config.environment is not None:
-        tables["environment"] = candidate.config.environment.model_copy(update={"count": environments})
-    idle = 0 if more else candidate.idle  # more of them make whole engines
-    return replace(candidate, config=candidate.config.model_copy(update=tables), idle=idle)
+def _grown(candidate: Candidate, more: int, *, generating: int, slots: int | None = None) -> Candidate:
+    """Return a candidate with more GPUs, some of which generate, and another H."""
+    cluster, own = candidate.config.cluster, candidate.config.scheduler.generation_batch_size
+    accelerators = {"accelerators": cluster.accelerators + more}
+    if cluster.generation_accelerators is not None:
+        accelerators["generation_accelerators"] = cluster.generation_accelerators + generating
+    grown = candidate.changed(cluster=accelerators, scheduler={"generation_batch_size": slots or own})
+    return replace(grown, idle=0)  # the new GPUs make whole engines of the idle ones
 
 
 MOST_ACCELERATORS = 4096
@@ -283,13 +255,11 @@ def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener:
 
 def screened_synchronous(space: SearchSpace, screener: Screener) -> Screened | None:
     """Return the fastest conventional candidate within the limits by the screening."""
-    space = replace(space, plan=space.plan.model_copy(update={"schedulers": [CONVENTIONAL.name]}))
-    kept, _ = screen_all((candidate_of(one, space) for one in all_choices(space)), space.limits, screener)
-    within = [one for one in kept if one.breaks(space.limits) is None]
-    return max(within, key=lambda one: one.tokens_per_s, default=None)
+    plan = space.plan.model_copy(update={"schedulers": [CONVENTIONAL.name]})
+    return next(iter(within_limits(replace(space, plan=plan), screener)), None)
 
 
-# ------------------------------------------------------------------------------------------- what was left out
+# ------------------------------------------------------------------------------------------- values left out
 
 
 def not_tried(
@@ -297,13 +267,9 @@ def not_tried(
 ) -> list[NotTried]:
     """Return the listed values that are in none of the candidates that the screening kept, each with the reason."""
     rows = []
-    for axis, values in listed_axes(space, tried=True):
-        used, left = values_of(axis, choices), values_of(axis, [one.candidate.choice for one in kept])
-        for value in values:
-            if value in used and value not in left:
-                rows.append(_row(axis, value, _rejections(axis, value, rejected)))
-            elif value not in left:
-                rows.append(_row(axis, value, axis.unused_because(space)))
+    for axis, value in unused_values(space, [one.candidate.choice for one in kept]):
+        tried = value in values_of(axis, choices)
+        rows.append(_row(axis, value, _rejections(axis, value, rejected) if tried else axis.unused_because(space)))
     untried = listed_axes(space, tried=False)
     return rows + [_row(axis, values, "none of plan.schedulers has it") for axis, values in untried]
 
@@ -319,18 +285,8 @@ def _rejections(axis: Axis, value: Any, rejected: Sequence[Rejected]) -> str:
     return f"no candidate with it fits: {reasons if len(counts) > 1 else counts[0][0].value}"
 
 
-def simulated_out(outcomes: Sequence[Outcome], limits: Limits) -> list[Rejected]:
-    """Return the rejections of candidates that the screening took for feasible and the simulation does not."""
-    broken = [(one, one.breaks(limits)) for one in outcomes]
-    return [
-        Rejected(one.candidate.choice, reason or Reason.LAG, one.needed(reason or Reason.LAG, limits))
-        for one, reason in broken
-        if reason or (limits.lag is not None and one.lag_max > limits.lag)
-    ]
-
-
 def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
-    """Return a line per kind of schedule: the candidates that each limit rejects, and what would let one in."""
+    """Return a line per kind of schedule: the candidates that each limit rejects, and the change that lets one in."""
     lines = []
     for family in dict.fromkeys(one.family for one in rejected):
         mine = [one for one in rejected if one.family == family]
@@ -343,31 +299,21 @@ def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
     return "\n".join(lines) or "plan: there is no candidate; the lists of [plan] leave none for this cluster"
 
 
-def why_none_kept(outcomes: Sequence[Outcome], space: SearchSpace, *, num_kept: int, num_left: int) -> str:
-    """Return one line: what was simulated breaks a limit, how nearly it keeps it, and how many were not simulated."""
+def why_none_kept(
+    broken: Sequence[tuple[Outcome, Rejected]], space: SearchSpace, *, num_kept: int, num_left: int
+) -> str:
+    """Return one line: the limits that all simulated candidates break, the nearest of each, and the number left."""
     parts = []
-    broken = [(one.breaks(space.limits) or Reason.LAG, one) for one in outcomes]
-    for reason in dict.fromkeys(reason for reason, _ in broken):
-        mine = [one for other, one in broken if other is reason]
-        nearest = min(mine, key=lambda one: _distance(one, reason))
-        needed = nearest.needed(reason, space.limits)
-        parts.append(f"{len(mine)} by {reason.value} (nearest: {needed:.3g}, {nearest.candidate.label})")
+    for reason in dict.fromkeys(rejected.reason for _, rejected in broken):
+        mine = [(rejected.needed or 0.0, one.candidate.label) for one, rejected in broken if rejected.reason is reason]
+        nearest = max if reason is Reason.ESS else min
+        needed, label = nearest(mine, key=itemgetter(0))
+        parts.append(f"{len(mine)} by {reason.value} (nearest: {needed:.3g}, {label})")
     return (
-        f"plan: none of the {len(outcomes)} simulated keeps to the limits: {'; '.join(parts)}; they had the best odds "
+        f"plan: none of the {len(broken)} simulated keeps to the limits: {'; '.join(parts)}; they had the best odds "
         f"of the {num_kept:,} that the screening lets through; not simulated: {num_left:,}; raise plan.simulate, got "
         f"{space.plan.simulate}"
     )
-
-
-def _distance(outcome: Outcome, reason: Reason) -> float:
-    """Return the number of a simulated run that a limit bounds, or one that grows with it."""
-    match reason:
-        case Reason.LAG:
-            return outcome.lag_max
-        case Reason.GPU_HOURS | Reason.BUDGET:
-            return outcome.gpu_hours
-        case _:
-            return outcome.lag_mean
 
 
 def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> str:

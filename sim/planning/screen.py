@@ -1,10 +1,10 @@
-"""Candidates of a plan: the run files that it may choose, their steady states, and those that are rejected."""
+"""Candidates of a plan: the run files that it may choose, their steady states, and the rejected choices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from pipelinerl.config.resolve import named_hardware, resolved_hardware
 from pipelinerl.config.run import RunConfig
@@ -19,11 +19,11 @@ from sim.planning.space import (
     AXES,
     ENGINE,
     SCHEDULE,
-    SPLIT,
     Choice,
     Limits,
     Reason,
     SearchSpace,
+    all_choices,
     choice_of,
     label_of,
     schedule_of,
@@ -43,6 +43,12 @@ TURNS_TIME_ERROR = 0.4
 def lag_error(lag: float) -> float:
     """Return the standard deviation of a screened mean lag (optimizer steps)."""
     return max(LAG_ERROR * lag, LAG_ERROR_STEPS)
+
+
+def with_values(config: RunConfig, **tables: Mapping[str, Any]) -> RunConfig:
+    """Return a run file with other values in some of the tables that it has."""
+    changed = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in tables.items()}
+    return config.model_copy(update=changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,12 @@ class Candidate:
     @property
     def rented(self) -> RunConfig:
         """Its run file with every accelerator that is paid for."""
-        if not self.idle:
-            return self.config
-        cluster = self.config.cluster
-        whole = cluster.model_copy(update={"accelerators": cluster.accelerators + self.idle})
-        return self.config.model_copy(update={"cluster": whole})
+        rented = self.config.cluster.accelerators + self.idle
+        return with_values(self.config, cluster={"accelerators": rented}) if self.idle else self.config
+
+    def changed(self, **tables: Mapping[str, Any]) -> Self:
+        """Return this candidate with other values in some tables of its run file."""
+        return replace(self, config=with_values(self.config, **tables))
 
     def gpu_hours(self, seconds: float) -> float:
         """Return the GPU-hours of so many seconds, of idle accelerators too."""
@@ -191,65 +198,68 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
     if schedule.colocated and space.config.hardware.generation_gpu is not None:
         return Rejected(choice, Reason.TWO_KINDS)
     idle = space.accelerators - whole_engines(space.accelerators, choice[ENGINE.name]) if schedule.colocated else 0
-    training = space.accelerators - (idle if schedule.colocated else choice[SPLIT.name])
-    reason = space.memory.excluded_because(tensor_parallel=choice[ENGINE.name], training_accelerators=training)
-    if reason is not None:
-        return Rejected(choice, reason)
     changes: dict[str, dict[str, Any]] = {"cluster": {}, "scheduler": {"partial_rollouts": False}, "environment": {}}
     for axis in AXES:
         table, key = axis.key.split(".")
         changes[table][key] = choice[axis.name]
+    if space.config.environment is None:
+        del changes["environment"]
     changes["cluster"]["accelerators"] = space.accelerators - idle
     if schedule.only_waits and choice["max_lag"] is not None:
         changes["scheduler"]["on_stale"] = OnStale.TRAIN
     if own.micro_batch_size is not None and choice["train_batch_size"] % own.micro_batch_size:
         changes["scheduler"]["micro_batch_size"] = None
-    scheduler = own.model_copy(update=changes["scheduler"])
-    cluster = space.config.cluster.model_copy(update=changes["cluster"])
-    environment = space.config.environment and space.config.environment.model_copy(update=changes["environment"])
-    tables = {"scheduler": scheduler, "cluster": cluster, "environment": environment, "compare": None, "plan": None}
-    config = _as_measured(space.config.model_copy(update=tables), space)
+    config = _as_measured(with_values(space.config, **changes), space)
+    reason, max_lag = space.memory.excluded_because(config), config.scheduler.max_lag
+    if reason is not None:
+        return Rejected(choice, reason)
     if max(config.num_slots, config.rl_step_rollouts) > MOST_ROLLOUTS:
         return Rejected(choice, Reason.ROLLOUTS)
-    if scheduler.max_lag is not None and config.least_max_lag > scheduler.max_lag:
+    if max_lag is not None and config.least_max_lag > max_lag:
         return Rejected(choice, Reason.LAG, config.least_max_lag)
     return Candidate(choice, config, label_of(choice, space), idle)
-
-
-def _as_measured(config: RunConfig, space: SearchSpace) -> RunConfig:
-    """Return a run file with the weight transfer as it was measured in its arm, if it was."""
-    weights = space.measured.weights.get(config.colocated)
-    if weights is None:
-        return config
-    return config.model_copy(update={"hardware": config.hardware.model_copy(update={"weights": weights})})
 
 
 def own_candidate(space: SearchSpace) -> Candidate:
     """Return the run file as it is, as a candidate."""
     choice = choice_of(space.config)
-    config = _as_measured(space.config.model_copy(update={"compare": None, "plan": None}), space)
-    return Candidate(choice, config, f"{label_of(choice, space)} (run file)")
+    return Candidate(choice, _as_measured(space.config, space), f"{label_of(choice, space)} (run file)")
+
+
+def _as_measured(config: RunConfig, space: SearchSpace) -> RunConfig:
+    """Return the run file of a candidate, with the weight transfer that was measured in its arm, if any was."""
+    config = config.model_copy(update={"compare": None, "plan": None})
+    weights = space.measured.weights.get(config.colocated)
+    return config if weights is None else with_values(config, hardware={"weights": weights})
 
 
 def screen_all(
-    candidates: Iterable[Candidate | Rejected], limits: Limits, screener: Screener
+    space: SearchSpace, screener: Screener, choices: Iterable[Choice] | None = None
 ) -> tuple[list[Screened], list[Rejected]]:
     """Return the candidates that may keep to the limits, with their steady states, and the rejected ones with reasons.
 
-    A limit rejects only beyond the largest error of the screening.
+    A limit rejects only beyond the largest error of the screening. ``choices`` None: all of the space.
     """
     kept: list[Screened] = []
     rejected: list[Rejected] = []
-    for one in candidates:
+    for choice in all_choices(space) if choices is None else choices:
+        one = candidate_of(choice, space)
         if isinstance(one, Rejected):
             rejected.append(one)
             continue
         screened = screener.screen(one)
-        priced = limits.at(one.rented)
-        reason = priced.broken(screened.least_lag_mean, screened.least_gpu_hours)
+        limits = space.limits.at(one.rented)
+        reason = limits.broken(screened.least_lag_mean, screened.least_gpu_hours)
         if reason is None:
             kept.append(screened)
         else:
-            needed = priced.needed(reason, screened.estimate.lag_mean, screened.gpu_hours)
-            rejected.append(Rejected(one.choice, reason, needed))
+            needed = limits.values(screened.estimate.lag_mean, screened.gpu_hours)[reason]
+            rejected.append(Rejected(choice, reason, needed))
     return kept, rejected
+
+
+def within_limits(space: SearchSpace, screener: Screener) -> list[Screened]:
+    """Return the candidates that keep to the limits by the screening, the fastest first."""
+    kept, _ = screen_all(space, screener)
+    within = [one for one in kept if one.breaks(space.limits) is None]
+    return sorted(within, key=lambda one: -one.tokens_per_s)

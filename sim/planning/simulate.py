@@ -19,7 +19,7 @@ from pipelinerl.records.steady import steady_part
 from pipelinerl.records.step_ledger import Step
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
-from sim.planning.screen import Candidate
+from sim.planning.screen import Candidate, Rejected
 from sim.planning.space import Limits, Reason
 from sim.run import simulate_steps
 
@@ -38,7 +38,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowToPlan:
-    """All that a plan is told besides its question."""
+    """Options of a plan besides its question."""
 
     out: Path | None = None
     """Folder of plan.json and recommended.toml; of several cases a folder each."""
@@ -104,11 +104,15 @@ class Outcome:
         """Return the first limit that it breaks, if any, but for the largest lag, at the price of its GPU-hours."""
         return limits.at(self.candidate.rented).broken(self.lag_mean, self.gpu_hours, ess=self.ess)
 
-    def needed(self, reason: Reason, limits: Limits) -> float:
-        """Return the value of a limit that it would keep to."""
-        if reason is Reason.LAG:
-            return self.lag_max
-        return limits.at(self.candidate.rented).needed(reason, self.lag_mean, self.gpu_hours)
+    def rejected(self, limits: Limits) -> Rejected | None:
+        """Return the first limit that it breaks, and the value that it would keep to; None: it keeps to all."""
+        reason = self.breaks(limits)
+        if reason is not None:
+            values = limits.at(self.candidate.rented).values(self.lag_mean, self.gpu_hours)
+            return Rejected(self.candidate.choice, reason, values[reason])
+        if limits.lag is not None and self.lag_max > limits.lag:
+            return Rejected(self.candidate.choice, Reason.LAG, self.lag_max)
+        return None
 
 
 class Runner:
@@ -140,11 +144,10 @@ class Runner:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def run(self, what: str, jobs: Sequence[Job], *, before: int = 0, total: int | None = None) -> list[Outcome]:
+    def run(self, jobs: Sequence[Job], *, before: int = 0, total: int | None = None) -> list[Outcome]:
         """Return the outcomes of the simulations that ended, by label.
 
-        ``what`` is the stage that ``on_progress`` is told, of which ``before`` of ``total`` (None: these) have ended
-        (count).
+        For ``on_progress``, ``before`` of ``total`` simulations have ended already (counts); total None: these jobs.
         """
         if self.interrupted or not jobs:
             return []
@@ -156,14 +159,14 @@ class Runner:
         known = before + len(jobs) - len(new)
         try:
             self._simulating = True
-            self.on_progress(what, known, total or len(jobs))
+            self.on_progress("simulations", known, total or len(jobs))
             with closing(self._results(in_order)) as results:
                 for done, result in enumerate(results, known + 1):
                     if isinstance(result, str):
                         self.failures.append(result)
                     else:
                         self._done[run_of[result.candidate.label]] = result
-                    self.on_progress(what, done, total or len(jobs))
+                    self.on_progress("simulations", done, total or len(jobs))
         except RunFailedError as error:
             self.failures.append(str(error))
         except KeyboardInterrupt:
@@ -204,7 +207,7 @@ def is_steady(rows: Sequence[Step], unit: int) -> bool:
 
     A run repeats itself after ``unit`` steps. In ten of the candidates of ``examples/plan_qwen7b_128_h100.toml`` this
     ends the simulation after 113 steps of 200 on average. Against 500 steps tokens/s are then off by 0.3 % (root mean
-    square), at most 0.7 %, and the mean lag by at most 0.3 steps; those of 200 steps by 0.2 % and 0.1 steps.
+    square), at most 0.7 %, and the mean lag by at most 0.3 steps; after 200 steps by 0.2 % and 0.1 steps.
     """
     if len(rows) % LOOK_EVERY or len(rows) < 2 * LOOK_EVERY:
         return False
@@ -231,14 +234,16 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     unit = min(cycle(job.candidate), len(rows))
     start, end = steady_part(len(rows), unit)
     window = rows[start:end]
+
+    def total(name: str) -> float:
+        return float(sum(getattr(row, name) for row in window))
+
     start_s = rows[start - 1].time_s if start else 0.0
     window_s = rows[end - 1].time_s - start_s
-    step_s, tokens = window_s / len(window), sum(row.tokens for row in window)
+    step_s, tokens = window_s / len(window), total("tokens")
     known = len(rows) if len(rows) >= config.optimizer_steps else end  # of a whole run, a broken RL step at its end too
     rest = config.optimizer_steps - known
     seconds = rows[known - 1].time_s + rest * step_s
-    training_s, waiting_s = sum(row.train_s for row in window), sum(row.wait_s for row in window)
-    prefill_s = sum(row.prefill_s for row in window)
     return Outcome(
         job.candidate,
         tokens_per_s=(sum(row.tokens for row in rows[:known]) + rest * tokens / len(window)) / seconds,
@@ -246,19 +251,19 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
         seconds=seconds,
         lag_mean=sum(row.lag_mean * row.tokens for row in window) / tokens,
         lag_max=max(row.lag_max for row in rows),
-        training=training_s / window_s,
-        publishing=sum(row.publish_s for row in window) / window_s,
-        waiting=waiting_s / window_s,
+        training=total("train_s") / window_s,
+        publishing=total("publish_s") / window_s,
+        waiting=total("wait_s") / window_s,
         bottleneck=find_bottleneck(
             window,
             colocated=config.colocated,
             duration_s=window_s,
-            training_s=training_s,
-            waiting_s=waiting_s,
+            training_s=total("train_s"),
+            waiting_s=total("wait_s"),
             admission=Admission.of(config),
-            scoring=sum(row.scoring for row in window) / len(window),
-            in_use=sum(row.in_use for row in window) / len(window),
-            prefill=prefill_s / max(1e-300, prefill_s + sum(row.decode_s for row in window)),
+            scoring=total("scoring") / len(window),
+            in_use=total("in_use") / len(window),
+            prefill=total("prefill_s") / max(1e-300, total("prefill_s") + total("decode_s")),
         ),
         ess=_modelled_ess(config, window),
     )

@@ -1,7 +1,7 @@
 """The search space of a plan: run file, answers, memory, limits, and the choices that candidates differ in.
 
 To add a choice, add its list to ``PlanConfig``, its ``Axis`` here, and, if not every kind of schedule has it, its name
-to ``ScheduleKind.axes`` of those that do. Candidates and their labels follow.
+to ``ScheduleKind.axes`` of the others. Candidates and their labels follow.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from pipelinerl.theory.turns import Turn, TurnMeans
+from pipelinerl.util.arrays import IntArray
 from sim.clock import TICKS_PER_S
 from sim.episodes import Episodes
 from sim.workload import Workload, grown_length
@@ -91,18 +93,18 @@ class Reason(StrEnum):
 class Limits:
     """The limits that every candidate keeps to; None: no limit."""
 
-    lag: int | None
+    lag: int | None = None
     """Largest lag of any trained token (optimizer steps)."""
-    mean_lag: float | None
+    mean_lag: float | None = None
     """Mean lag (optimizer steps)."""
-    min_ess: float | None
+    min_ess: float | None = None
     """Effective sample size, normalised."""
-    drift: DriftModel | None
-    gpu_hours: float | None
+    drift: DriftModel | None = None
+    gpu_hours: float | None = None
     """GPU-hours of the whole run."""
-    budget: float | None
+    budget: float | None = None
     """Cost of the whole run (USD)."""
-    price: float | None
+    price: float | None = None
     """USD per GPU-hour, where known."""
     prices: Prices | None = None
     """Give the ``price`` of each candidate."""
@@ -111,47 +113,28 @@ class Limits:
         """Return the limits with the price of a candidate's GPU-hours, its environments included."""
         return self if self.prices is None else replace(self, price=self.prices.rates(config).usd_per_gpu_hour)
 
-    def ess(self, lag_mean: float) -> float | None:
-        """Return the effective sample size that the run file's drift model gives a mean lag; None without one."""
-        return None if self.drift is None else ess_at_lag(self.drift, lag_mean)
-
-    @property
-    def free_of_draws(self) -> bool:
-        """Whether nothing has a limit that differs with what is not known."""
-        return (self.mean_lag, self.min_ess, self.gpu_hours, self.budget) == (None, None, None, None)
-
-    def broken(self, lag_mean: float, gpu_hours: float, *, ess: float | None = None) -> Reason | None:
-        """Return the first limit that a mean lag and a number of GPU-hours break, if any.
+    def values(self, lag_mean: float, gpu_hours: float, *, ess: float | None = None) -> dict[Reason, float]:
+        """Return the number that each limit but the largest lag bounds, in the order in which they are checked.
 
         ``ess`` is the effective sample size where more is known than the mean lag, which alone is a bit optimistic.
         """
         if ess is None:
-            ess = self.ess(lag_mean)
-        if self.mean_lag is not None and lag_mean > self.mean_lag:
-            return Reason.MEAN_LAG
-        if self.min_ess is not None and ess is not None and ess < self.min_ess:
-            return Reason.ESS
-        if self.gpu_hours is not None and gpu_hours > self.gpu_hours:
-            return Reason.GPU_HOURS
-        if self.budget is not None and gpu_hours * (self.price or 0.0) > self.budget:
-            return Reason.BUDGET
-        return None
+            ess = 1.0 if self.drift is None else ess_at_lag(self.drift, lag_mean)
+        cost = gpu_hours * (self.price or 0.0)
+        return {Reason.MEAN_LAG: lag_mean, Reason.ESS: ess, Reason.GPU_HOURS: gpu_hours, Reason.BUDGET: cost}
 
-    def needed(self, reason: Reason, lag_mean: float, gpu_hours: float) -> float:
-        """Return the value of a limit that a candidate with this mean lag and these GPU-hours would keep to."""
-        match reason:
-            case Reason.MEAN_LAG:
-                return lag_mean
-            case Reason.ESS:
-                return self.ess(lag_mean) or 0.0
-            case Reason.GPU_HOURS:
-                return gpu_hours
-            case _:
-                return gpu_hours * (self.price or 0.0)
+    def broken(self, lag_mean: float, gpu_hours: float, *, ess: float | None = None) -> Reason | None:
+        """Return the first limit that a mean lag and a number of GPU-hours break, if any; ``ess`` as in ``values``."""
+        given = (self.mean_lag, self.min_ess, self.gpu_hours, self.budget)
+        values = self.values(lag_mean, gpu_hours, ess=ess)
+        for limit, (reason, value) in zip(given, values.items(), strict=True):
+            if limit is not None and (value < limit if reason is Reason.ESS else value > limit):
+                return reason
+        return None
 
 
 class Memory:
-    """Tells what fits into the memory of engines and trainer, with a longest rollout (tokens, prompt included).
+    """Memory of engines and trainer, with a longest rollout (tokens, prompt included).
 
     Without ``hardware.gpu`` and ``hardware.model`` only ``kv_cache_tokens`` of the run file limits.
     """
@@ -186,27 +169,27 @@ class Memory:
         return self.cache_tokens(tensor_parallel) >= self._longest
 
     def heads_divide(self, tensor_parallel: int) -> bool:
-        """Return whether every accelerator of an engine gets as many whole heads, as far as that is known."""
+        """Return whether every accelerator of an engine gets as many whole heads; True for an unknown model."""
         return self.model is None or self.model.divides_by(tensor_parallel)
 
-    def excluded_because(self, *, tensor_parallel: int, training_accelerators: int) -> Reason | None:
-        """Return why engines of this size, or a trainer on so many accelerators, cannot run; None if they can."""
-        if not self.heads_divide(tensor_parallel):
+    def excluded_because(self, config: RunConfig) -> Reason | None:
+        """Return why the engines or the trainer of a candidate cannot run; None if they can."""
+        if not self.heads_divide(config.cluster.tensor_parallel):
             return Reason.HEADS
-        if not self.engine_fits(tensor_parallel):
+        if not self.engine_fits(config.cluster.tensor_parallel):
             return Reason.ENGINE_MEMORY
-        return None if self.trainer_fits(training_accelerators) else Reason.TRAINER_MEMORY
+        return None if self.trainer_fits(config.training_accelerators) else Reason.TRAINER_MEMORY
 
-    def needed_shares(self, *, tensor_parallel: int, training_accelerators: int) -> list[float] | None:
-        """Return what an engine and a trainer need at least, over what there is; None if GPU or model are not known."""
+    def needed_shares(self, config: RunConfig) -> list[float] | None:
+        """Return the least memory of an engine and of a trainer over their memory; None if GPU or model are unknown."""
         if self.gpu is None or self.model is None:
             return None
         return least_memory(
             self._config,
             self.gpu,
             self.model,
-            tensor_parallel=tensor_parallel,
-            training_accelerators=training_accelerators,
+            tensor_parallel=config.cluster.tensor_parallel,
+            training_accelerators=config.training_accelerators,
             longest=self._longest,
         )
 
@@ -227,18 +210,18 @@ def answers_of(config: RunConfig) -> tuple[LengthStatistics, int]:
     workload = Workload(config.workload, seed=config.seed)
     if config.environment is not None:
         return _turns_of(config, Episodes(config, workload)), config.longest_rollout_tokens
-    length, size = config.workload.length, config.workload.group_size
-    groups = [workload.group(index, index) for index in range(max(1, SAMPLE_SIZE // size))]
-    drawn = np.array([group.lengths for group in groups], dtype=np.int64)
-    if length.growth != 1.0:
-        grown = [
-            grown_length(one, factor=(1 + length.growth) / 2, max_tokens=length.max) for one in drawn.ravel().tolist()
-        ]
-        drawn = np.array(grown, dtype=np.int64).reshape(drawn.shape)
-    wait = (drawn * (drawn.max(axis=1, keepdims=True) - drawn)).sum() / drawn.sum()
+    length = config.workload.length
+    grown = partial(grown_length, factor=(1 + length.growth) / 2, max_tokens=length.max)
+    groups = [workload.group(index, index) for index in range(max(1, SAMPLE_SIZE // config.workload.group_size))]
+    tokens_PA = np.array([[grown(one) for one in group.lengths] for group in groups], dtype=np.int64)
     prompt = float(np.mean([group.prompt_tokens for group in groups]))
-    answers = LengthStatistics(lengths_from(drawn.ravel()), prompt_tokens=prompt, group_wait=float(wait))
+    answers = LengthStatistics(lengths_from(tokens_PA.ravel()), prompt_tokens=prompt, group_wait=_group_wait(tokens_PA))
     return answers, workload.longest_rollout_tokens
+
+
+def _group_wait(tokens_PA: IntArray) -> float:
+    """Return the decode steps that a finished rollout waits for the longest of its group, mean over tokens."""
+    return float((tokens_PA * (tokens_PA.max(axis=1, keepdims=True) - tokens_PA)).sum() / tokens_PA.sum())
 
 
 def _turns_of(config: RunConfig, episodes: Episodes) -> LengthStatistics:
@@ -252,11 +235,10 @@ def _turns_of(config: RunConfig, episodes: Episodes) -> LengthStatistics:
         observed[0] += one.prompt_tokens
         acting_s = np.array(one.acting_ticks) / TICKS_PER_S
         rollouts.append(Turn(np.cumsum(observed) + ends - generated, observed, generated, acting_s))
-    tokens = np.array([one.ends[-1] for one in drawn]).reshape(-1, size)
-    wait = (tokens * (tokens.max(axis=1, keepdims=True) - tokens)).sum() / tokens.sum()
+    tokens_PA = np.array([one.ends[-1] for one in drawn]).reshape(-1, size)
     observed_mean = float(np.mean([one.observed_T.sum() for one in rollouts]))
     return LengthStatistics(
-        lengths_from(tokens.ravel()), observed_mean, group_wait=float(wait), turns=TurnMeans.of(rollouts)
+        lengths_from(tokens_PA.ravel()), observed_mean, group_wait=_group_wait(tokens_PA), turns=TurnMeans.of(rollouts)
     )
 
 
@@ -302,7 +284,7 @@ class SearchSpace:
         return cls(config, plan, answers, memory, limits_of(config, plan), measured or Measured())
 
     def split_shown(self, generating: int) -> str:
-        """Return what tables call a split: accelerators that generate and that train, with their kinds if two."""
+        """Return the name of a split in tables: accelerators that generate and that train, with their kinds if two."""
         training = self.accelerators - generating
         if self.config.hardware.generation_gpu is None:
             return f"{generating}/{training}"
@@ -347,7 +329,7 @@ class Axis:
     shown: Callable[[Any, SearchSpace], str]
     """Returns its part of a candidate's label; empty where the value needs no mention."""
     every_kind: bool = False
-    """Whether every kind of schedule has it; else those that name it among their ``axes``."""
+    """Whether every kind of schedule has it; else the kinds that name it among their ``axes``."""
     is_layout: bool = False
     """Whether another value is another layout, and not another size of the same."""
     rule: Callable[[Any, SearchSpace], str | None] = lambda _value, _space: None
@@ -418,7 +400,7 @@ def _rl_steps(space: SearchSpace, choice: Choice) -> Sequence[int]:
 
 
 def _generation_batch_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]:
-    """Return numbers of sequences per engine; of those that an RL step cannot fill, only the smallest."""
+    """Return numbers of sequences per engine; of the numbers that an RL step cannot fill, only the smallest."""
     schedule, engine = schedule_of(choice), choice[ENGINE.name]
     sizes: Sequence[int] | None = space.plan.generation_batch_size
     if sizes is None:
@@ -598,7 +580,7 @@ _REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP
 
 
 def all_choices(space: SearchSpace) -> list[Choice]:
-    """Return every combination of values that go together; those of the run file are among them by default."""
+    """Return every combination of values that go together; by default the run file's own is among them."""
     choices: list[Choice] = [{}]
     for axis in AXES:
         choices = [{**choice, axis.name: value} for choice in choices for value in axis.values(space, choice)]
@@ -614,7 +596,7 @@ def choice_of(config: RunConfig) -> Choice:
 
 
 def label_of(choice: Choice, space: SearchSpace) -> str:
-    """Return what tables call a choice."""
+    """Return the name of a choice in tables."""
     schedule = schedule_of(choice)
     parts = [axis.shown(choice[axis.name], space) for axis in _LABEL_ORDER if axis.applies_to(schedule)]
     return " ".join(part for part in parts if part)
@@ -633,17 +615,16 @@ def values_of(axis: Axis, choices: Sequence[Choice]) -> set[Any]:
     return {choice[axis.name] for choice in choices if axis.applies_to(schedule_of(choice))}
 
 
-def check_lists(space: SearchSpace, choices: Sequence[Choice]) -> None:
-    """Raise ConfigError if no candidate can have some listed value, a line per value: key, rule, value.
-
-    A list that the run file leaves out, or that no kind of schedule tried has, is not looked at.
-    """
-    faults = []
+def unused_values(space: SearchSpace, choices: Sequence[Choice]) -> Iterator[tuple[Axis, Any]]:
+    """Yield every listed value that is in none of some choices, unless no kind of schedule tried has its list."""
     for axis, values in listed_axes(space, tried=True):
         used = values_of(axis, choices)
-        for value in values:
-            rule = None if value in used else axis.rule(value, space)
-            if rule is not None:
-                faults.append(f"plan.{axis.name} must hold {rule}, got {value}")
+        yield from ((axis, value) for value in values if value not in used)
+
+
+def check_lists(space: SearchSpace, choices: Sequence[Choice]) -> None:
+    """Raise ConfigError if no candidate can have some listed value, a line per value: key, rule, value."""
+    unused = [(axis, value, axis.rule(value, space)) for axis, value in unused_values(space, choices)]
+    faults = [f"plan.{axis.name} must hold {rule}, got {value}" for axis, value, rule in unused if rule is not None]
     if faults:
         raise ConfigError("\n".join(faults))

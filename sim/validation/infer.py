@@ -16,18 +16,11 @@ from numpy.typing import NDArray
 
 from pipelinerl.config.run import RunConfig, WorkloadConfig
 from pipelinerl.config.run_file import parse_run
+from pipelinerl.hardware import prior
 from pipelinerl.hardware.catalogue import in_engine
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.prior import (
-    GENERATION_SD,
-    MEAN_SD,
-    REST_SD,
-    RUN_SD,
-    SEVERAL_NODES_FACTOR,
-    TRAINING_SD,
-)
 from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
@@ -70,24 +63,43 @@ def run_config(
     where GPUs are apart; colocated it is not simulated. A large cluster and its batch are divided by the same number.
     Raises ConfigError if the hardware cannot hold the model, or the pieces do not fit together.
     """
-    divisor = _divisor(run)
+    row, divisor, colocated = run.published, _divisor(run), run.schedule.colocated
     mean_tokens = min(mean_tokens, LARGEST_MEAN * run.longest_tokens)
     accelerators, generating = run.accelerators // divisor, run.generating // divisor
+    trained_by = accelerators if colocated else accelerators - generating
     sequences, steps = run.sequences // divisor, run.optimizer_steps
-    colocated = run.schedule.colocated
     engines = max(1, generating // run.tensor_parallel)
     slots = max(1, min(MAX_SLOTS, math.ceil(run.in_flight / divisor / engines)))
-    hardware = _hardware(
-        run,
-        generation=generation,
-        training=training,
-        mean_tokens=mean_tokens,
-        divisor=divisor,
-        trained_by=accelerators if colocated else accelerators - generating,
-        training_given=training_given,
-        weights=weights,
-        slots=slots,
+    derived = derive_hardware(
+        run.gpu,
+        run.model,
+        tensor_parallel=run.tensor_parallel,
+        training_accelerators=trained_by * divisor,
+        colocated=colocated,
+        engine=in_engine(run.gpu, run.model, run.weights, run.cache),
+        sequences=slots,
+        longest=PROMPT_TOKENS + run.longest_tokens,
+        coefficients=coefficients(
+            Level.CENTRAL,
+            {
+                "extra_forward_passes": _extra_forward_passes(row),
+                "sequence_accelerators": float(row.gpus_per_sequence or 1),
+            },
+        ),
     )
+    tables: dict[str, Any] = {
+        "decode": derived.decode.on_slower_accelerators(generation),
+        "prefill": derived.prefill.on_slower_accelerators(generation),
+    }
+    if colocated or not weights:
+        tables |= {"weights": WeightTransferConfig(), "switch": PhaseSwitchConfig()}
+    if training_given:
+        assert row.train_s is not None
+        tokens = run.sequences / divisor * (PROMPT_TOKENS + mean_tokens)
+        tables["training"] = TrainingConfig(token_s=row.train_s * training * trained_by / tokens)
+    else:
+        whole = _training(run, derived.training, mean_tokens, accelerators=trained_by * divisor)
+        tables["training"] = whole.on_slower_accelerators(training)
     cluster = {"accelerators": accelerators, "tensor_parallel": run.tensor_parallel}
     if not colocated:
         cluster["generation_accelerators"] = generating
@@ -101,11 +113,11 @@ def run_config(
             **_scheduler(run, sequences),
         },
         "workload": {
-            "group_size": math.gcd(run.published.n_per_prompt or DEFAULT_GROUP_SIZE, sequences // steps),
+            "group_size": math.gcd(row.n_per_prompt or DEFAULT_GROUP_SIZE, sequences // steps),
             "prompt_tokens": PROMPT_TOKENS,
             "length": _length(mean_tokens, run.longest_tokens),
         },
-        "hardware": hardware,
+        "hardware": derived.model_copy(update=tables).model_dump(mode="json", exclude_none=True),
     }
     return parse_run(data, name=run.id)
 
@@ -141,75 +153,28 @@ def _extra_forward_passes(row: PublishedRun) -> float:
     return float((row.old_logp_s is not None) + (row.ref_s is not None))
 
 
-def _hardware(
-    run: ReconstructedRun,
-    *,
-    generation: float,
-    training: float,
-    mean_tokens: float,
-    divisor: int,
-    trained_by: int,
-    training_given: bool,
-    weights: bool,
-    slots: int,
-) -> dict[str, Any]:
-    """Return the hardware table: derived from GPU and model, times multiplied, training replaced where published."""
-    row = run.published
-    derived = derive_hardware(
-        run.gpu,
-        run.model,
-        tensor_parallel=run.tensor_parallel,
-        training_accelerators=trained_by * divisor,
-        colocated=run.schedule.colocated,
-        engine=in_engine(run.gpu, run.model, run.weights, run.cache),
-        sequences=slots,
-        longest=PROMPT_TOKENS + run.longest_tokens,
-        coefficients=coefficients(
-            Level.CENTRAL,
-            {
-                "extra_forward_passes": _extra_forward_passes(row),
-                "sequence_accelerators": float(row.gpus_per_sequence or 1),
-            },
-        ),
-    )
-    tables: dict[str, Any] = {
-        "decode": derived.decode.on_slower_accelerators(generation),
-        "prefill": derived.prefill.on_slower_accelerators(generation),
-    }
-    if run.schedule.colocated or not weights:
-        tables |= {"weights": WeightTransferConfig(), "switch": PhaseSwitchConfig()}
-    if training_given:
-        assert row.train_s is not None
-        tokens = run.sequences / divisor * (PROMPT_TOKENS + mean_tokens)
-        tables["training"] = TrainingConfig(token_s=row.train_s * training * trained_by / tokens)
-    else:
-        # A fraction of a cluster has a fraction of the sequences, and a shorter longest one: so the wait for the
-        # longest is that of the whole, in the mean, and not simulated.
-        wait_s = _wait_s(
-            derived.training,
-            _answers(mean_tokens, run.longest_tokens),
-            accelerators=trained_by * divisor,
-            sequences=run.sequences // run.optimizer_steps,
-        )
-        whole = {"sequence_accelerators": None, "step_s": derived.training.step_s + wait_s}
-        trainer = derived.training.model_copy(update=whole).on_slower_accelerators(training)
-        if run.schedule is Schedule.SYNC_APART:  # all optimizer steps of an RL step are one
-            steps = row.optimizer_steps_per_rl_step
-            fixed = {"step_s": trainer.step_s * steps, "micro_batch_s": trainer.micro_batch_s * steps}
-            trainer = trainer.model_copy(update=fixed)
-        tables["training"] = trainer
-    return derived.model_copy(update=tables).model_dump(mode="json", exclude_none=True)
+def _training(
+    run: ReconstructedRun, derived: TrainingConfig, mean_tokens: float, *, accelerators: int
+) -> TrainingConfig:
+    """Return the training of a whole cluster, for a fraction of it.
 
-
-def _wait_s(training: TrainingConfig, answers: LengthStatistics, *, accelerators: int, sequences: int) -> float:
-    """Return the seconds that an optimizer step is longer because sequences are not divided."""
+    A fraction has a fraction of the sequences, and a shorter longest one. So the wait for the longest is that of the
+    whole, in the mean, and not simulated.
+    """
+    divided = derived.model_copy(update={"sequence_accelerators": None})
+    sequences, answers = run.sequences // run.optimizer_steps, _answers(mean_tokens, run.longest_tokens)
     whole_s, divided_s = (
         answers.training_s(
             training_cost(one, training_accelerators=accelerators), sequences=sequences, micro_batch=sequences
         )
-        for one in (training, training.model_copy(update={"sequence_accelerators": None}))
+        for one in (derived, divided)
     )
-    return whole_s - divided_s
+    steps = run.published.optimizer_steps_per_rl_step if run.schedule is Schedule.SYNC_APART else 1
+    fixed = {
+        "step_s": (derived.step_s + (whole_s - divided_s)) * steps,  # apart, all optimizer steps of an RL step are one
+        "micro_batch_s": derived.micro_batch_s * steps,
+    }
+    return divided.model_copy(update=fixed)
 
 
 def _length(mean_tokens: float, longest_tokens: int) -> dict[str, Any]:
@@ -244,13 +209,9 @@ WARM_UP = 3
 """Of these, left out of the time per step of asynchronous runs."""
 
 
-class Steady(NamedTuple):
-    """Seconds of one RL step of a simulation."""
-
-    step_s: float
-    generate_s: float
-    """Seconds in which the trainer waited for answers: of synchronous runs the time of generation."""
-    train_s: float
+STEP, GENERATE, TRAIN = range(3)
+"""Quantities of a simulation: seconds of an RL step; seconds in which the trainer waits for answers, in synchronous
+runs the time of generation; seconds of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +227,7 @@ class SimulationGrid:
 
     def at(self, ratio_P: FloatArray, mean_P: FloatArray, quantity: int) -> FloatArray:
         """Return the logs at any points, linear in between the nodes."""
-        nodes_R, nodes_M = _RATIO_NODES, self.mean_nodes
+        nodes_R, nodes_M = _RATIO_NODES, _mean_nodes(self.run)
         log_RM = self.log_RMQ[:, :, quantity]
         r_P, fr_P = _cell(ratio_P, nodes_R)
         if len(nodes_M) == 1:
@@ -276,10 +237,10 @@ class SimulationGrid:
         high_P = log_RM[r_P, m_P + 1] * (1 - fr_P) + log_RM[r_P + 1, m_P + 1] * fr_P
         return np.asarray(low_P * (1 - fm_P) + high_P * fm_P)
 
-    @property
-    def mean_nodes(self) -> FloatArray:
-        """Logs of factors on the mean answer."""
-        return np.zeros(1) if self.run.mean_is_known else _MEAN_NODES
+
+def _mean_nodes(run: ReconstructedRun) -> FloatArray:
+    """Return logs of factors on the mean answer."""
+    return np.zeros(1) if run.mean_is_known else _MEAN_NODES
 
 
 def _cell(value_P: FloatArray, nodes: FloatArray) -> tuple[NDArray[np.int64], FloatArray]:
@@ -305,10 +266,10 @@ def across_nodes(grids: Sequence[SimulationGrid]) -> bool:
 
 def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
     """Return the hypotheses to weigh for these rows."""
-    factor = SEVERAL_NODES_FACTOR if across_nodes(grids) else 1
+    factor = prior.SEVERAL_NODES_FACTOR if across_nodes(grids) else 1
     mean_is_known = all(one.run.mean_is_known for one in grids)
     has_rest = any(one.rest_s for one in grids)
-    sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * REST_SD)
+    sds = (factor * prior.GENERATION_SD, factor * prior.TRAINING_SD, prior.MEAN_SD, factor * prior.REST_SD)
     needed = (True, True, not mean_is_known, has_rest)
     highest = (3 * sds[0], 3 * sds[1], min(3 * sds[2], LOG_MOST_MEAN), 3 * sds[3])
     axes = [
@@ -319,9 +280,6 @@ def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
     values = zip((g_P, t_P, m_P, s_P), sds, strict=True)
     log_prior_P = -0.5 * np.sum([(value_P / sd) ** 2 for value_P, sd in values], axis=0)
     return Hypotheses(g_P, t_P, m_P, s_P, log_prior_P)
-
-
-STEP, GENERATE, TRAIN = range(3)
 
 
 def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int) -> FloatArray:
@@ -340,7 +298,8 @@ def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int) ->
 
 def _simulated(
     run: ReconstructedRun, *, ratio: float, log_mean: float, training_given: bool, weights: bool = False
-) -> Steady:
+) -> tuple[float, float, float]:
+    """Return the seconds of an RL step: STEP, GENERATE, TRAIN."""
     num_steps, first = (3, 1) if run.schedule is Schedule.SYNC else (RL_STEPS, WARM_UP)
     config = run_config(
         run,
@@ -351,15 +310,10 @@ def _simulated(
         training_given=training_given,
         weights=weights,
     )
-    each = run.optimizer_steps
-    rows = simulate_steps(config)[first * each - 1 :]
-    num = (len(rows) - 1) / each
-    waited_s = sum(row.wait_s for row in rows[1:]) / num
-    return Steady(
-        step_s=(rows[-1].time_s - rows[0].time_s) / num,
-        generate_s=max(waited_s, 1e-3),
-        train_s=sum(row.train_s for row in rows[1:]) / num,
-    )
+    before, *rows = simulate_steps(config)[first * run.optimizer_steps - 1 :]
+    num = len(rows) / run.optimizer_steps
+    waited_s, trained_s = sum(row.wait_s for row in rows), sum(row.train_s for row in rows)
+    return (rows[-1].time_s - before.time_s) / num, max(waited_s / num, 1e-3), trained_s / num
 
 
 def central_seconds(run: ReconstructedRun) -> float:
@@ -367,18 +321,17 @@ def central_seconds(run: ReconstructedRun) -> float:
 
     Raises PipelineRLError if the row cannot be simulated.
     """
-    return _simulated(run, ratio=0.0, log_mean=0.0, training_given=False, weights=True).step_s
+    return _simulated(run, ratio=0.0, log_mean=0.0, training_given=False, weights=True)[STEP]
 
 
 def simulation_grid(run: ReconstructedRun, *, training_given: bool) -> SimulationGrid:
     """Return the simulations of a row on all nodes, made in seconds; PipelineRLError if it cannot be simulated."""
-    means = np.zeros(1) if run.mean_is_known else _MEAN_NODES
 
     def node(ratio: float, log_mean: float) -> list[float]:
         seconds = _simulated(run, ratio=ratio, log_mean=log_mean, training_given=training_given)
         return [math.log(one) for one in seconds]
 
-    return SimulationGrid(run, training_given, np.array([[node(r, m) for m in means] for r in _RATIO_NODES]))
+    return SimulationGrid(run, training_given, np.array([[node(r, m) for m in _mean_nodes(run)] for r in _RATIO_NODES]))
 
 
 class Band(NamedTuple):
@@ -394,42 +347,42 @@ def seconds_band(
 ) -> Band:
     """Return the seconds of a row's RL step, given other rows of its family: at least one if its scale is not known.
 
-    ``inputs``: its simulations with free training, if its training seconds are published, which tell of its mean
+    ``inputs``: its simulations with free training, if its training seconds are published, which depend on its mean
     answer.
     """
     hypotheses = hypotheses_for([grid, *references])
     log_P = hypotheses.log_prior_P.copy()
     log_step_P = _log_seconds(grid, hypotheses, STEP)
-    if inputs is not None and inputs.run.published.train_s is not None:
-        residual_P = _log_seconds(inputs, hypotheses, TRAIN) - math.log(inputs.run.published.train_s)
-        log_P -= 0.5 * (residual_P / RUN_SD) ** 2
+    observed = [] if inputs is None else [(inputs, TRAIN, inputs.run.published.train_s)]
     if grid.run.scale_is_known:
-        for reference in references:
-            for quantity, seconds in _observed(reference.run.published):
-                residual_P = _log_seconds(reference, hypotheses, quantity) - math.log(seconds)
-                log_P -= 0.5 * (residual_P / RUN_SD) ** 2
-    else:  # only the ratios of the rows mean anything
-        residual_KP = np.array([_log_residual(one, hypotheses) for one in references])
+        observed += [(one, quantity, seconds) for one in references for quantity, seconds in _observed(one)]
+    for one, quantity, seconds in observed:
+        log_P -= 0.5 * (_residual(one, hypotheses, quantity, seconds) / prior.RUN_SD) ** 2
+    if not grid.run.scale_is_known:  # only the ratios of the rows mean anything
+        residual_KP = np.array(
+            [_residual(one, hypotheses, STEP, measured_seconds(one.run.published)) for one in references]
+        )
         offset_P = residual_KP.mean(axis=0)
-        log_P -= 0.5 * (((residual_KP - offset_P) / RUN_SD) ** 2).sum(axis=0)
+        log_P -= 0.5 * (((residual_KP - offset_P) / prior.RUN_SD) ** 2).sum(axis=0)
         log_step_P = log_step_P - offset_P
     weight_P = np.exp(log_P - log_P.max())
     weight_P /= weight_P.sum()
     middle = _median(log_step_P, weight_P)
     variance = float((weight_P * (log_step_P - (weight_P * log_step_P).sum()) ** 2).sum())
     of_offset = 0.0 if grid.run.scale_is_known else 1 / len(references)  # the scale is a mean of measurements
-    spread = 1.28 * math.sqrt(variance + RUN_SD**2 * (1 + of_offset))
+    spread = 1.28 * math.sqrt(variance + prior.RUN_SD**2 * (1 + of_offset))
     return Band(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 
-def _log_residual(grid: SimulationGrid, hypotheses: Hypotheses) -> FloatArray:
-    measured_s = measured_seconds(grid.run.published)
+def _residual(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int, measured_s: float | None) -> FloatArray:
+    """Return the log of predicted over measured seconds, by hypothesis."""
     assert measured_s is not None
-    return _log_seconds(grid, hypotheses, STEP) - math.log(measured_s)
+    return _log_seconds(grid, hypotheses, quantity) - math.log(measured_s)
 
 
-def _observed(run: PublishedRun) -> list[tuple[int, float]]:
+def _observed(grid: SimulationGrid) -> list[tuple[int, float]]:
     """Return the measurements of a row that inform others: its training, and its generation or else its step."""
+    run = grid.run.published
     observed = [] if run.train_s is None else [(TRAIN, run.train_s)]
     if run.schedule in (Schedule.SYNC, Schedule.SYNC_APART) and run.generate_s is not None:
         return [*observed, (GENERATE, run.generate_s)]

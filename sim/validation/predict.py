@@ -5,21 +5,38 @@ training, one on the rest of a step, and the mean answer m where it is not publi
 log-normal around the hardware model's central value. Measurements of the *other* rows of a family sharpen that (Bayes'
 rule on a grid of simulations). The prediction is the median over the likely seconds of a step; its band holds 80 %, as
 a normal distribution of the logs. A row without a family is predicted from the hardware model alone, with a band from
-its error for other families (``unseen.py``).
+its error for other families.
+
+How far off is the hardware model alone, for a system that nobody has measured? The log of predicted over measured
+seconds of row i of family f is a sum, e_fi = c + b_f + w_fi: the error about every system, about a family (software,
+GPU, model), and about one of its rows. Family effects scatter with a standard deviation ``family_sd``, rows with
+``row_sd``; a row of a new family is off by both. Estimates are by moments: c is the mean of the family means, shrunk
+towards 0 by a prior of standard deviation ``CENTRE_SD``. The variance between families is the variance of their means,
+less their rows' share of it. A prediction of a family is the hardware model's divided by exp(c), with c and the spread
+of all *other* families.
+
+Is asynchronous RL faster than synchronous RL on the same GPUs? The two runs of a pair are arms of one system
+(``pipelinerl.hardware.prior``): factors on generation, training, mean answer and weights are common, so drawn once for
+both; each arm has its own factor on its weights, on its phase switch, and its own run-to-run spread. An arm lasts
+S(g, t, m) + weights + switch, S from its simulations. The probability is the share of draws in which the asynchronous
+step is shorter. Draws are of the prior, without any measurement of the family; the mean log error of the ratios is that
+of the pairs of all other families.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.hardware import prior
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.validation_report import (
     AloneSummary,
@@ -27,26 +44,36 @@ from pipelinerl.records.validation_report import (
     Quantity,
     RowPair,
     SpeedUp,
+    SpeedUpSummary,
     UnusableRow,
     ValidationReport,
     ValidationSummary,
 )
 from pipelinerl.theory.paper import staleness_applied_compute
+from pipelinerl.util.arrays import FloatArray
 from sim.parallel import run_all
-from sim.validation.infer import Band, SimulationGrid, seconds_band, simulation_grid
-from sim.validation.pairs import speed_up_summary, speed_ups
-from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s, same_run
-from sim.validation.rows import PublishedRun, Schedule, read_published_runs
-from sim.validation.unseen import (
-    BAND_SDS,
-    AloneRun,
-    alone_run,
-    by_family,
-    median_interval,
-    spread_of,
-    truly_simulated,
-    unseen_bands,
+from sim.validation.infer import (
+    STEP,
+    Band,
+    SimulationGrid,
+    across_nodes,
+    central_seconds,
+    seconds_band,
+    simulation_grid,
 )
+from sim.validation.reconstruct import (
+    LOG_MOST_MEAN,
+    ReconstructedRun,
+    measured_seconds,
+    reconstruct_run,
+    rest_s,
+    same_run,
+    switch_s,
+    weights_s,
+)
+from sim.validation.rows import PublishedRun, Schedule, read_published_runs
+
+Value = TypeVar("Value")
 
 # ----------------------------------------------------------------------------------------------------------- the report
 
@@ -104,7 +131,8 @@ def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
     log_errors = by_family((family, math.log(ratio)) for family, ratio in ratios)
     errors = by_family((family, abs(ratio - 1)) for family, ratio in ratios)
     every = [error for family in errors.values() for error in family]
-    low, high = median_interval(errors)
+    samples = [np.asarray(family) for family in errors.values()]
+    low, high = family_interval(samples, lambda sample: float(np.median(np.concatenate(sample))))
     spread = spread_of(log_errors)
     return AloneSummary(
         rows=len(rows),
@@ -158,14 +186,14 @@ def validate(
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ValidationReport:
-    """Predict every run from its published inputs and from the other rows of its family, also those of ``others``.
+    """Predict every run from its published inputs and from the other rows of its family, ``others`` included.
 
     Rows of the same id count once. ``workers``: processes (None: one per core). ``on_progress`` gets the numbers of
     rows simulated and to simulate. Rows of the report are in order, its pairs are of ``runs``.
     """
     known, jobs, reasons = _jobs(runs, others)
     grids: dict[tuple[str, bool], SimulationGrid] = {}
-    alone: list[AloneRun] = []
+    alone: dict[str, AloneRun] = {}
     results = run_all(_simulated_job, jobs, workers=workers) if workers != 1 else (_simulated_job(job) for job in jobs)
     with closing(results):
         for done, result in enumerate(results, start=1):
@@ -175,10 +203,9 @@ def validate(
                 case SimulationGrid():
                     grids[result.run.id, result.training_given] = result
                 case AloneRun():
-                    alone.append(result)
+                    alone[result.id] = result
             on_progress(done, len(jobs))
-    order = {run.id: place for place, run in enumerate(known)}  # whichever process was first
-    bands = unseen_bands(sorted(alone, key=lambda one: order[one.id]))
+    bands = unseen_bands(alone[run.id] for run in known if run.id in alone)  # whichever process was first
     asked = {run.id for run in runs}
     free = [grids[run.id, False] for run in known if (run.id, False) in grids]
     pairs = [one for one in speed_ups(free) if asked >= {one.synchronous, one.asynchronous}]
@@ -242,12 +269,12 @@ def _predicted(
     if measured_seconds(grid.run.published) is None:
         reason = "neither seconds per step nor hours and steps nor tokens/s are published"
         return UnusableRow(id=run.id, reason=reason)
-    references = [
-        _with_rest(grids[other.id, False], others)
-        for other in others
-        if other.family == run.family and (other.id, False) in grids
-    ]
-    references = [one for one in references if measured_seconds(one.run.published) is not None]
+
+    def with_rest(grid: SimulationGrid) -> SimulationGrid:
+        return replace(grid, rest_s=_rest(grid.run.published, others)[0].middle_s)
+
+    siblings = [grids[one.id, False] for one in others if one.family == run.family and (one.id, False) in grids]
+    references = [with_rest(one) for one in siblings if measured_seconds(one.run.published) is not None]
     alike = [one for one in references if one.run.scale_is_known is grid.run.scale_is_known]
     if not alike and run.gpus is not None and not grid.run.scale_is_known:
         # Hours alone: their steps stand for seconds, as nothing else is there.
@@ -255,12 +282,7 @@ def _predicted(
         grid = replace(grid, run=replace(grid.run, scale_is_known=True, assumed=assumed))
         alike = [one for one in references if one.run.scale_is_known]
     inputs = grids[run.id, False] if grid.training_given else None
-    return _from_simulations(_with_rest(grid, others), alike, alone, inputs=inputs)
-
-
-def _with_rest(grid: SimulationGrid, others: Sequence[PublishedRun]) -> SimulationGrid:
-    """Return the simulations of a row plus the remaining seconds of its step, learned from other rows."""
-    return replace(grid, rest_s=_rest(grid.run.published, others)[0].middle_s)
+    return _from_simulations(with_rest(grid), alike, alone, inputs=inputs)
 
 
 def _from_simulations(
@@ -319,6 +341,7 @@ def _row(
 ) -> PredictedRow:
     """Return a row of the report; the band is in the unit of ``quantity``, a number alone has none."""
     low, predicted, high = (None, band, None) if isinstance(band, float) else band
+    alone_low, alone_middle, alone_high = alone or (None, None, None)
     error = predicted - measured
     answers, mean = run.sequences_per_step, run.avg_len
     is_time = quantity in ("s/step", "tokens/s")  # the closed forms are of asynchronous RL
@@ -336,24 +359,21 @@ def _row(
         inputs=inputs,
         fitted_to=fitted_to,
         assumed=assumed,
-        alone=None if alone is None else alone.middle_s,
-        alone_low=None if alone is None else alone.low_s,
-        alone_high=None if alone is None else alone.high_s,
+        alone=alone_middle,
+        alone_low=alone_low,
+        alone_high=alone_high,
         error=error if quantity == "staleness" else error / measured,
     )
 
 
 def _staleness(run: PublishedRun) -> PredictedRow | None:
     """Predict a published mean staleness from the published C, B, q, rho and tail, in closed form."""
-    in_flight, batch, queue, ratio = run.in_flight, run.train_batch_size, run.queue_batches, run.rate_ratio
-    tailness, measured = run.tailness, run.mean_staleness
-    if in_flight is None or batch is None or queue is None or ratio is None or tailness is None or measured is None:
+    names = ("in_flight", "train_batch_size", "queue_batches", "rate_ratio", "tailness")
+    given = {name: getattr(run, name) for name in names}
+    if run.mean_staleness is None or None in given.values():
         return None
-    predicted = staleness_applied_compute(
-        in_flight=in_flight, train_batch_size=batch, rate_ratio=ratio, queue_batches=queue, tailness=tailness
-    ).total
-    inputs = ("C", "B", "q", "rho", "Mtail")
-    return _row(run, "staleness", measured, predicted, inputs=inputs)
+    predicted = staleness_applied_compute(**given).total
+    return _row(run, "staleness", run.mean_staleness, predicted, inputs=("C", "B", "q", "rho", "Mtail"))
 
 
 def _idle_share(run: PublishedRun) -> PredictedRow | None:
@@ -361,18 +381,16 @@ def _idle_share(run: PublishedRun) -> PredictedRow | None:
     trained, made, idle = run.trainer_samples_per_s, run.generator_samples_per_s, run.trainer_idle_share
     if trained is None or made is None or not idle:  # of nothing there is no relative error
         return None
-    most = run.generator_samples_per_s_high or made
-    low, high = (max(0.0, 1 - rate / trained) for rate in (most, made))
-    return _row(
-        run, "trainer idle", idle, Band(low, (low + high) / 2, high), inputs=("samples/s of trainer and generator",)
-    )
+    low, high = (max(0.0, 1 - rate / trained) for rate in (run.generator_samples_per_s_high or made, made))
+    inputs = ("samples/s of trainer and generator",)
+    return _row(run, "trainer idle", idle, Band(low, (low + high) / 2, high), inputs=inputs)
 
 
 def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
     """Return the seconds of an RL step beyond generation and training, and the rows they were learned from.
 
-    Offloading, resharding and publishing weights, rewards, data: of colocated rows of the same family with published
-    parts, else of the hardware model.
+    Offloading, resharding and publishing weights, rewards, data: from colocated rows of the same family with published
+    parts, else from the hardware model.
     """
     own = [
         (other.id, max(0.0, other.measured_step_s - other.generate_s - other.train_s))
@@ -387,7 +405,7 @@ def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tupl
     ]
     if own:
         middle = float(np.median([rest for _, rest in own]))
-        factor = math.exp(BAND_SDS * OWN_REST_SD)
+        factor = math.exp(prior.END_SDS * OWN_REST_SD)
         return Band(middle / factor, middle, middle * factor), tuple(name for name, _ in own)
     return Band(*(rest_s(run, level) for level in Level)), ()
 
@@ -403,8 +421,292 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun], alone: Band
         run,
         "s/step",
         measured,
-        Band(both + rest.low_s, both + rest.middle_s, both + rest.high_s),
+        Band(*(both + one for one in rest)),
         inputs=("generation", "training"),
         fitted_to=learned_from,
         alone=alone,
     )
+
+
+# ----------------------------------------------------------------------------------------- rows alone, and families
+
+ASSUMED_SD = 0.4
+"""Standard deviation of the log error of a new family, where fewer than three others are known."""
+CENTRE_SD = 0.3
+"""Standard deviation of c before any family is known."""
+RESAMPLES = 4000
+"""Samples of families for an interval (count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far off predictions of a new family are: log(predicted / measured)."""
+
+    centre: float
+    """c: mean over families, shrunk."""
+    family_sd: float
+    row_sd: float
+
+    @property
+    def sd(self) -> float:
+        """Standard deviation of a row of a new family."""
+        return math.hypot(self.family_sd, self.row_sd)
+
+
+@dataclass(frozen=True, slots=True)
+class AloneRun:
+    """A row as the hardware model alone has it, and as it was measured."""
+
+    id: str
+    family: tuple[str, str, str]
+    """Software, GPU and model."""
+    predicted_s: float
+    """Seconds per RL step, by the central coefficients."""
+    measured_s: float
+    """Seconds per RL step."""
+
+    @property
+    def log_error(self) -> float:
+        """Log of predicted over measured seconds."""
+        return math.log(self.predicted_s / self.measured_s)
+
+
+def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
+    """Return a row as it is predicted alone, from its own inputs; None if they do not decide its seconds.
+
+    An unpublished mean answer, limit or cluster size leaves the seconds open. So do hours of a whole run, which hold
+    evaluation, checkpoints and restarts.
+    """
+    try:
+        run = reconstruct_run(row, [row])
+    except ConfigError:
+        return None
+    known = row.max_len is not None and run.mean_is_known and run.scale_is_known and measured_seconds(row) is not None
+    return run if known else None
+
+
+def alone_run(run: ReconstructedRun) -> AloneRun:
+    """Simulate a row with the central coefficients; PipelineRLError if it cannot be simulated."""
+    seconds = central_seconds(run)
+    if run.schedule.colocated:
+        seconds += rest_s(run.published, Level.CENTRAL)
+    measured_s = measured_seconds(run.published)
+    assert measured_s is not None
+    return AloneRun(run.id, run.published.family, seconds, measured_s)
+
+
+def unseen_bands(runs: Iterable[AloneRun]) -> dict[str, Band]:
+    """Return seconds per RL step of each row alone, with a band from all families but its own."""
+    rows = list(runs)
+    bands = {}
+    for row in rows:
+        spread = spread_of(by_family((one.family, one.log_error) for one in rows if one.family != row.family))
+        middle_s, factor = row.predicted_s / math.exp(spread.centre), math.exp(prior.END_SDS * spread.sd)
+        bands[row.id] = Band(middle_s / factor, middle_s, middle_s * factor)
+    return bands
+
+
+def by_family(pairs: Iterable[tuple[object, Value]]) -> dict[object, list[Value]]:
+    """Return the values of each family, in order."""
+    families: dict[object, list[Value]] = {}
+    for family, value in pairs:
+        families.setdefault(family, []).append(value)
+    return families
+
+
+def spread_of(log_errors: Mapping[object, Sequence[float]]) -> Spread:
+    """Return the spread of log errors, given by family; each family has a row at least."""
+    families = [np.asarray(errors, dtype=float) for errors in log_errors.values()]
+    if len(families) < 3:
+        return Spread(0.0, ASSUMED_SD, 0.0)
+    means = np.array([errors.mean() for errors in families])
+    sizes = np.array([len(errors) for errors in families])
+    freedom = max(1, int(sizes.sum()) - len(families))
+    row_variance = sum(float(((errors - errors.mean()) ** 2).sum()) for errors in families) / freedom
+    row_share = row_variance * float((1 / sizes).mean())  # of the variance of a family's mean
+    family_variance = max(0.0, float(means.var(ddof=1)) - row_share)
+    of_mean = (family_variance + row_share) / len(families)  # variance of the mean of the means
+    centre = float(means.mean()) * CENTRE_SD**2 / (CENTRE_SD**2 + of_mean)
+    return Spread(centre, math.sqrt(family_variance), math.sqrt(row_variance))
+
+
+def family_interval(
+    families: Sequence[FloatArray], statistic: Callable[[list[FloatArray]], float]
+) -> tuple[float, float]:
+    """Return the 90 % interval of a statistic of one or more families, shape [rows, ...] each.
+
+    ``statistic`` is of as many families, drawn with replacement; rows are never resampled.
+    """
+    picks = np.random.default_rng(0).integers(len(families), size=(RESAMPLES, len(families)))
+    low, high = np.quantile([statistic([families[index] for index in pick]) for pick in picks], [0.05, 0.95])
+    return float(low), float(high)
+
+
+# ------------------------------------------------------------------------------ asynchronous against synchronous RL
+
+DRAWS = 4000
+SAME_WORK = 0.1
+"""Largest difference of the logs of the tokens of two steps that are as much work."""
+SYNCHRONOUS = (Schedule.SYNC, Schedule.SYNC_APART)
+
+
+class Pair(NamedTuple):
+    """Simulations of a synchronous and of an asynchronous run."""
+
+    sync: SimulationGrid
+    other: SimulationGrid
+
+    @property
+    def family(self) -> tuple[str, str, str]:
+        """Software, GPU and model."""
+        return self.sync.run.published.family
+
+    @property
+    def measured(self) -> float:
+        """Synchronous over asynchronous seconds per step."""
+        first, second = (measured_seconds(one.run.published) for one in self)
+        assert first is not None
+        assert second is not None
+        return first / second
+
+
+def speed_ups(grids: Iterable[SimulationGrid]) -> tuple[SpeedUp, ...]:
+    """Return the predictions for pairs of runs of a family with equal GPUs and similar answers."""
+    pairs = _pairs(list(grids))
+    factors = [_drawn(pair) for pair in pairs]
+    ratios = [_log_ratio(pair, drawn) for pair, drawn in zip(pairs, factors, strict=True)]
+    errors = [float(np.median(ratio_D)) - math.log(pair.measured) for pair, ratio_D in zip(pairs, ratios, strict=True)]
+    made = []
+    for pair, drawn, ratio_D in zip(pairs, factors, ratios, strict=True):
+        others = [(one, error) for one, error in zip(pairs, errors, strict=True) if one.family != pair.family]
+        measured = [one.measured for one, _ in others]
+        shifted_D = ratio_D - spread_of(by_family((one.family, error) for one, error in others)).centre
+        middle, spread = float(np.median(shifted_D)), prior.END_SDS * float(shifted_D.std())
+        made.append(
+            SpeedUp(
+                synchronous=pair.sync.run.id,
+                asynchronous=pair.other.run.id,
+                family=pair.sync.run.published.family_name,
+                measured=pair.measured,
+                predicted=math.exp(middle),
+                low=math.exp(middle - spread),
+                high=math.exp(middle + spread),
+                probability=float((shifted_D > 0).mean()),
+                decided_by=_decided_by(drawn, ratio_D),
+                constant=float(np.median(measured)) if measured else 1.0,
+            )
+        )
+    return tuple(made)
+
+
+def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
+    """Return how good the probabilities are, beside naive rules; None without pairs."""
+    if not made:
+        return None
+    faster = np.array([one.measured > 1 for one in made], dtype=float)
+    probability = np.array([one.probability for one in made])
+    sure = (probability >= prior.CERTAIN) | (probability <= 1 - prior.CERTAIN)
+    square, always = (probability - faster) ** 2, (1 - faster) ** 2
+    error = np.array([abs(one.predicted / one.measured - 1) for one in made])
+    constant = np.array([abs(one.constant / one.measured - 1) for one in made])
+    brier_ends = family_interval(_by_family(made, square - always), _mean_of_means)
+    error_ends = family_interval(_by_family(made, np.column_stack([error, constant])), _median_difference)
+    return SpeedUpSummary(
+        pairs=len(made),
+        families=len({one.family for one in made}),
+        faster=int(faster.sum()),
+        median_error=float(np.median(error)),
+        constant_median_error=float(np.median(constant)),
+        error_difference_low=error_ends[0],
+        error_difference_high=error_ends[1],
+        within_band=_mean_of_means(_by_family(made, [float(one.low <= one.measured <= one.high) for one in made])),
+        brier=_mean_of_means(_by_family(made, square)),
+        always_brier=_mean_of_means(_by_family(made, always)),
+        brier_difference_low=brier_ends[0],
+        brier_difference_high=brier_ends[1],
+        certain=int(sure.sum()),
+        certain_right=int(((probability > 0.5) == (faster > 0.5))[sure].sum()),
+    )
+
+
+def _by_family(made: Sequence[SpeedUp], values: Sequence[float] | FloatArray) -> list[FloatArray]:
+    """Return the data of each pair, shape [pairs, ...], by family."""
+    families = by_family((one.family, index) for index, one in enumerate(made))
+    return [np.asarray(values, dtype=float)[indices] for indices in families.values()]
+
+
+def _mean_of_means(families: Sequence[FloatArray]) -> float:
+    """Return a mean in which every family counts as much, however many pairs it has."""
+    return float(np.mean([family.mean() for family in families]))
+
+
+def _median_difference(families: Sequence[FloatArray]) -> float:
+    """Return the median of the first column less that of the second, of all pairs together."""
+    first, second = np.median(np.concatenate(families), axis=0)
+    return float(first - second)
+
+
+def _pairs(grids: Sequence[SimulationGrid]) -> list[Pair]:
+    rows = [one for one in grids if measured_seconds(one.run.published) is not None and one.run.published.gpus]
+    distinct = [one for index, one in enumerate(rows) if not any(_same(one, other) for other in rows[:index])]
+    pairs = (Pair(one, other) for one, other in itertools.product(distinct, distinct))
+    return [
+        pair
+        for pair in pairs
+        if pair.sync.run.schedule in SYNCHRONOUS
+        and pair.other.run.schedule.at_once
+        and pair.family == pair.other.run.published.family
+        and pair.sync.run.published.gpus == pair.other.run.published.gpus
+        and pair.sync.run.mean_is_known is pair.other.run.mean_is_known
+        and abs(math.log(_tokens(pair.sync) / _tokens(pair.other))) < SAME_WORK
+    ]
+
+
+def _same(one: SimulationGrid, other: SimulationGrid) -> bool:
+    """Return whether two rows of an asynchronous run are one measurement."""
+    return one.run.schedule.at_once and same_run(one.run.published, other.run.published)
+
+
+def _tokens(grid: SimulationGrid) -> float:
+    return grid.run.sequences * grid.run.mean_tokens
+
+
+def _drawn(pair: Pair) -> dict[str, FloatArray]:
+    """Return the logs of all factors, [draws], or [arms, draws] where each arm has its own; the same for every pair."""
+    generator = np.random.default_rng(0)
+    factor = prior.SEVERAL_NODES_FACTOR if across_nodes(pair) else 1
+    mean_sd = 0.0 if pair.sync.run.mean_is_known else prior.MEAN_SD
+    sds = {"generation": prior.GENERATION_SD * factor, "training": prior.TRAINING_SD * factor, "mean answer": mean_sd}
+    common = {name: generator.normal(0, 1, DRAWS) * sd for name, sd in sds.items()}
+    common["mean answer"] = np.minimum(common["mean answer"], LOG_MOST_MEAN)
+    weights = generator.normal(0, prior.SYNC_SD, DRAWS) + generator.normal(0, prior.SYNC_ARM_SD, (2, DRAWS))
+    return {
+        **common,
+        "weights": weights,
+        "phase switch": generator.normal(0, prior.SWITCH_SD, (2, DRAWS)),
+        "run-to-run spread": generator.normal(0, prior.RUN_SD, (2, DRAWS)),
+    }
+
+
+def _log_ratio(pair: Pair, drawn: dict[str, FloatArray]) -> FloatArray:
+    """Return the log of the synchronous seconds over the asynchronous ones, [draws]."""
+    sync_D, other_D = (
+        np.log(
+            np.exp(grid.at(drawn["generation"] - drawn["training"], drawn["mean answer"], STEP) + drawn["training"])
+            + weights_s(grid.run.published, Level.CENTRAL) * np.exp(drawn["weights"][arm])
+            + switch_s(grid.run.published, Level.CENTRAL) * np.exp(drawn["phase switch"][arm])
+        )
+        + drawn["run-to-run spread"][arm]
+        for arm, grid in enumerate(pair)
+    )
+    return np.asarray(sync_D - other_D)
+
+
+def _decided_by(drawn: dict[str, FloatArray], ratio_D: FloatArray) -> str:
+    """Return the factor that explains most of the variance of the ratio, of both arms together."""
+
+    def explained(values: FloatArray) -> float:
+        rows = [one for one in np.atleast_2d(values) if one.std() > 0]
+        return sum(float(np.corrcoef(one, ratio_D)[0, 1]) ** 2 for one in rows)
+
+    return max(drawn, key=lambda name: explained(drawn[name]))

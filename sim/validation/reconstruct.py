@@ -124,7 +124,7 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
         mean=mean,
     )
     rounded = generating // tensor_parallel * tensor_parallel
-    if not schedule.colocated:  # what an engine leaves over does not train
+    if not schedule.colocated:  # the GPUs that make no whole engine do not train
         accelerators = rounded + (row.gpus_train or accelerators - generating)
     return ReconstructedRun(
         published=row,
@@ -135,7 +135,7 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
         generating=rounded,
         sequences=sequences,
         longest_tokens=row.max_len,
-        # Apart, a pipeline that trains on the first batch at once would overlap what a synchronous run does not.
+        # Apart, a pipeline that trains on the first batch at once would overlap parts that follow in a synchronous run.
         optimizer_steps=1 if schedule is Schedule.SYNC_APART else row.optimizer_steps_per_rl_step,
         tensor_parallel=tensor_parallel,
         weights=weights,
@@ -194,7 +194,7 @@ def _derived(row: PublishedRun, level: Level) -> ResolvedHardware:
 
 
 def measured_seconds(row: PublishedRun) -> float | None:
-    """Return seconds per RL step; where only tokens/s are published, those of its answers."""
+    """Return seconds per RL step; where only tokens/s are published, the seconds of its answers."""
     if row.measured_step_s is not None:
         return row.measured_step_s
     rate = row.tokens_per_s
@@ -224,15 +224,12 @@ def _filled_from_family(row: PublishedRun, family: Sequence[PublishedRun]) -> Pu
     row's own: rows of one system with harder tasks have longer ones.
     """
     changes: dict[str, Any] = {}
-    for name in ("prompts_per_step", "n_per_prompt", "max_len"):
+    stated = {"prompts_per_step": row.sequences_per_step, "n_per_prompt": row.answers_per_step}
+    finest = ("prompts_per_optimizer_step", "gpus_per_sequence")
+    for name in ("prompts_per_step", "n_per_prompt", "max_len", *finest):
         given = [getattr(other, name) for other in family if getattr(other, name) is not None]
-        stated = {"prompts_per_step": row.sequences_per_step, "n_per_prompt": row.answers_per_step}.get(name)
-        if given and getattr(row, name) is None and stated is None:
-            changes[name] = given[0]
-    for name in ("prompts_per_optimizer_step", "gpus_per_sequence"):
-        given = [getattr(other, name) for other in family if getattr(other, name) is not None]
-        if given and getattr(row, name) is None:
-            changes[name] = min(given)
+        if given and getattr(row, name) is None and stated.get(name) is None:
+            changes[name] = min(given) if name in finest else given[0]
     return row.model_copy(update=changes)
 
 
@@ -260,7 +257,7 @@ def _model_of(name: str, assumed: list[str]) -> LanguageModel:
     try:
         return find_model(name)
     except ConfigError:
-        # Not the 7B of 8x7B, which says how large neither all nor the active parameters are.
+        # Not the 7B of 8x7B, which is the size of neither all nor the active parameters.
         size = r"(\d+(?:\.\d+)?[BT]|\d{3}M)\b"
         found = re.search(rf"(?<![\dx.]){size}(?:-A{size})?", name, re.IGNORECASE)
         if found is None:

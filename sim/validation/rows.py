@@ -28,7 +28,7 @@ class Schedule(StrEnum):
     SYNC_APART = "sync_apart"
     """On separate GPUs: generation waits for the training, and training for the generation."""
     PARTIAL_ROLLOUTS = "partial_rollouts"
-    """Colocated: generation ends when enough is finished; what is in flight goes on after the training."""
+    """Colocated: generation ends when enough is finished; rollouts in flight go on after the training."""
     ONE_STEP_OFF = "one_step_off"
     """On separate GPUs: the next RL step's answers are generated while the last one's are trained on."""
     ASYNC = "async"
@@ -47,17 +47,13 @@ class Schedule(StrEnum):
     @property
     def label(self) -> str:
         """The schedule in the words of the report."""
-        match self:
-            case Schedule.SYNC:
-                return "synchronous"
-            case Schedule.SYNC_APART:
-                return "synchronous, on separate GPUs"
-            case Schedule.PARTIAL_ROLLOUTS:
-                return "colocated, partial rollouts"
-            case Schedule.ONE_STEP_OFF:
-                return "one step off"
-            case Schedule.ASYNC:
-                return "asynchronous"
+        return {
+            Schedule.SYNC: "synchronous",
+            Schedule.SYNC_APART: "synchronous, on separate GPUs",
+            Schedule.PARTIAL_ROLLOUTS: "colocated, partial rollouts",
+            Schedule.ONE_STEP_OFF: "one step off",
+            Schedule.ASYNC: "asynchronous",
+        }[self]
 
 
 class PublishedRun(StrictModel):
@@ -220,7 +216,7 @@ class PublishedRun(StrictModel):
 
     @property
     def optimizer_steps_per_rl_step(self) -> int:
-        """Optimizer steps on the answers of one RL step (count); 1 where their prompts do not divide those of it."""
+        """Optimizer steps on the answers of one RL step (count); 1 where the numbers of prompts do not divide."""
         prompts, each = self.prompts_per_step, self.prompts_per_optimizer_step
         return 1 if prompts is None or each is None or prompts % each else prompts // each
 
@@ -318,16 +314,9 @@ NUMBER = (
 )
 """A number in a text, thousands separated or not, alone or with a k for thousand; nothing that only begins like one."""
 STALENESS_NAMES = (
-    "staleness_threshold",
-    "eta",
-    "max_trajectory_age_steps",
-    "max_off_policy_steps",
-    "max_head_offpolicyness",
-    "max_staleness",
-    "async_steps",
-    "staleness",
-    "max",
-)
+    "staleness_threshold", "eta", "max_trajectory_age_steps", "max_off_policy_steps", "max_head_offpolicyness",
+    "max_staleness", "async_steps", "staleness", "max",
+)  # fmt: skip
 """Names of the bound of staleness in the systems that publish runs; the first that is found counts."""
 BARE_BOUND = r"(?:<=?|≤|at most|up to)?\s*(\d+(?:\.\d+)?)\s*(?:steps?|versions?|updates?)?"
 CLOSED_FORM = {

@@ -22,6 +22,11 @@ def changed(run, **values):
 
 
 def predicted(runs, **values) -> list[PredictedRow | UnusableRow]:
-    """All rows of a validation in this process, those that cannot be used last."""
+    """All rows of a validation in this process, unusable ones last."""
     report = validate(runs, workers=1, **values)
     return [*report.rows, *report.unusable]
+
+
+def predicted_by_id(runs) -> dict[str, PredictedRow | UnusableRow]:
+    """The same by the ids of the rows."""
+    return {one.id: one for one in predicted(runs)}

@@ -20,12 +20,7 @@ from sim.planning.screen import Candidate, candidate_of
 from sim.planning.simulate import HowToPlan
 from sim.planning.space import SearchSpace, all_choices
 
-FAST_SYNC = {
-    "sync_s_per_root_gb": 0.2,
-    "pause_share": 1.0,
-    "switch_to_training_s": 0.5,
-    "switch_to_generation_s": 0.5,
-}
+FAST_SYNC = {"sync_s_per_root_gb": 0.2, "pause_share": 1.0, "switch_to_training_s": 0.5, "switch_to_generation_s": 0.5}
 """Coefficients of weights that arrive in 0.35 s, while engines wait, and of a phase switch of a second."""
 TINY: dict[str, Any] = {
     "optimizer_steps": 40,
@@ -48,6 +43,17 @@ TINY: dict[str, Any] = {
 }
 
 
+SIXTEEN = (
+    "optimizer_steps=200",
+    "cluster={accelerators=16, generation_accelerators=8}",
+    "scheduler.train_batch_size=64",
+    "workload.length={kind='lognormal', mean=400, cv=1.0, max=4000}",
+    "hardware={decode={kind='affine', step_s=0.01, sequence_s=2e-5}, training={token_s=4e-4, step_s=0.1}}",
+    "plan={mean_lag_limit=4, simulate=16, simulate_steps=60}",
+)
+"""Overrides of a larger plan: 16 GPUs, longer answers, hardware in numbers, a limit on the mean lag."""
+
+
 def tiny_run(*overrides: str) -> RunConfig:
     """Return the run file with overrides."""
     return parse_run(with_overrides(TINY, overrides))
@@ -66,17 +72,26 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
+UNKNOWN = "hardware={gpu='H100', model='Qwen2.5-1.5B'}"
+"""Override of a system that nobody has measured: GPU and model by name."""
+
+
 def unknown_run(*overrides: str) -> RunConfig:
-    """Return the run file with GPU and model by name and nothing measured, with overrides."""
-    return parse_run(with_overrides({**TINY, "hardware": {"gpu": "H100", "model": "Qwen2.5-1.5B"}}, overrides))
+    """Return the run file of a system that nobody has measured, with overrides."""
+    return tiny_run(UNKNOWN, *overrides)
+
+
+def candidates_of(space: SearchSpace) -> list[Candidate]:
+    """Return all candidates of a search space."""
+    made = (candidate_of(choice, space) for choice in all_choices(space))
+    return [one for one in made if isinstance(one, Candidate)]
 
 
 @cache
 def two_arms() -> tuple[SearchSpace, list[Candidate]]:
     """Return the search space of that run file, and a pipeline and a conventional candidate."""
     space = SearchSpace.of(unknown_run())
-    made = [one for one in (candidate_of(choice, space) for choice in all_choices(space)) if isinstance(one, Candidate)]
-    kinds = {one.family: one for one in made}
+    kinds = {one.family: one for one in candidates_of(space)}
     return space, [kinds["pipeline"], kinds["conventional"]]
 
 

@@ -1,4 +1,4 @@
-"""A plan that knows what it does not know, from end to end: what is measured makes it surer, and right."""
+"""A plan that knows its own uncertainty, from end to end: measurements make it surer, and right."""
 
 from __future__ import annotations
 
@@ -13,40 +13,28 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import tomli_w
-from tiny_plan import TINY, in_this_process, planned, two_arms, unknown_run
+from tiny_plan import TINY, UNKNOWN, candidates_of, planned, two_arms, unknown_run
 
 from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.question import Assumption
-from pipelinerl.config.run import CHECK_STEPS, check_config
-from pipelinerl.config.run_file import load_run, parse_run
-from pipelinerl.hardware.prior import (
-    ANSWERS_SD,
-    CERTAIN,
-    END_SDS,
-    GENERATION_SD,
-    MEAN_SD,
-    MEASURED_SD,
-    MEMORY_SD,
-    RUN_SD,
-    SYNC_ARM_SD,
-    SYNC_SD,
-    TRAINING_SD,
-)
+from pipelinerl.config.run import check_config
+from pipelinerl.config.run_file import load_run
+from pipelinerl.hardware import prior
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.theory.lengths import LengthStatistics, uniform_lengths
-from sim.planning.answer import plan
 from sim.planning.certainty import (
     MEASURE_MINUTES,
     START_MINUTES,
     DrawnCandidates,
     Draws,
-    Instruments,
     Unknown,
     ahead,
     chosen_after,
     effects_of,
     explained,
+    fewest,
+    instruments_of,
     longer_answers,
     make_draws,
     memory_suffices,
@@ -58,23 +46,17 @@ from sim.planning.certainty import (
 )
 from sim.planning.choose import TIE
 from sim.planning.explain import NOTHING
-from sim.planning.screen import Candidate, Screener, candidate_of
-from sim.planning.simulate import HowToPlan
-from sim.planning.space import Limits, SearchSpace, all_choices
+from sim.planning.screen import Screener
+from sim.planning.space import Limits, SearchSpace
 from sim.run import simulate
 
 TRUTH = "hardware.coefficients={sync_s_per_root_gb=6.0, kv_efficiency=0.6, training_mfu=0.5}"
-"""A system whose weights take 10 s, five times as long as the hardware model has it."""
-
-
-def planned_unknown(*overrides: str, measured: tuple[Path, ...] = ()) -> PlanReport:
-    with in_this_process():
-        return plan(unknown_run(*overrides), HowToPlan(measured=measured))
+"""A system whose weights take 10 s, five times as long as in the hardware model."""
 
 
 @cache
 def before() -> PlanReport:
-    return planned_unknown()
+    return planned(UNKNOWN)
 
 
 def checked(kind: str, folder: Path) -> Path:
@@ -88,26 +70,21 @@ def checked(kind: str, folder: Path) -> Path:
 def test_measurements_make_a_plan_surer_and_right(tmp_path):
     """A check of the pipeline turns the plan to the schedule that is the best in truth; one of both arms settles it."""
     pipeline, conventional = checked("pipeline", tmp_path), checked("conventional", tmp_path)
-    first = before()
-    second = planned_unknown(measured=(pipeline,))
-    third = planned_unknown(measured=(pipeline, conventional))
-    truth = planned_unknown(TRUTH)
-    assert first.recommended.family == "pipeline"
-    assert truth.recommended.family == second.recommended.family == third.recommended.family == "conventional"
-    assert third.recommended.label == truth.recommended.label
-    assert third.recommended.tokens_per_s == pytest.approx(truth.recommended.tokens_per_s, rel=0.1)
+    plans = [before(), *(planned(UNKNOWN, measured=some) for some in ((pipeline,), (pipeline, conventional)))]
+    truth = planned(UNKNOWN, TRUTH).recommended
+    assert [one.recommended.family for one in plans] == ["pipeline", "conventional", "conventional"]
+    assert plans[2].recommended.label == truth.label
+    assert plans[2].recommended.tokens_per_s == pytest.approx(truth.tokens_per_s, rel=0.1)
 
-    right = [one.certainty.right for one in (first, second, third)]
-    assert right == sorted(right)
-    assert (right[0] < 0.7, right[2] > 0.95) == (True, True)
-    regret = [one.certainty.regret for one in (first, second, third)]
-    assert regret == sorted(regret, reverse=True)
-    unknown = [one.certainty.unknown for one in (first, second, third)]
-    for name in unknown[0]:
-        assert unknown[1][name] <= unknown[0][name] or name == "weight transfer of synchronous RL"
-        assert unknown[2][name] <= unknown[1][name]
-    assert [one.certainty.asynchronous.certain for one in (first, second, third)] == [False, False, True]
-    assert third.certainty.asynchronous.faster < 1 - CERTAIN
+    first, second, third = (one.certainty for one in plans)
+    assert first.right <= second.right <= third.right
+    assert (first.right < 0.7, third.right > 0.95) == (True, True)
+    assert first.regret >= second.regret >= third.regret
+    for name, sd in first.unknown.items():
+        assert second.unknown[name] <= sd or name == "weight transfer of synchronous RL"
+        assert third.unknown[name] <= second.unknown[name]
+    assert [one.asynchronous.certain for one in (first, second, third)] == [False, False, True]
+    assert third.asynchronous.faster < 1 - prior.CERTAIN
 
 
 @pytest.mark.slow
@@ -123,62 +100,53 @@ def test_the_measurement_that_the_plan_asks_for_is_the_one_that_turned_it():
 
 @pytest.mark.slow
 def test_a_plan_of_one_arm_is_compared_with_the_other_by_the_screening():
-    certainty = planned("plan.schedulers=['pipeline']").certainty
-    assert certainty.asynchronous is not None
+    assert planned("plan.schedulers=['pipeline']").certainty.asynchronous is not None
     assert planned("plan.schedulers=['conventional']").certainty.asynchronous is None
 
 
-@pytest.mark.slow
-def test_hardware_in_numbers_leaves_the_answers_and_what_the_model_leaves_out():
-    certainty = planned("hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}").certainty
-    assert certainty.fits is None
-    assert [row.measured for row in certainty.measurements] == [["mean answer"]]
-    assert before().certainty.fits > 0.99
-
-
-@pytest.mark.slow
-def test_the_same_plan_is_as_sure():
-    assert planned_unknown().to_dict() == before().to_dict()
-    other = planned_unknown("seed=1").certainty
-    assert other.right != before().certainty.right or other.regret != before().certainty.regret
-
-
-# How sure a plan is: draws, the throughput of ways in them, and the odds that follow.
+# Draws, the throughput of candidates in them, and the odds that follow.
 
 NORMAL = NormalDist()
+NUMBERS = "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}"
+ARMS = [one.label for one in two_arms()[1]]
 
 
 def at_quantiles(number):
     return np.array([NORMAL.inv_cdf((part + 0.5) / number) for part in range(number)])
 
 
-def draws_of(**logs):
-    """One draw in which some factors have these logs, and the others none."""
-    return Draws({name: np.array([logs.get(name.name, 0.0)]) for name in Unknown}, {}, {})
+def draws_of(number=1, **logs):
+    """Draws in which some factors have these logs, and all others are known."""
+    values_D = {name.value: np.broadcast_to(logs.get(name.name, 0.0), number) for name in Unknown}
+    return Draws(values_D, dict.fromkeys(Unknown, 0.0))
 
 
-def rates(draws, factors=None):
-    space, some = two_arms()
-    return np.exp(DrawnCandidates.of(space.config, space.answers, some, draws).log_rates(factors or {}))[0]
+def drawn(log_DC, *, draws=None, lag_DC=0.0, hours_DC=0.0, factors=(1.0, 1.0)):
+    """A pipeline and a conventional candidate with these rates in every draw."""
+    numbers_3DC = np.stack(np.broadcast_arrays(log_DC, lag_DC, hours_DC))
+    factors = dict(zip(ARMS, factors, strict=True))
+    return DrawnCandidates(draws or draws_of(len(log_DC)), two_arms()[1], numbers_3DC, factors)
 
 
-def screened():
+def rates(factors=None, **logs):
+    """Throughput of both candidates in a draw, over the screened throughput."""
     space, some = two_arms()
     screener = Screener(space.config, space.answers)
-    return np.array([screener.screen(way).tokens_per_s for way in some])
+    in_draw = replace(DrawnCandidates.of(space, some, draws_of(**logs)), factors=factors or {})
+    return np.exp(in_draw.log_rates)[0] / [screener.screen(one).tokens_per_s for one in some]
 
 
 # ------------------------------------------------------------------------------------------------------- odds
 
 
 @pytest.mark.parametrize(("mean", "sd"), [(0.0, 0.2), (0.1, 0.2), (-0.1, 0.3), (0.02, 0.01)])
-def test_two_ways_whose_log_ratio_is_normal_are_right_with_the_normals_probability(mean, sd):
+def test_two_candidates_whose_log_ratio_is_normal_are_right_with_the_normals_probability(mean, sd):
     """Within a tie: P(r >= log(1 - TIE)) = Phi((mean - log(1 - TIE)) / sd), to the 1 / 4000 that quantiles leave."""
-    log_DC = np.stack([mean + sd * at_quantiles(4000), np.zeros(4000)], axis=1)
-    assert rightness(log_DC, 0)[0] == pytest.approx(NORMAL.cdf((mean - math.log(1 - TIE)) / sd), abs=2 / 4000)
+    right, regret = rightness(np.stack([mean + sd * at_quantiles(4000), np.zeros(4000)], axis=1), 0)
+    assert right == pytest.approx(NORMAL.cdf((mean - math.log(1 - TIE)) / sd), abs=2 / 4000)
     # E[1 - exp(min(r, 0))] of a normal r.
     lost = NORMAL.cdf(-mean / sd) - math.exp(mean + sd**2 / 2) * NORMAL.cdf(-mean / sd - sd)
-    assert rightness(log_DC, 0)[1] == pytest.approx(lost, abs=2e-4)
+    assert regret == pytest.approx(lost, abs=2e-4)
 
 
 def test_without_uncertainty_the_fastest_is_right_and_loses_nothing():
@@ -195,197 +163,162 @@ def test_each_arm_is_compared_at_its_best():
     assert ahead([apart, apart], log_DC) is None
 
 
-def drawn(log_DC, lag_DC=None, hours_DC=None):
-    """Two candidates with these rates in every draw."""
-    nothing_DC = np.zeros(np.shape(log_DC))
-    return DrawnCandidates(
-        draws_of(),
-        two_arms()[1],
-        log_DC,
-        nothing_DC if lag_DC is None else lag_DC,
-        nothing_DC if hours_DC is None else hours_DC,
-    )
-
-
 def test_the_mean_share_of_the_fastest_is_one_less_the_regret():
     """10 and 5, 10 and 20 tokens/s: (1 + 1/2) / 2 and (1/2 + 1) / 2; of 20 and 5, 20 and 20: 1 and (1/4 + 1) / 2."""
-    _, (apart, together) = two_arms()
-    compared = drawn(np.log([[10.0, 5.0], [10.0, 20.0]]))
-    assert compared.shares({apart.label: 1.0, together.label: 1.0}) == pytest.approx(
-        {apart.label: 0.75, together.label: 0.75}
-    )
-    doubled = {apart.label: 2.0, together.label: 1.0}
-    assert compared.shares(doubled) == pytest.approx({apart.label: 1.0, together.label: 0.625})
-    assert compared.shares(doubled)[together.label] == pytest.approx(1 - rightness(compared.log_rates(doubled), 1)[1])
-    assert compared.without([apart.label]).shares(doubled) == {together.label: 1.0}
+    log_DC = np.log([[10.0, 5.0], [10.0, 20.0]])
+    doubled = drawn(log_DC, factors=(2.0, 1.0))
+    assert list(drawn(log_DC).shares.values()) == pytest.approx([0.75, 0.75])
+    assert doubled.shares == pytest.approx(dict(zip(ARMS, (1.0, 0.625), strict=True)))
+    assert doubled.shares[ARMS[1]] == pytest.approx(1 - rightness(doubled.log_rates, 1)[1])
+    assert doubled.without(ARMS[0]).shares == {ARMS[1]: 1.0}
 
 
 def test_the_odds_of_keeping_to_a_limit_are_the_share_of_draws_that_keep_it():
-    _, (apart, _) = two_arms()
-    lag_DC, hours_DC = np.array([[1.0, 9.0], [2.0, 9.0], [3.0, 9.0], [4.0, 9.0]]), np.array([[8.0, 0.0]] * 4)
-    compared = drawn(np.zeros((4, 2)), lag_DC, hours_DC)
-    free = Limits(lag=3, mean_lag=None, min_ess=None, drift=None, gpu_hours=None, budget=None, price=None)
+    lags, hours = [[1.0, 9.0], [2.0, 9.0], [3.0, 9.0], [4.0, 9.0]], [[8.0, 0.0]] * 4
 
-    def keeps(limits, slower=1.0, staler=1.0):
-        return compared.keeps(apart.label, limits, slower=slower, staler=staler)
+    def keeps(factor=1.0, staler=1.0, **limits):
+        compared = drawn(np.zeros((4, 2)), lag_DC=lags, hours_DC=hours, factors=(factor, 1.0))
+        return compared.keeps(ARMS[0], Limits(lag=3, **limits), staler=staler)
 
-    assert keeps(free) is None
-    assert keeps(replace(free, mean_lag=3.5)) == 0.75
-    assert keeps(replace(free, mean_lag=3.5), staler=2.0) == 0.25
-    assert keeps(replace(free, gpu_hours=8.0)) == 1.0
-    assert keeps(replace(free, gpu_hours=8.0), slower=1.1) == 0.0
+    assert keeps() is None
+    assert keeps(mean_lag=3.5) == 0.75
+    assert keeps(mean_lag=3.5, staler=2.0) == 0.25
+    assert keeps(gpu_hours=8.0) == 1.0
+    assert keeps(gpu_hours=8.0, factor=1 / 1.1) == 0.0
 
 
 def test_memory_suffices_as_a_normal_error_has_it():
     assert memory_suffices([0.5, 1.0]) == 0.5
-    assert memory_suffices([0.8, 0.2]) == pytest.approx(NORMAL.cdf(-math.log(0.8) / MEMORY_SD))
+    assert memory_suffices([0.8, 0.2]) == pytest.approx(NORMAL.cdf(-math.log(0.8) / prior.MEMORY_SD))
     assert memory_suffices([0.5]) > 0.999
 
 
-def test_what_is_needed_of_memory_is_counted_by_hand():
+def test_the_memory_that_a_run_needs_is_counted_by_hand():
     """1.544e9 parameters: an engine holds 2 bytes each and 320 tokens of 28,672 bytes; a trainer 16 bytes each."""
-    space = SearchSpace.of(unknown_run())
-    model = space.memory.model
-    engine, trainer = space.memory.needed_shares(tensor_parallel=1, training_accelerators=2)
-    usable = 0.9 * space.memory.gpu.memory_bytes
-    assert engine * usable == pytest.approx(3.76e9 + 2 * model.parameters + 320 * 28672)
-    assert trainer * usable > 16 * model.parameters / 2
-    in_fp8 = SearchSpace.of(unknown_run("hardware.engine_weights=fp8", "hardware.kv_cache=fp8")).memory
-    engine, same = in_fp8.needed_shares(tensor_parallel=1, training_accelerators=2)
-    assert engine * usable == pytest.approx(3.76e9 + model.parameters + 320 * 28672 / 2)
+
+    def needed(*overrides):
+        config = unknown_run(*overrides)
+        return SearchSpace.of(config).memory.needed_shares(config)
+
+    memory = two_arms()[0].memory
+    parameters, usable = memory.model.parameters, 0.9 * memory.gpu.memory_bytes
+    engine, trainer = needed()
+    assert engine * usable == pytest.approx(3.76e9 + 2 * parameters + 320 * 28672)
+    assert trainer * usable > 16 * parameters / 2
+    in_fp8, same = needed("hardware.engine_weights=fp8", "hardware.kv_cache=fp8")
+    assert in_fp8 * usable == pytest.approx(3.76e9 + parameters + 320 * 28672 / 2)
     assert same == trainer
-    assert SearchSpace.of(in_numbers()).memory.needed_shares(tensor_parallel=1, training_accelerators=2) is None
+    assert needed(NUMBERS) is None
 
 
 # ------------------------------------------------------------------------------------------------------ draws
 
 
-def in_numbers():
-    hardware = {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}}
-    return parse_run({**TINY, "hardware": hardware})
+def spreads_of(*overrides, guessed=(), **measured):
+    return spreads(unknown_run(*overrides), Measured(**measured), guessed)
 
 
-def test_what_nobody_has_measured_is_as_uncertain_as_the_prior_says():
-    assert spreads(unknown_run(), Measured()) == {
-        Unknown.GENERATION: GENERATION_SD,
-        Unknown.TRAINING: TRAINING_SD,
-        Unknown.WEIGHTS: SYNC_SD,
-        Unknown.WEIGHTS_APART: SYNC_ARM_SD,
-        Unknown.WEIGHTS_COLOCATED: SYNC_ARM_SD,
+def test_a_system_that_nobody_has_measured_is_as_uncertain_as_the_prior():
+    assert spreads_of() == {
+        Unknown.GENERATION: prior.GENERATION_SD,
+        Unknown.TRAINING: prior.TRAINING_SD,
+        Unknown.WEIGHTS: prior.SYNC_SD,
+        Unknown.WEIGHTS_APART: prior.SYNC_ARM_SD,
+        Unknown.WEIGHTS_COLOCATED: prior.SYNC_ARM_SD,
         Unknown.SWITCH: 0.7,
-        Unknown.ANSWERS: ANSWERS_SD,
-        Unknown.RUN_APART: RUN_SD,
-        Unknown.RUN_COLOCATED: RUN_SD,
+        Unknown.ANSWERS: prior.ANSWERS_SD,
+        Unknown.RUN_APART: prior.RUN_SD,
+        Unknown.RUN_COLOCATED: prior.RUN_SD,
     }
 
 
-def test_a_mean_answer_that_nobody_gave_is_believed_less_until_it_is_measured():
-    given, guessed = (spreads(unknown_run(), Measured(), keys) for keys in ((), ["workload.length.mean"]))
-    assert {name for name in Unknown if guessed[name] != given[name]} == {Unknown.ANSWERS}
-    assert guessed[Unknown.ANSWERS] == MEAN_SD
-    assert spreads(unknown_run(), Measured(answers=True), ["workload.length.mean"])[Unknown.ANSWERS] == MEASURED_SD
+MEASURED = prior.MEASURED_SD
+GUESSED = ["workload.length.mean"]
+RESHARD = "hardware.weight_sync=reshard"
+SHARE = math.log(0.63 / 0.06) / math.log(8.8 / 0.15)
+TRAIN = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
+TABLE = WeightTransferConfig(publish_s=1.0)
+
+
+def weights(*sds):
+    """Spreads of the transfer: common to both arms, asynchronous, synchronous."""
+    return dict(zip((Unknown.WEIGHTS, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED), sds, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("override", "known"),
+    ("overrides", "options", "known"),
     [
-        ("hardware.coefficients={kv_efficiency=0.8}", Unknown.GENERATION),
-        ("hardware.training={token_s=1e-4}", Unknown.TRAINING),
-        ("hardware.coefficients={training_mfu=0.5}", Unknown.TRAINING),
-        ("hardware.coefficients={sync_s_per_root_gb=2.0}", Unknown.WEIGHTS),
-        ("hardware.switch={to_training_s=3.0}", Unknown.SWITCH),
+        pytest.param([], {"guessed": GUESSED}, {Unknown.ANSWERS: prior.MEAN_SD}, id="a guess is believed less"),
+        pytest.param([], {"guessed": GUESSED, "answers": True}, {Unknown.ANSWERS: MEASURED}, id="until measured"),
+        (["hardware.coefficients={kv_efficiency=0.8}"], {}, {Unknown.GENERATION: MEASURED}),
+        (["hardware.training={token_s=1e-4}"], {}, {Unknown.TRAINING: MEASURED}),
+        (["hardware.coefficients={training_mfu=0.5}"], {}, {Unknown.TRAINING: MEASURED}),
+        (["hardware.switch={to_training_s=3.0}"], {}, {Unknown.SWITCH: MEASURED}),
+        (["hardware.coefficients={sync_s_per_root_gb=2.0}"], {}, weights(MEASURED, 0, 0)),
+        ([NUMBERS], {}, dict.fromkeys((Unknown.GENERATION, Unknown.TRAINING, Unknown.SWITCH), MEASURED)
+            | weights(MEASURED, 0, 0)),
+        pytest.param([RESHARD], {}, weights(prior.SYNC_SD * SHARE, *[prior.SYNC_ARM_SD * SHARE] * 2),
+            id="shard to shard has 0.06 to 0.63, all methods 0.15 to 8.8"),
+        pytest.param([TRAIN], {}, weights(0, *(math.log(ratio) / (2 * prior.END_SDS) for ratio in (5, 8))),
+            id="our transports have 10 to 50 of the host, 0.25 to 2 of a file, and nothing in common"),
+        pytest.param([TRAIN, RESHARD], {}, weights(prior.SYNC_SD * SHARE, *[prior.SYNC_ARM_SD * SHARE] * 2),
+            id="a named method counts before our transport"),
+        pytest.param([], {"weights": {False: TABLE}},
+            weights(0, MEASURED, math.hypot(prior.SYNC_SD, prior.SYNC_ARM_SD)), id="the other arm stays as it was"),
+        ([], {"weights": {False: TABLE, True: TABLE}}, weights(0, MEASURED, MEASURED)),
+        (["hardware.weights={publish_s=1.0}"], {}, weights(MEASURED, 0, prior.SYNC_ARM_SD)),
     ],
-)
-def test_what_the_run_file_states_is_known_as_well_as_a_measurement(override, known):
-    before, after = spreads(unknown_run(), Measured()), spreads(unknown_run(override), Measured())
-    assert after[known] == MEASURED_SD
-    others = {name for name in Unknown if after[name] != before[name]}
-    own = {Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED} if known is Unknown.WEIGHTS else set()
-    assert others == {known} | own
+)  # fmt: skip
+def test_a_value_of_the_run_file_or_a_measurement_narrows_its_own_spread_only(overrides, options, known):
+    assert spreads_of(*overrides, **options) == pytest.approx({**spreads_of(), **known})
 
 
-def test_the_method_of_the_weights_narrows_their_spread():
-    """Of shard to shard, 0.06 to 0.63, over all methods, 0.15 to 8.8."""
-    share = math.log(0.63 / 0.06) / math.log(8.8 / 0.15)
-    known = spreads(unknown_run("hardware.weight_sync=reshard"), Measured())
-    assert known[Unknown.WEIGHTS] == pytest.approx(SYNC_SD * share)
-
-
-def test_a_transport_of_ours_is_as_uncertain_as_the_least_known_of_its_bandwidths():
-    """Their levels hold 80 %: log(50 / 10) of the host, log(2 / 0.25) of a file, over 2 * 1.28; nothing in common."""
-    train = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
-    known = spreads(unknown_run(train), Measured())
-    assert known[Unknown.WEIGHTS] == 0
-    assert known[Unknown.WEIGHTS_APART] == pytest.approx(math.log(5) / (2 * END_SDS))
-    assert known[Unknown.WEIGHTS_COLOCATED] == pytest.approx(math.log(8) / (2 * END_SDS))
-    named = spreads(unknown_run(train, "hardware.weight_sync=reshard"), Measured())
-    assert named == spreads(unknown_run("hardware.weight_sync=reshard"), Measured())
-
-
-def test_weights_measured_in_one_arm_say_nothing_certain_of_the_other():
-    some = Measured(weights={False: WeightTransferConfig(publish_s=1.0)})
-    now = spreads(unknown_run(), some)
-    assert now[Unknown.WEIGHTS] == 0
-    assert now[Unknown.WEIGHTS_APART] == MEASURED_SD
-    assert now[Unknown.WEIGHTS_COLOCATED] == pytest.approx(math.hypot(SYNC_SD, SYNC_ARM_SD))
-    both = Measured(weights=dict.fromkeys([False, True], WeightTransferConfig()))
-    assert spreads(unknown_run(), both)[Unknown.WEIGHTS_COLOCATED] == MEASURED_SD
-    given = spreads(unknown_run("hardware.weights={publish_s=1.0}"), Measured())
-    assert (given[Unknown.WEIGHTS_APART], given[Unknown.WEIGHTS_COLOCATED]) == (0, SYNC_ARM_SD)
-    assert spreads(in_numbers(), Measured())[Unknown.WEIGHTS_COLOCATED] == 0
+def draws_for(*overrides, **options):
+    return make_draws(unknown_run(*overrides), Measured(), **options)
 
 
 def test_draws_have_the_spreads_and_are_the_same_for_a_seed():
-    draws, config = make_draws(unknown_run(), Measured()), unknown_run()
-    for name, sd in spreads(config, Measured()).items():
-        assert draws.logs_D[name].mean() == pytest.approx(0, abs=1e-12)
-        assert draws.logs_D[name].std() == pytest.approx(sd, rel=0.01)
-    again, other = make_draws(config, Measured()), make_draws(config, Measured(), seed=1)
-    assert all((again.logs_D[name] == draws.logs_D[name]).all() for name in Unknown)
-    assert (other.logs_D[Unknown.TRAINING] != draws.logs_D[Unknown.TRAINING]).any()
+    draws, again, other = draws_for(), draws_for(), draws_for("seed=1")
+    for name, sd in spreads_of().items():
+        assert draws.values_D[name].mean() == pytest.approx(0, abs=1e-12)
+        assert draws.values_D[name].std() == pytest.approx(sd, rel=0.01)
+        assert (again.values_D[name] == draws.values_D[name]).all()
+    assert (other.values_D[Unknown.TRAINING] != draws.values_D[Unknown.TRAINING]).any()
 
 
-def test_what_is_stated_is_not_drawn_and_leaves_the_other_draws_alone():
-    free, stated = (
-        make_draws(unknown_run(), Measured()),
-        make_draws(unknown_run("hardware.coefficients={kv_efficiency=0.8}"), Measured()),
-    )
-    assert set(free.coefficients_D) - set(stated.coefficients_D) == {"kv_efficiency"}
-    assert (free.coefficients_D["weight_efficiency"] == stated.coefficients_D["weight_efficiency"]).all()
-    assert "recomputation" not in free.coefficients_D
-    assert not make_draws(in_numbers(), Measured()).coefficients_D
+def test_a_stated_coefficient_is_not_drawn_and_leaves_the_other_draws_alone():
+    free, stated = (draws_for(*some).values_D for some in ([], ["hardware.coefficients={kv_efficiency=0.8}"]))
+    assert set(free) - set(stated) == {"kv_efficiency"}
+    assert (free["weight_efficiency"] == stated["weight_efficiency"]).all()
+    assert "recomputation" not in free
+    assert set(draws_for(NUMBERS).values_D) == set(Unknown)
 
 
-def test_a_world_without_factors_is_the_screening_times_what_simulations_gave():
-    _, (apart, _) = two_arms()
-    assert rates(draws_of()) == pytest.approx(screened())
-    assert rates(draws_of(), {apart.label: 0.9})[0] == pytest.approx(0.9 * screened()[0])
+def test_simulations_correct_the_screening_of_a_candidate_or_else_of_its_kind():
+    """A kind without any simulation has the mean of all, and 1."""
+    assert rates() == pytest.approx([1.0, 1.0])
+    assert rates({ARMS[0]: 0.5}) == pytest.approx([0.5, 0.75])
 
 
-def test_a_way_without_simulation_has_the_mean_ratio_of_its_kind():
-    space, (apart, together) = two_arms()
-    log_DC = DrawnCandidates.of(space.config, space.answers, [apart, together], draws_of()).log_rates(
-        {apart.label: 0.5}
-    )
-    assert np.exp(log_DC)[0] == pytest.approx(screened() * [0.5, 0.75])  # of a kind without any: of all, and 1
-
-
-def test_factors_move_their_own_times_only():
-    apart, together = screened()
-    assert rates(draws_of(RUN_APART=math.log(2))) == pytest.approx([apart / 2, together])
-    assert rates(draws_of(RUN_COLOCATED=math.log(2))) == pytest.approx([apart, together / 2])
-    slower = rates(draws_of(WEIGHTS_COLOCATED=math.log(3)))
-    assert slower[0] == pytest.approx(apart)
-    assert slower[1] < together
-    assert rates(draws_of(SWITCH=math.log(3)))[1] < together
-    assert rates(draws_of(SWITCH=math.log(3)))[0] == pytest.approx(apart)
-    for name in ("GENERATION", "TRAINING", "WEIGHTS"):
-        assert rates(draws_of(**{name: math.log(3)}))[1] < together
-
-
-def test_all_times_twice_as_long_are_half_the_throughput():
-    names = ("GENERATION", "TRAINING", "WEIGHTS", "SWITCH")
-    assert rates(draws_of(**dict.fromkeys(names, math.log(2)))) == pytest.approx(screened() / 2, rel=1e-6)
+@pytest.mark.parametrize(
+    ("logs", "apart", "together"),
+    [
+        ({"RUN_APART": 2}, 1 / 2, 1.0),
+        ({"RUN_COLOCATED": 2}, 1.0, 1 / 2),
+        (dict.fromkeys(("GENERATION", "TRAINING", "WEIGHTS", "SWITCH"), 2), 1 / 2, 1 / 2),
+        ({"WEIGHTS_COLOCATED": 3}, 1.0, None),
+        ({"SWITCH": 3}, 1.0, None),
+        ({"GENERATION": 3}, None, None),
+        ({"TRAINING": 3}, None, None),
+        ({"WEIGHTS": 3}, None, None),
+    ],
+)
+def test_factors_move_their_own_times_only(logs, apart, together):
+    """None: the arm gets slower."""
+    drawn = rates(**{name: math.log(factor) for name, factor in logs.items()})
+    if apart is not None:
+        assert drawn[0] == pytest.approx(apart, rel=1e-6)
+    assert drawn[1] < 0.999 if together is None else drawn[1] == pytest.approx(together, rel=1e-6)
 
 
 def test_longer_answers_are_as_much_longer_and_cut_at_the_limit():
@@ -399,15 +332,14 @@ def test_longer_answers_are_as_much_longer_and_cut_at_the_limit():
     assert cut.mean == pytest.approx(750, rel=2e-3)  # half of them are cut
 
 
-# The value of measurements: derivable for two ways whose log ratio is normal; and the commands that measure.
+# The value of measurements: derivable for two candidates whose log ratio is normal; and the commands that measure.
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
-WORLDS = 4000
 SD = 0.2
 
 
 def normals(number, seed=0):
-    return np.random.default_rng(seed).standard_normal((number, WORLDS))
+    return np.random.default_rng(seed).standard_normal((number, 4000))
 
 
 def regret_after(known, log_DC):
@@ -415,13 +347,13 @@ def regret_after(known, log_DC):
 
 
 def two_candidates(ratio_D):
-    return np.stack([ratio_D, np.zeros(WORLDS)], axis=1)
+    return np.stack([ratio_D, np.zeros(len(ratio_D))], axis=1)
 
 
 # ------------------------------------------------------------------------------------------------------- values
 
 
-def test_a_measurement_of_half_the_variance_is_worth_what_the_normal_says():
+def test_a_measurement_of_half_the_variance_has_the_value_of_the_normal():
     """Of r = a + b, each of SD: the sign of a loses (E|r| - E|a|) / 2 in logs, and E|N(0, s)| = s sqrt(2 / pi).
 
     Less by the curvature of the exponential, about a tenth at this SD, which the tolerance holds.
@@ -434,8 +366,8 @@ def test_a_measurement_of_half_the_variance_is_worth_what_the_normal_says():
     assert explained([a_D], a_D + b_D) == pytest.approx(0.5, abs=0.05)
 
 
-def test_all_that_is_unknown_together_is_worth_the_oracles_bound():
-    """Where the ratio is a sum of what is measured, nothing is lost but ties within the gain that counts."""
+def test_all_unknowns_together_are_worth_the_oracles_bound():
+    """Where the ratio is a sum of measured values, nothing is lost but ties within the gain that counts."""
     parts = SD * normals(3)
     log_DC = two_candidates(parts.sum(axis=0))
     right, regret = rightness(log_DC, chosen_after(list(parts), log_DC))
@@ -444,10 +376,10 @@ def test_all_that_is_unknown_together_is_worth_the_oracles_bound():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_no_candidate_depends_on_is_worth_nothing(seed):
+def test_a_measurement_that_no_candidate_depends_on_is_worth_nothing(seed):
     """Noise is not predicted to gain more than the least gain, so the choice stays: exactly nothing."""
     ratio, noise_D = normals(2, seed=seed)
-    log_DC = two_candidates(0.1 + SD * ratio)
+    log_DC = two_candidates(0.03 + SD * ratio)
     assert regret_after([noise_D], log_DC) == regret_after([], log_DC)
 
 
@@ -455,17 +387,11 @@ def test_what_no_candidate_depends_on_is_worth_nothing(seed):
 def test_a_measurement_never_costs_more_than_noise(seed):
     """Expected value of information is 0 at least; over draws it is off by 0.002 at most, for each of 5 seeds."""
     log_DC = SD * normals(6, seed=seed).T
-    before = regret_after([], log_DC)
-    for way in range(6):
-        assert before - regret_after([log_DC[:, way]], log_DC) > -0.002
-    assert before - regret_after(list(log_DC.T), log_DC) > 0.05
-    assert regret_after(list(log_DC.T), log_DC) >= 0
-
-
-def test_without_uncertainty_nothing_is_gained():
-    log_DC = np.tile([0.0, -0.1], (WORLDS, 1))
-    assert (chosen_after([normals(1)[0]], log_DC) == 0).all()
-    assert regret_after([], log_DC) == 0
+    before, after = regret_after([], log_DC), regret_after(list(log_DC.T), log_DC)
+    for place in range(6):
+        assert before - regret_after([log_DC[:, place]], log_DC) > -0.002
+    assert before - after > 0.05
+    assert after >= 0
 
 
 def test_measurements_are_ranked_with_the_best_pair_and_all():
@@ -486,45 +412,37 @@ def test_measurements_are_ranked_with_the_best_pair_and_all():
 # ------------------------------------------------------------------------------------- what a measurement shows
 
 
-def test_what_is_known_or_of_no_arm_compared_is_not_measured():
-    space, some = two_arms()
-    everything = observed(space, some[0], {True, False})
-    assert set(everything) == {
+def observed(*overrides, colocated=(True, False), number=40):
+    """Draws of a run file with overrides, and the times that measurements show in them."""
+    space = replace(two_arms()[0], config=unknown_run(*overrides))
+    draws = make_draws(space.config, Measured(), number=number)
+    return draws, observations(space, draws, two_arms()[1][0], colocated=colocated)
+
+
+def test_only_unknowns_of_the_arms_compared_are_measured():
+    everything = {
         Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH,
         Unknown.ANSWERS,
     }  # fmt: skip
-    alone = observed(space, some[0], {False})
-    assert set(everything) - set(alone) == {Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH}
-    known = SearchSpace.of(unknown_run("hardware.training={token_s=1e-4}"))
-    assert Unknown.TRAINING not in observed(known, some[0], {False})
-    free = SearchSpace.of(unknown_run("hardware.training={token_s=0}"))  # a log of 0 seconds would be a warning
-    assert Unknown.TRAINING not in observed(free, some[0], {False})
-
-
-def observed(space, way, colocated):
-    draws = make_draws(space.config, Measured(), number=40)
-    return observations(space.config, space.answers, draws, way, colocated=colocated)
+    assert set(observed()[1]) == everything
+    assert set(observed(colocated=(False,))[1]) == everything - {Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH}
+    for token_s in (1e-4, 0):  # a log of 0 seconds would be a warning
+        assert set(observed(f"hardware.training={{token_s={token_s}}}")[1]) == everything - {Unknown.TRAINING}
 
 
 def test_a_measurement_shows_its_time_with_the_error_of_measurements():
-    space, some = two_arms()
-    draws = make_draws(space.config, Measured(), number=400)
-    shown_D = observations(space.config, space.answers, draws, some[0], colocated={True, False})[Unknown.ANSWERS]
-    error_D = shown_D - draws.logs_D[Unknown.ANSWERS]
-    assert error_D.std() == pytest.approx(MEASURED_SD, rel=0.15)
-    step_D = observed(space, some[0], {False})[Unknown.GENERATION]
-    factor_D = make_draws(space.config, Measured(), number=40).logs_D[Unknown.GENERATION]
+    draws, shown = observed(number=400)
+    error_D = shown[Unknown.ANSWERS] - draws.values_D[Unknown.ANSWERS]
+    assert error_D.std() == pytest.approx(prior.MEASURED_SD, rel=0.15)
+    step_D, factor_D = shown[Unknown.GENERATION], draws.values_D[Unknown.GENERATION]
     assert np.corrcoef(step_D, factor_D)[0, 1] > 0.85  # its coefficients vary too
 
 
-def test_the_way_of_the_weights_decides_between_the_arms_of_the_small_run():
+def test_the_transfer_of_the_weights_decides_between_the_arms_of_the_small_run():
     """A synchronization of 2 s in steps of half a second: nothing else explains as much of the difference."""
-    space, some = two_arms()
-    draws = make_draws(space.config, Measured())
-    log_DC = DrawnCandidates.of(space.config, space.answers, some, draws).log_rates({})
-    ahead_D = log_DC[:, 0] - log_DC[:, 1]
-    shown = observations(space.config, space.answers, draws, some[0], colocated={True, False})
-    shares = {name: explained([known_D], ahead_D) for name, known_D in shown.items()}
+    draws, shown = observed(number=400)
+    log_DC = DrawnCandidates.of(*two_arms(), draws).log_rates
+    shares = {name: explained([known_D], log_DC[:, 0] - log_DC[:, 1]) for name, known_D in shown.items()}
     assert max(shares, key=shares.get) in (Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH)
     assert min(shares.values()) >= 0
     assert max(shares.values()) <= 1
@@ -533,21 +451,23 @@ def test_the_way_of_the_weights_decides_between_the_arms_of_the_small_run():
 # ------------------------------------------------------------------------------------------------------ commands
 
 
-def instruments(*, one_gpu=True, config=None, file="runs/mine.toml", whole=True):
-    space, some = two_arms()
-    config = config or space.config
-    arms = {way.config.colocated: way for way in some}
-    return Instruments(config, file, arms, Screener(space.config, space.answers), whole=whole, one_gpu=one_gpu)
+def instruments(space=None, some=None, *, file="runs/mine.toml", one_gpu=True, whole=True):
+    space, some = space or two_arms()[0], some or two_arms()[1]
+    arms = {one.config.colocated: one for one in some}
+    return instruments_of(space.config, file, arms, Screener(space.config, space.answers), whole=whole, one_gpu=one_gpu)
+
+
+def overrides_in(words):
+    return [value for name, value in itertools.pairwise(words) if name == "--set"]
 
 
 def test_without_a_train_table_commands_take_numbers():
     some = instruments()
-    assert some.for_all([Unknown.GENERATION]) == (
-        ["pipelinerl measure --model MODEL_FOLDER --out measured"], MEASURE_MINUTES, 1,
-    )  # fmt: skip
-    command = "pipelinerl calibrate --run runs/mine.toml --train-step-s SECONDS --out measured_step.toml"
-    assert some.for_all([Unknown.TRAINING]) == ([command], None, None)
-    assert some.for_all([Unknown.ANSWERS]) == ([], None, None)
+    measure = "pipelinerl measure --model MODEL_FOLDER --out measured"
+    assert fewest(some, [Unknown.GENERATION]) == ([measure], MEASURE_MINUTES, 1)
+    calibrate = "pipelinerl calibrate --run runs/mine.toml --train-step-s SECONDS --out measured_step.toml"
+    assert fewest(some, [Unknown.TRAINING]) == ([calibrate], None, None)
+    assert fewest(some, [Unknown.ANSWERS]) == ([], None, None)
 
 
 def test_a_question_without_a_split_is_measured_with_that_of_the_plan(command, tmp_path):
@@ -555,103 +475,79 @@ def test_a_question_without_a_split_is_measured_with_that_of_the_plan(command, t
     question, out = tmp_path / "question.toml", tmp_path / "measured_sync.toml"
     tables = {**TINY, "hardware": {"gpu": "H100", "model": "Qwen2.5-1.5B"}, "cluster": {"accelerators": 4}}
     question.write_text(tomli_w.dumps({**tables, "scheduler": {"train_batch_size": 8}}))
-    ((asked,), _, _) = instruments(file=str(question), whole=False).for_all([Unknown.WEIGHTS_APART])
+    ((asked,), _, _) = fewest(instruments(file=str(question), whole=False), [Unknown.WEIGHTS_APART])
     words = shlex.split(asked.replace("SECONDS", "5").replace(out.name, str(out)))
     result = command(*words[1:])
     assert (result.status, result.err) == (0, "")
     assert out.exists()
-    overrides = [value for name, value in itertools.pairwise(words) if name == "--set"]
-    assert load_run(question, overrides).generation_accelerators == two_arms()[1][0].config.generation_accelerators
+    made = load_run(question, overrides_in(words))
+    assert made.generation_accelerators == two_arms()[1][0].config.generation_accelerators
 
 
+@cache
 def of_the_example():
-    config = load_run(EXAMPLE)
-    space = SearchSpace.of(config)
-    made = [one for one in (candidate_of(choice, space) for choice in all_choices(space)) if isinstance(one, Candidate)]
-    arms = {one.config.colocated: one for one in made}
-    screener = Screener(config, space.answers)
-    return space, arms, Instruments(config, str(EXAMPLE), arms, screener, whole=True, one_gpu=True)
+    space = SearchSpace.of(load_run(EXAMPLE))
+    some = candidates_of(space)
+    return {one.config.colocated: one.config for one in some}, instruments(space, some, file=str(EXAMPLE))
 
 
-def test_a_check_is_a_command_ready_to_run_that_makes_the_run_it_says():
-    space, arms, some = of_the_example()
+def test_a_check_is_a_command_ready_to_run_that_makes_the_run_it_names():
+    arms, some = of_the_example()
     for shown, colocated in ((Unknown.WEIGHTS_APART, False), (Unknown.SWITCH, True)):
-        (command,), minutes, gpus = some.for_all([shown])
-        program, train, file, check, *options = shlex.split(command)
-        assert (program, train, file, check) == ("pipelinerl", "train", str(EXAMPLE), "--check")
-        overrides = [value for name, value in zip(options[::2], options[1::2], strict=True) if name == "--set"]
-        made, way = load_run(file, overrides), arms[colocated].config
-        assert made.cluster.tensor_parallel == way.cluster.tensor_parallel
-        assert made.generation_accelerators == way.generation_accelerators
+        (command,), minutes, gpus = fewest(some, [shown])
+        words = shlex.split(command)
+        assert words[:4] == ["pipelinerl", "train", str(EXAMPLE), "--check"]
+        made, config = load_run(EXAMPLE, overrides_in(words)), arms[colocated]
+        assert made.cluster.tensor_parallel == config.cluster.tensor_parallel
+        assert made.generation_accelerators == config.generation_accelerators
         same = {"kind", "generation_batch_size", "train_batch_size", "publish_every", "optimizer_steps_per_rl_step"}
-        assert made.scheduler.model_dump(include=same) == way.scheduler.model_dump(include=same)
+        assert made.scheduler.model_dump(include=same) == config.scheduler.model_dump(include=same)
         assert gpus == 128
         assert START_MINUTES < minutes < 60
-    assert space.config.train is not None
 
 
-def test_a_check_of_a_way_that_leaves_gpus_idle_runs_on_the_others():
+def test_a_check_of_a_candidate_that_leaves_gpus_idle_runs_on_the_others():
     sets = ["cluster.accelerators=61", "cluster.generation_accelerators=30"]
     config = load_run(EXAMPLE, [*sets, "plan={schedulers=['conventional'], tensor_parallel=[4]}"])
     space = SearchSpace.of(config)
-    way = candidate_of(all_choices(space)[0], space)
-    assert isinstance(way, Candidate)
+    first = candidates_of(space)[0]
     file = shlex.join([str(EXAMPLE), *(word for one in sets for word in ("--set", one))])
-    some = Instruments(config, file, {True: way}, Screener(config, space.answers), whole=True, one_gpu=False)
-    (command,), _, gpus = some.for_all([Unknown.SWITCH])
-    words = shlex.split(command)
-    overrides = [value for name, value in itertools.pairwise(words) if name == "--set"]
-    assert (load_run(EXAMPLE, overrides).num_engines, way.idle, gpus) == (15, 1, 60)
+    (command,), _, gpus = fewest(instruments(space, [first], file=file, one_gpu=False), [Unknown.SWITCH])
+    made = load_run(EXAMPLE, overrides_in(shlex.split(command)))
+    assert (made.num_engines, first.idle, gpus) == (15, 1, 60)
 
 
-def test_the_fewest_commands_are_taken_and_both_checks_where_one_shows_not_all():
-    _, _, some = of_the_example()
-    assert len(some.for_all([Unknown.GENERATION, Unknown.TRAINING])[0]) == 1
-    both, minutes, gpus = some.for_all([Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED])
+def test_the_fewest_commands_are_taken_and_both_checks_where_one_does_not_show_all():
+    _, some = of_the_example()
+    assert len(fewest(some, [Unknown.GENERATION, Unknown.TRAINING])[0]) == 1
+    both, minutes, gpus = fewest(some, [Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED])
     assert ["--check" in command for command in both] == [True, True]
     assert minutes > 2 * START_MINUTES
     assert gpus == 128
 
 
-def test_a_check_is_short_and_trains_publishes_and_switches_at_each_of_its_steps():
+def test_a_check_publishes_at_each_of_its_steps_and_evaluates_nothing():
     config = check_config(load_run(EXAMPLE, ["scheduler.publish_every=8", "train.evaluation.problems=7"]))
-    assert (config.optimizer_steps, config.scheduler.publish_every) == (CHECK_STEPS, 1)
-    assert config.train.evaluation.problems == 0
-    assert config.plan is None
+    assert (config.scheduler.publish_every, config.train.evaluation.problems, config.plan) == (1, 0, None)
     assert check_config(load_run(EXAMPLE, ["optimizer_steps=2"])).optimizer_steps == 2
 
 
 # ------------------------------------------------------------------- bands, sensitivity and what-ifs of the same draws
 
-
-def known_draws(number=400, **logs):
-    """Draws of which all but some factors are known."""
-    zero_D = np.zeros(number)
-    given = {Unknown[name]: np.asarray(log_D) for name, log_D in logs.items()}
-    return Draws({name: given.get(name, zero_D) for name in Unknown}, {}, dict.fromkeys(Unknown, 0.0))
-
-
-def compared_in(draws, log_DC):
-    return DrawnCandidates(draws, two_arms()[1], np.asarray(log_DC), np.zeros_like(log_DC), np.zeros_like(log_DC))
-
-
-ARMS = [one.label for one in two_arms()[1]]
-EVEN = dict.fromkeys(ARMS, 1.0)
-EVENLY_D = np.array([NormalDist().inv_cdf((part + 0.5) / 400) for part in range(400)])
+EVENLY_D = at_quantiles(400)
 
 
 def test_a_band_holds_eight_of_ten_draws():
-    log_DC = np.log([[float(rate), 1.0] for rate in range(1, 12)])
-    band = compared_in(known_draws(11), log_DC).band(ARMS[0], EVEN)
+    band = drawn(np.log([[float(rate), 1.0] for rate in range(1, 12)])).band(ARMS[0])
     assert (band.low, band.high) == pytest.approx((2.0, 10.0))
 
 
 def test_the_effect_of_an_unknown_is_found_beside_that_of_another():
     """Rates fall by 0.2 and rise by 0.1 with one standard deviation of each; a draw moves both."""
     other_D = np.random.default_rng(1).permutation(EVENLY_D)
-    draws = known_draws(GENERATION=0.5 * EVENLY_D, TRAINING=0.3 * other_D)
+    draws = draws_of(400, GENERATION=0.5 * EVENLY_D, TRAINING=0.3 * other_D)
     rate_D = -0.2 * EVENLY_D + 0.1 * other_D
-    rows = sensitivity(compared_in(draws, np.stack([rate_D, rate_D - 1], axis=1)), ARMS[0], EVEN, least=0.06)
+    rows = sensitivity(drawn(np.stack([rate_D, rate_D - 1], axis=1), draws=draws), ARMS[0], least=0.06)
     assert [row.unknown for row in rows] == ["decode step", "optimizer step"]
     assert (rows[0].low, rows[0].high) == pytest.approx((math.exp(0.2563), math.exp(-0.2563)), rel=0.01)
     assert (rows[1].low, rows[1].high) == pytest.approx((math.exp(-0.1282), math.exp(0.1282)), rel=0.01)
@@ -660,24 +556,17 @@ def test_the_effect_of_an_unknown_is_found_beside_that_of_another():
 
 def test_the_decision_at_an_end_is_that_of_the_draws_there():
     """The second candidate is as fast in the mean, and ahead where the unknown is large."""
-    draws = known_draws(GENERATION=EVENLY_D)
-    (row,) = sensitivity(compared_in(draws, np.stack([-EVENLY_D, EVENLY_D], axis=1)), ARMS[0], EVEN, least=0.06)
+    draws = draws_of(400, GENERATION=EVENLY_D)
+    (row,) = sensitivity(drawn(np.stack([-EVENLY_D, EVENLY_D], axis=1), draws=draws), ARMS[0], least=0.06)
     assert (row.instead_low, row.instead_high) == (None, ARMS[1])
 
 
 def test_another_value_of_an_assumption_is_read_from_the_draws():
-    """Rates go with the mean answer: half of it gives half; of a key that is not drawn nothing is said."""
-    draws = known_draws(ANSWERS=0.5 * EVENLY_D)
-    drawn = compared_in(draws, np.stack([0.5 * EVENLY_D, -0.5 * EVENLY_D], axis=1))
+    """Rates go with the mean answer: half of it gives half. Draws hold nothing of the other key."""
+    draws = draws_of(400, ANSWERS=0.5 * EVENLY_D)
     assumed = [Assumption("workload.group_size", 8, (1,)), Assumption("workload.length.mean", 1000, (500, 2000))]
-    mean, group = effects_of(assumed, drawn, ARMS[0], EVEN)
+    log_DC = np.stack([0.5 * EVENLY_D, -0.5 * EVENLY_D], axis=1)
+    mean, group = effects_of(assumed, drawn(log_DC, draws=draws), ARMS[0])
     assert (group.key, group.instead) == ("workload.group_size", [])
     assert [one.throughput for one in mean.instead] == pytest.approx([0.5, 2.0])
     assert [one.fastest for one in mean.instead] == ["conventional", None]
-
-
-def test_what_is_stated_has_no_effect():
-    """A run file with [train] says how its weights travel, and a calibrated coefficient has no other value."""
-    stated = planned("hardware.coefficients={training_step_s=0.7}", "plan.simulate=3").sensitivity
-    assert "training_step_s" not in {row.unknown for row in stated}
-    assert {row.unknown for row in stated} >= {"decode step", "the rest of asynchronous RL"}

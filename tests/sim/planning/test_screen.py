@@ -1,10 +1,10 @@
-"""Candidates: each is a valid run file; those that do not fit or break a limit are rejected with the reason."""
+"""Candidates: each is a valid run file; choices that do not fit or break a limit are rejected with the reason."""
 
 import re
 from pathlib import Path
 
 import pytest
-from tiny_plan import planned, refused, tiny_run
+from tiny_plan import candidates_of, planned, refused, tiny_run
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run_file import parse_run
@@ -17,9 +17,17 @@ from sim.run import simulate
 ALL_KINDS = "plan.schedulers=['pipeline', 'conventional', 'one_step_off', 'partial_rollouts']"
 
 
-def made(*overrides: str) -> list[Candidate | Rejected]:
-    space = SearchSpace.of(tiny_run(*overrides))
-    return [candidate_of(choice, space) for choice in all_choices(space)]
+def space_of(*overrides: str) -> SearchSpace:
+    return SearchSpace.of(tiny_run(*overrides))
+
+
+def made(*overrides: str) -> list[Candidate]:
+    return candidates_of(space_of(*overrides))
+
+
+def rejected(*overrides: str) -> list[Rejected]:
+    space = space_of(*overrides)
+    return [one for choice in all_choices(space) if isinstance(one := candidate_of(choice, space), Rejected)]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +40,7 @@ def made(*overrides: str) -> list[Candidate | Rejected]:
     ],
 )
 def test_a_candidate_is_a_valid_run_file_with_the_values_of_its_choice(overrides: tuple[str, ...]) -> None:
-    some = [one for one in made(*overrides, ALL_KINDS) if isinstance(one, Candidate)]
+    some = made(*overrides, ALL_KINDS)
     assert some
     for one in some:
         assert parse_run(one.config.model_dump(mode="json", exclude_none=True)) == one.config
@@ -41,12 +49,8 @@ def test_a_candidate_is_a_valid_run_file_with_the_values_of_its_choice(overrides
 
 
 def test_a_choice_that_has_a_larger_lag_in_any_case_is_rejected_with_the_limit_that_would_do() -> None:
-    rejected = [
-        one for one in made("plan.schedulers=['conventional']", "plan.lag_limit=1") if isinstance(one, Rejected)
-    ]
-    assert {(one.choice["optimizer_steps_per_rl_step"], one.reason, one.needed) for one in rejected} == {
-        (4, Reason.LAG, 3)
-    }
+    some = rejected("plan.schedulers=['conventional']", "plan.lag_limit=1")
+    assert {(one.choice["optimizer_steps_per_rl_step"], one.reason, one.needed) for one in some} == {(4, Reason.LAG, 3)}
 
 
 @pytest.mark.slow
@@ -62,9 +66,7 @@ def test_a_candidate_holds_no_more_sequences_than_a_run_file_may() -> None:
     """Two engines with 10^6 slots fit into a cluster of 4 GPUs; 16 engines with 10^6, or 16 steps of 10^6, do not."""
     table = "plan={{generation_batch_size=[1000000], tensor_parallel=[1], publish_every=[1], {}}}"
     pipeline = table.format("generation_accelerators=[2, 16], schedulers=['pipeline']")
-    assert [one.reason for one in made("cluster.accelerators=20", pipeline) if isinstance(one, Rejected)] == [
-        Reason.ROLLOUTS
-    ]
+    assert [one.reason for one in rejected("cluster.accelerators=20", pipeline)] == [Reason.ROLLOUTS]
     conventional = table.format("optimizer_steps_per_rl_step=[16], schedulers=['conventional']")
     assert "at most 10,000,000 would do" in refused(conventional, "scheduler.train_batch_size=1000000")
 
@@ -73,34 +75,22 @@ def test_the_run_files_own_queue_is_kept_where_a_batch_fits_into_it() -> None:
     table = "plan={schedulers=['pipeline'], generation_accelerators=[2], tensor_parallel=[1], train_batch_size=[8, 32]}"
     lists = ("plan.generation_batch_size=[8]", "plan.publish_every=[1]")
     some = made(table, *lists, "scheduler.ready_queue_size=16")
-    assert [one.config.scheduler.ready_queue_limit for one in some if isinstance(one, Candidate)] == [16, 64]
-
-
-def test_engines_get_whole_heads() -> None:
-    """Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators."""
-    some = ("cluster.accelerators=16", "hardware.model=Qwen2.5-7B", "plan={schedulers=['conventional']}")
-    assert {one.choice["tensor_parallel"] for one in made(*some)} == {1, 2, 4}
-    assert {one.reason for one in made(*some, "plan.tensor_parallel=[8]") if isinstance(one, Rejected)} == {
-        Reason.HEADS
-    }
+    assert [one.config.scheduler.ready_queue_limit for one in some] == [16, 64]
 
 
 def test_engines_apart_from_the_trainer_need_not_divide_the_cluster() -> None:
     """The GPUs left over train: 145 GB of weights fit on 65 GPUs as on 64."""
     some = ("cluster.accelerators=65", "hardware.model=Qwen2.5-72B", "plan={schedulers=['pipeline', 'conventional']}")
-    sizes = {(one.family, one.choice["tensor_parallel"]) for one in made(*some)}
+    fit = made(*some)
+    sizes = {(one.family, one.choice["tensor_parallel"]) for one in [*fit, *rejected(*some)]}
     assert sizes == {(kind, size) for kind in ("conventional", "pipeline") for size in (1, 2, 4, 8)}
-    fit = {one.choice["tensor_parallel"] for one in made(*some) if isinstance(one, Candidate)}
-    assert {4, 8} <= fit <= {2, 4, 8}
+    assert {4, 8} <= {one.choice["tensor_parallel"] for one in fit} <= {2, 4, 8}
 
 
 def test_where_all_generate_in_turn_the_accelerators_that_make_no_whole_engine_stand_idle_and_are_paid_for() -> None:
     """Engines of 2 on 5: 4 generate and train, 5 are paid for. The same H fills the engines of 4 as of 5."""
     lists = "plan={schedulers=['conventional'], tensor_parallel=[2], optimizer_steps_per_rl_step=[4]}"
-    of_5, of_4 = (
-        [one for one in made(lists, f"cluster.accelerators={number}") if isinstance(one, Candidate)]
-        for number in (5, 4)
-    )
+    of_5, of_4 = (made(lists, f"cluster.accelerators={number}") for number in (5, 4))
     assert [one.label for one in of_5] == [one.label for one in of_4]
     assert {(one.config.cluster.accelerators, one.idle, one.rented.cluster.accelerators) for one in of_5} == {(4, 1, 5)}
     assert {one.gpu_hours(3600.0) for one in of_5} == {5.0}
@@ -115,10 +105,8 @@ def test_a_hybrids_cache_is_that_of_its_own_slots_whatever_was_screened_before()
         "plan={schedulers=['pipeline'], tensor_parallel=[8], generation_batch_size=[16, 512], publish_every=[1]}",
         "plan.generation_accelerators=[32]", "workload.length={kind='fixed', max=8000}",
     )  # fmt: skip
-    config = tiny_run(*some)
-    few, many = (one for one in made(*some) if isinstance(one, Candidate))
-    space = SearchSpace.of(config)
-    after, alone = (Screener(config, space.answers) for _ in range(2))
+    space, (few, many) = space_of(*some), made(*some)
+    after, alone = (Screener(space.config, space.answers) for _ in range(2))
     after.screen(few)
     assert after.resolved(many.config).kv_cache_tokens == resolved_hardware(many.config).kv_cache_tokens
     assert after.resolved(few.config).kv_cache_tokens > 1.2 * after.resolved(many.config).kv_cache_tokens
@@ -127,10 +115,9 @@ def test_a_hybrids_cache_is_that_of_its_own_slots_whatever_was_screened_before()
 
 def test_accelerators_of_two_kinds_are_split_and_never_generate_and_train_in_turn() -> None:
     two = ("hardware.generation_gpu=H20", "plan.generation_accelerators=[1]", "plan.generation_batch_size=[8]")
-    some = made(*two, ALL_KINDS)
-    rejected = {(one.family, one.reason) for one in some if isinstance(one, Rejected)}
-    assert rejected == {(kind, Reason.TWO_KINDS) for kind in ("conventional", "partial_rollouts")}
-    labels = {one.label for one in some if isinstance(one, Candidate) and one.family == "pipeline"}
+    reasons = {(one.family, one.reason) for one in rejected(*two, ALL_KINDS)}
+    assert reasons == {(kind, Reason.TWO_KINDS) for kind in ("conventional", "partial_rollouts")}
+    labels = {one.label for one in made(*two, ALL_KINDS) if one.family == "pipeline"}
     assert labels == {"pipeline 1 H20/3 H100 H=8"}
     assert "a pipeline would do" in refused(*two, "plan.schedulers=['conventional']")
 
@@ -138,14 +125,20 @@ def test_accelerators_of_two_kinds_are_split_and_never_generate_and_train_in_tur
 DEEPSEEK = ("hardware.model=DeepSeek-V3", "plan={}", "plan.publish_every=[1]", "plan.generation_batch_size=[8]")
 
 
-def test_a_model_that_no_node_holds_gets_engines_over_several_nodes() -> None:
-    """1342 GB of weights: 17 to 24 H100s of 80 GB hold them, whatever is kept free, 10 to 14 H200s of 141 GB."""
-    assert list(engine_sizes(SearchSpace.of(tiny_run(*DEEPSEEK, "cluster.accelerators=256")))) == [1, 32, 64]
-    seven = ("hardware.model=Qwen2.5-7B", "plan={}", "cluster.accelerators=256")
-    assert list(engine_sizes(SearchSpace.of(tiny_run(*seven)))) == [1, 2, 4]
-    assert list(engine_sizes(SearchSpace.of(tiny_run(*DEEPSEEK, "hardware.gpu=H200", "cluster.accelerators=64")))) == [
-        1, 16, 32,
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ((*DEEPSEEK, "cluster.accelerators=256"), [1, 32, 64]),
+        ((*DEEPSEEK, "hardware.gpu=H200", "cluster.accelerators=64"), [1, 16, 32]),
+        (("hardware.model=Qwen2.5-7B", "plan={}", "cluster.accelerators=256"), [1, 2, 4]),
+    ],
+)
+def test_engines_hold_the_model_and_get_whole_heads(overrides: tuple[str, ...], sizes: list[int]) -> None:
+    """1342 GB of weights: 17 to 24 H100s of 80 GB hold them, whatever is kept free, 10 to 14 H200s of 141 GB.
+
+    Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators.
+    """
+    assert list(engine_sizes(space_of(*overrides))) == sizes
 
 
 @pytest.mark.parametrize(("kind", "engines_besides"), [("pipeline", 1), ("conventional", 0)])
@@ -154,35 +147,23 @@ def test_a_trainer_that_does_not_fit_is_refused_with_the_least_cluster_that_woul
 ) -> None:
     """The states alone, 16 bytes of each of 671e9 parameters, need 135 GPUs of 80 GB. Engines are of 32."""
     some = (*DEEPSEEK, f"plan.schedulers=['{kind}']")
-    told = re.search(
-        r"fits from (\d+) training accelerators on, cluster.accelerators=(\d+) at",
-        refused("cluster.accelerators=64", *some),
+    line = refused("cluster.accelerators=64", *some)
+    ((training, least),) = (
+        map(int, found)
+        for found in re.findall(r"fits from (\d+) training accelerators on, cluster.accelerators=(\d+) at", line)
     )
-    assert told is not None
-    training, least = int(told[1]), int(told[2])
-    memory = SearchSpace.of(tiny_run(*some)).memory
+    memory = space_of(*some).memory
     assert training >= 135
     assert memory.trainer_fits(training)
     assert not memory.trainer_fits(training - 1)
     assert least - 32 < training + 32 * engines_besides <= least
-    kept = {
-        number: [one for one in made(f"cluster.accelerators={number}", *some) if isinstance(one, Candidate)]
-        for number in (least - 32, least)
-    }
-    assert not kept[least - 32]
-    assert kept[least]
-
-
-def test_partial_rollouts_keep_a_bound_by_waiting_whatever_the_run_file_does() -> None:
-    overrides = ("scheduler.on_stale='drop'", "plan.schedulers=['partial_rollouts']", "plan.lag_limit=4")
-    report = planned(*overrides, "plan.simulate=2")
-    assert report.search.complete
-    assert report.recommended.scheduler.on_stale == "train"
+    assert not made(f"cluster.accelerators={least - 32}", *some)
+    assert made(f"cluster.accelerators={least}", *some)
 
 
 def test_the_same_size_at_another_split_is_another_layout_but_another_size_is_not() -> None:
     one, bigger, elsewhere = (
-        own_candidate(SearchSpace.of(tiny_run(*changes)))
+        own_candidate(space_of(*changes))
         for changes in ((), ("scheduler.generation_batch_size=16",), ("cluster.generation_accelerators=3",))
     )
     assert one.layout == bigger.layout != elsewhere.layout
@@ -192,7 +173,7 @@ def test_the_same_size_at_another_split_is_another_layout_but_another_size_is_no
 
 
 def test_limits_are_checked_in_order_and_exactly() -> None:
-    limits = Limits(lag=None, mean_lag=2.0, min_ess=None, drift=None, gpu_hours=10.0, budget=30.0, price=4.0)
+    limits = Limits(mean_lag=2.0, gpu_hours=10.0, budget=30.0, price=4.0)
     assert limits.broken(2.0, 7.5) is None
     assert limits.broken(2.1, 20.0) is Reason.MEAN_LAG
     assert limits.broken(2.0, 10.1) is Reason.GPU_HOURS
@@ -209,7 +190,7 @@ def test_a_budget_needs_a_price() -> None:
 @pytest.mark.parametrize("level", Level)
 def test_training_memory_is_that_of_the_coefficients_of_the_level(level: Level) -> None:
     """At every level a 7B is trained on 8 GPUs: packs are as large as the memory holds."""
-    memory = SearchSpace.of(tiny_run("hardware.model='Qwen2.5-7B'", f"hardware.level='{level.value}'")).memory
+    memory = space_of("hardware.model='Qwen2.5-7B'", f"hardware.level='{level.value}'").memory
     assert memory.trainer_fits(8)
     assert not memory.trainer_fits(1)
 
@@ -219,19 +200,24 @@ def test_a_trainer_that_keeps_its_activations_needs_smaller_packs() -> None:
     train = "train={model={path='m'}, task={name='math'}, optimizer={learning_rate=1e-6}, "
     train += "trainer={zero_stage=3, activation_checkpointing=false}}"
     overrides = ("hardware.model='Qwen2.5-7B'", train)
-    assert not SearchSpace.of(tiny_run(*overrides)).memory.trainer_fits(64)
+    assert not space_of(*overrides).memory.trainer_fits(64)
     for fits in ("train.trainer.pack_tokens=8192", "train.trainer.activation_checkpointing=true"):
-        assert SearchSpace.of(tiny_run(*overrides, fits)).memory.trainer_fits(64)
+        assert space_of(*overrides, fits).memory.trainer_fits(64)
     assert "[train.trainer]" in refused(*overrides, "plan.schedulers=['conventional']")
+
+
+def workload_with(folder: Path, longest_prompt: int) -> str:
+    """Return the override of a workload whose prompts and answers, of 30 tokens at most, are in a file."""
+    source = folder / "lengths.csv"
+    source.write_text(f"prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,{longest_prompt},30\n")
+    return f"workload={{group_size=2, prompt_tokens=1000, length={{kind='empirical', source='{source}', max=30}}}}"
 
 
 @pytest.mark.slow
 def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> None:
     """The longest prompt of the source, 100, and 30 tokens of answer; it has prompts of its own, so 1000 is void."""
-    source = tmp_path / "lengths.csv"
-    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,100,30\n")
-    table = f"workload={{group_size=2, prompt_tokens=1000, length={{kind='empirical', source='{source}', max=30}}}}"
-    small = (table, "plan={generation_batch_size=[8], tensor_parallel=[1], simulate=2, simulate_steps=4}")
+    lists = "plan={generation_batch_size=[8], tensor_parallel=[1], simulate=2, simulate_steps=4}"
+    small = (workload_with(tmp_path, 100), lists)
     simulate(tiny_run(*small, "hardware.kv_cache_tokens=130"))
     assert planned(*small, "hardware.kv_cache_tokens=130").search.kept > 0
     with pytest.raises(ConfigError, match="kv_cache_tokens=129"):
@@ -241,9 +227,7 @@ def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> Non
 
 def test_prompts_of_a_source_that_fit_into_no_engine_are_refused_by_plan_and_simulate(tmp_path: Path) -> None:
     """Qwen2.5-1.5B has 28 kB of cache per token: 3 million tokens are 86 GB."""
-    source = tmp_path / "lengths.csv"
-    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,3000000,30\n")
-    table = f"workload={{group_size=2, length={{kind='empirical', source='{source}', max=30}}}}"
+    table = workload_with(tmp_path, 3_000_000)
     with pytest.raises(ConfigError, match=r"cluster.tensor_parallel=1 is too small .* one rollout of 3000030 tokens"):
         simulate(tiny_run(table))
     assert "do not fit into an engine (fits from tensor_parallel=2 on)" in refused(table)

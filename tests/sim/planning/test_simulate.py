@@ -65,18 +65,12 @@ def test_the_second_half_of_a_simulation_stands_for_the_rest_of_the_run() -> Non
     assert outcome.gpu_hours == pytest.approx(81 * 4 / 3600)
 
 
-def test_of_conventional_rl_only_whole_rl_steps_count() -> None:
-    """G = 2, 5 steps simulated: steps 1 and 2 are an RL step of 10 s, 3 and 4 one of 6 s."""
-    rows = [row(1, 9.0), row(2, 10.0), row(3, 15.0), row(4, 16.0), row(5, 23.0)]
-    outcome = outcome_of(rows, *CONVENTIONAL)
-    assert (outcome.step_s, outcome.seconds) == (3.0, 16 + 36 * 3.0)
-
-
-def test_a_run_that_was_simulated_as_a_whole_is_not_extended() -> None:
-    """Its last RL step has one optimizer step and not two, and takes as long as it took."""
-    rows = [row(1, 9.0), row(2, 10.0), row(3, 15.0), row(4, 16.0), row(5, 23.0)]
-    outcome = outcome_of(rows, *CONVENTIONAL, "optimizer_steps=5")
-    assert (outcome.step_s, outcome.seconds, outcome.tokens_per_s) == (3.0, 23.0, 500 / 23)
+def test_of_conventional_rl_only_whole_rl_steps_count_unless_the_whole_run_was_simulated() -> None:
+    """G = 2, 5 steps simulated: steps 1 and 2 are an RL step of 10 s, 3 and 4 one of 6 s; the last one is cut."""
+    rows = [row(step + 1, time_s) for step, time_s in enumerate([9.0, 10.0, 15.0, 16.0, 23.0])]
+    extended_run, whole = outcome_of(rows, *CONVENTIONAL), outcome_of(rows, *CONVENTIONAL, "optimizer_steps=5")
+    assert (extended_run.step_s, extended_run.seconds) == (3.0, 16 + 36 * 3.0)
+    assert (whole.step_s, whole.seconds, whole.tokens_per_s) == (3.0, 23.0, 500 / 23)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +130,10 @@ def test_a_run_that_two_candidates_make_is_simulated_once(monkeypatch: pytest.Mo
     own = own_candidate(SearchSpace.of(tiny_run()))
     other = replace(own, label="the same by another name")
     runner = Runner(HowToPlan(workers=1))
-    both = runner.run("simulations", [Job(own, 4), Job(other, 4)])
+    both = runner.run([Job(own, 4), Job(other, 4)])
     assert sorted(one.candidate.label for one in both) == sorted([own.label, other.label])
     assert replace(both[0], candidate=own) == replace(both[1], candidate=own)
-    again = runner.run("others", [Job(other, 4), Job(own, 5)])
+    again = runner.run([Job(other, 4), Job(own, 5)])
     assert {one.candidate.label for one in again} == {own.label, other.label}
     assert simulated == [4, 5]
 

@@ -1,11 +1,10 @@
-"""Axes: which combinations are candidates, and what is said of listed values that are in none."""
+"""Axes: the combinations that are candidates, and the reasons why a listed value is in none."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from tiny_plan import planned, refused, tiny_run
 
 from pipelinerl.config.run import ClusterConfig, PlanConfig, RunConfig, WorkloadConfig
@@ -21,51 +20,36 @@ ONE_SPLIT = "plan={schedulers=['pipeline'], generation_accelerators=[2], generat
 PIPELINE, CONVENTIONAL = "plan.schedulers=['pipeline']", "plan.schedulers=['conventional']"
 
 
-def labels(*overrides: str) -> list[str]:
-    space = SearchSpace.of(tiny_run(*overrides))
-    return [label_of(choice, space) for choice in all_choices(space)]
-
-
 def test_every_list_of_the_table_is_an_axis_and_every_kind_names_axes() -> None:
     lists = {name for name, field in PlanConfig.model_fields.items() if "list" in str(field.annotation)}
     assert {axis.name for axis in AXES} == lists
     assert {name for kind in KINDS for name in kind.axes} == {axis.name for axis in AXES if not axis.every_kind}
 
 
-def test_every_combination_of_the_lists_is_a_candidate() -> None:
-    """3 splits of 4 GPUs * 3 H; conventional: 8 G answers on 4 engines need 2, 4, 8 slots each, and no more."""
-    splits = [f"pipeline {split}/{4 - split} H={size}" for split in (1, 2, 3) for size in (4, 8, 16)]
-    rounds = ["conventional H=4 G=1", "conventional H=4 G=2", "conventional H=4 G=4", "conventional H=8 G=4"]
-    assert labels() == splits + rounds
-
-
-def test_lists_of_bounds_queues_batches_and_engines_multiply_and_are_in_the_label() -> None:
-    table = (
-        "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[2], "
-        "max_lag=[1, 9], lag_limit=4, ready_queue_size=[16, 24], train_batch_size=[8, 16], publish_every=[1, 3]}"
-    )
-    assert labels(table) == [
-        f"pipeline 2/2 H=8 TP=2{batch} queue={queue}{publish} max_lag={lag}"
-        for batch in ("", " B=16")
-        for queue in (16, 24)
-        for publish, lags in (("", (1, 4)), (" publish_every=3", (4,)))
-        for lag in lags
-    ]
-
-
-def test_publications_are_searched_by_default_with_that_of_the_run_file_where_a_kind_has_them() -> None:
-    table = "plan={generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[1]}"
-    fewer = [f"pipeline 2/2 H=8{part}" for part in ("", *(f" publish_every={n}" for n in (2, 3, 4, 6, 8)))]
-    assert labels(table, PIPELINE, "scheduler.publish_every=6") == fewer
-    conventional = labels(table, CONVENTIONAL, "plan.optimizer_steps_per_rl_step=[2]")
-    assert conventional == ["conventional H=8 G=2"]
+MANY_LISTS = (
+    "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[2], "
+    "max_lag=[1, 9], lag_limit=4, ready_queue_size=[16, 24], train_batch_size=[8, 16], publish_every=[1, 3]}"
+)
+NO_PUBLICATIONS = "plan={generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[1]}"
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        pytest.param(("plan.tensor_parallel=[2]", "plan.generation_accelerators=[1, 2, 3, 4]",
-            "plan.schedulers=['pipeline']"), [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)],
+        pytest.param((), [*(f"pipeline {split}/{4 - split} H={size}" for split in (1, 2, 3) for size in (4, 8, 16)),
+            "conventional H=4 G=1", "conventional H=4 G=2", "conventional H=4 G=4", "conventional H=8 G=4"],
+            id="3 splits * 3 H; conventional: 8 G answers on 4 engines need 2, 4, 8 slots each, and no more"),
+        pytest.param((MANY_LISTS,), [f"pipeline 2/2 H=8 TP=2{batch} queue={queue}{publish} max_lag={lag}"
+            for batch in ("", " B=16") for queue in (16, 24)
+            for publish, lags in (("", (1, 4)), (" publish_every=3", (4,))) for lag in lags],
+            id="lists of bounds, queues, batches and engines multiply and are in the label"),
+        pytest.param((NO_PUBLICATIONS, PIPELINE, "scheduler.publish_every=6"),
+            [f"pipeline 2/2 H=8{part}" for part in ("", *(f" publish_every={n}" for n in (2, 3, 4, 6, 8)))],
+            id="publications are searched by default, with the run file's own"),
+        pytest.param((NO_PUBLICATIONS, CONVENTIONAL, "plan.optimizer_steps_per_rl_step=[2]"),
+            ["conventional H=8 G=2"], id="but where a kind has none"),
+        pytest.param(("plan.tensor_parallel=[2]", "plan.generation_accelerators=[1, 2, 3, 4]", PIPELINE),
+            [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)],
             id="an engine needs its accelerators and someone has to train"),
         pytest.param(("plan.tensor_parallel=[3]", "plan.generation_batch_size=[8]"),
             ["pipeline 3/1 H=8 TP=3", *(f"conventional H=8 G={steps} TP=3" for steps in (1, 2, 4))],
@@ -81,8 +65,11 @@ def test_publications_are_searched_by_default_with_that_of_the_run_file_where_a_
             id="71 + 20 tokens on average: 16 * 91 < 2500 < 32 * 91"),
     ],
 )  # fmt: skip
-def test_combinations_that_no_run_file_may_make_are_left_out(overrides: tuple[str, ...], expected: list[str]) -> None:
-    assert labels(*overrides) == expected
+def test_every_combination_that_a_run_file_may_make_is_a_candidate(
+    overrides: tuple[str, ...], expected: list[str]
+) -> None:
+    space = SearchSpace.of(tiny_run(*overrides))
+    assert [label_of(choice, space) for choice in all_choices(space)] == expected
 
 
 @pytest.mark.parametrize(
@@ -150,25 +137,23 @@ def test_a_listed_value_that_does_not_fit_or_equals_another_is_reported(
     assert [(row.key, row.value, row.why) for row in rows] == expected
 
 
-# What is searched: every key that a user may turn is an axis or has the reason why it is none.
+# Every key that a user may turn is an axis or has the reason why it is none.
 
 OTHERS = {f"train.trainer.{name}" for name in ("kind", "step_timeout_s", "collective_timeout_s", "restarts")}
 """Keys of these tables that move neither throughput nor lag."""
-
-
-def keys(table: str, model: type[BaseModel]) -> set[str]:
-    return {f"{table}.{name}" for name in model.model_fields}
+TABLES = {
+    "cluster": ClusterConfig,
+    "scheduler": SchedulerConfig,
+    "workload": WorkloadConfig,
+    "train.trainer": TrainerConfig,
+}
 
 
 def test_every_key_of_cluster_schedule_workload_and_trainer_is_searched_or_has_the_reason_why_not() -> None:
-    searched = {axis.key for axis in AXES}
-    assert not searched & set(NOT_SEARCHED)
-    tables = keys("cluster", ClusterConfig) | keys("scheduler", SchedulerConfig) | keys("workload", WorkloadConfig)
-    assert (tables | keys("train.trainer", TrainerConfig)) - OTHERS <= searched | set(NOT_SEARCHED)
-
-
-def test_no_reason_is_of_a_key_that_is_gone() -> None:
-    tables = keys("cluster", ClusterConfig) | keys("scheduler", SchedulerConfig) | keys("workload", WorkloadConfig)
-    others = {"train.engine.gpu_memory_utilization", "train.transport", *RunConfig.model_fields}
+    keys = {f"{table}.{name}" for table, model in TABLES.items() for name in model.model_fields}
+    searched, reasons = {axis.key for axis in AXES}, set(NOT_SEARCHED)
+    assert not searched & reasons
+    assert keys - OTHERS <= searched | reasons
     assert "engine" in TrainConfig.model_fields
-    assert set(NOT_SEARCHED) <= tables | keys("train.trainer", TrainerConfig) | others
+    others = {"train.engine.gpu_memory_utilization", "train.transport", *RunConfig.model_fields}
+    assert reasons <= keys | others  # none is of a key that is gone

@@ -37,7 +37,7 @@ def test_without_other_rows_the_prediction_is_the_model_and_its_own_uncertainty(
     assert math.log(band.high_s / band.middle_s) == pytest.approx(1.28 * math.hypot(0.35, 0.15), rel=0.1)
 
 
-def test_the_rest_of_a_step_is_told_by_other_rows():
+def test_the_rest_of_a_step_is_learnt_from_other_rows():
     """10 s of parts and 5 s besides; another row of 20 s of parts lasts 40: so the rest is four times as long."""
     grid = replace(made_grid(10.0), rest_s=5.0)
     reference = replace(made_grid(20.0), rest_s=5.0)

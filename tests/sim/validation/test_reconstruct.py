@@ -75,15 +75,12 @@ def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest(model, gp
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (
-            "Frobnicator",
-            "model 'Frobnicator' is not in the catalogue and has no size in its name, such as 7B or 30B-A3B",
-        ),
+        ("Frobnicator", "model 'Frobnicator' is not in the catalogue and has no size in its name, such as 7B or "),
         ("Frobnicator-8x7B", "model 'Frobnicator-8x7B' is not in the catalogue and has no size in its name"),
         ("", "model is not published"),
     ],
 )
-def test_a_model_of_unknown_size_says_so(model, reason):
+def test_a_model_of_unknown_size_is_refused(model, reason):
     assert message(reconstruct_run, run(model=model), []).startswith(reason)
 
 

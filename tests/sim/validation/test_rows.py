@@ -1,8 +1,9 @@
-"""Rows of published runs: typed columns, what follows from them, and what is wrong with a file."""
+"""Rows of published runs: typed columns, properties of a row, words of collected rows, faults of a file."""
 
 from __future__ import annotations
 
 import csv
+import io
 from itertools import combinations
 
 import pytest
@@ -28,10 +29,17 @@ from sim.validation.rows import (
 )
 
 HEADER = "id,system,hw,model,schedule,gpus_total,step_s,note\n"
+COLLECTED = "id,source,evidence,hw,model,mode,gpus_total,step_s,staleness_setting,note\n"
 
 
 def run(**values):
     return PublishedRun(**{"id": "a", "system": "s"} | values)
+
+
+def read(tmp_path, text, **options):
+    path = tmp_path / "runs.csv"
+    path.write_text(text, **options)
+    return read_published_runs(path)
 
 
 def test_seconds_come_from_the_columns():
@@ -57,27 +65,26 @@ def test_sequences_are_prompts_times_answers_or_stated(values, sequences):
 
 
 @pytest.mark.parametrize(("each", "steps"), [(32, 16), (None, 1), (500, 1)])
-def test_optimizer_steps_are_prompts_over_those_of_one(each, steps):
+def test_optimizer_steps_are_prompts_of_an_rl_step_over_prompts_of_one(each, steps):
     assert run(prompts_per_step=512, prompts_per_optimizer_step=each).optimizer_steps_per_rl_step == steps
 
 
-def test_gpus_and_tokens_are_those_of_the_whole_cluster():
+def test_gpus_and_tokens_are_of_the_whole_cluster():
     parts = run(gpus_gen=24, gpus_train=8, tok_s_per_gpu=10.0)
     assert (parts.gpus, parts.apart, parts.tokens_per_s) == (32, True, 320.0)
     assert not run(gpus_total=8, gpus_gen=8, gpus_train=8).apart
 
 
-def job(row):
-    """All that is published of a row but its version and its results; the stack of the trainer is in the mode."""
-    cluster = (row.gpus, row.gpus_gen, row.gpus_per_engine, row.prompts_per_step, row.n_per_prompt, row.max_len)
-    return (*row.family, row.mode, row.precision, row.schedule, row.max_staleness, *cluster)
-
-
-def test_no_shipped_rows_are_one_job_in_two_versions_of_its_software_so_none_tells_what_a_version_is_worth():
+def test_no_shipped_rows_are_one_job_in_two_versions_of_its_software():
     """``source`` names the version. Two jobs were run again, by others; the third pair is UniRL and verl."""
-    rows = [row for row in shipped_runs() if row.avg_len is not None and row.measured_step_s is not None]
+
+    def job(one):  # all published settings but the version; the stack of the trainer is in the mode
+        cluster = (one.gpus, one.gpus_gen, one.gpus_per_engine, one.prompts_per_step, one.n_per_prompt, one.max_len)
+        return (*one.family, one.mode, one.precision, one.schedule, one.max_staleness, *cluster)
+
+    rows = [one for one in shipped_runs() if one.avg_len is not None and one.measured_step_s is not None]
     same = [(one, other) for one, other in combinations(rows, 2) if job(one) == job(other)]
-    assert [pair for pair in same if pair[0].source != pair[1].source] == []
+    assert all(one.source == other.source for one, other in same)
     again = [(one.step_s, other.step_s) for one, other in same]
     assert again == [(147.0, 178.0), (230.0, 266.0), (64.0, 62.2)]
 
@@ -111,20 +118,32 @@ def test_the_shipped_rows_are_read():
         (HEADER + "a,s,H100,m,async,0,1,\n", "line 2: gpus_total must be a whole number of at least 1, got '0'"),
         (HEADER + 'a,s,H100,m,async,8,"1,024",\n', "line 2: step_s must be a number above 0, got '1,024'"),
         (HEADER + "a,s,,,,,,\n" * 2, ": id must be different in every row, got 'a' 2 times"),
+        ("name,source\nx,y\n", "line 1: there must be columns id, source, ... and a row"),
+        (COLLECTED, "line 1: there must be columns id, source, ... and a row"),
+        (COLLECTED + ",s,,,,,,,,\n", "line 2: id must not be empty"),
+        (COLLECTED + "a,s,,,,,-8,,,\n", "line 2: gpus_total must be above 0, got '-8'"),
+        (COLLECTED + "a,s,,,,,8.5,,,\n", "line 2: gpus_total must be a whole number, got '8.5'"),
+        (COLLECTED + "a,s,,,,,16k,,,\n", "line 2: gpus_total must be a number, got '16k'"),
+        (COLLECTED + "a,s,,,,,8,1..2,,\n", "line 2: step_s must be a number, got '1..2'"),
+        (
+            COLLECTED + "a,s,,,,,,,C=1 B=1 q=2 rho=1 Mtail=0.5,measured 1\n",
+            "line 2: tailness must be at least 1, got 0.5",
+        ),
+        (COLLECTED + "a,s,,,,,,,,\n" * 2, "id must be different in every row, got 'a' 2 times"),
+        (
+            COLLECTED + 'a,s,,H20,m,sync,8,10,0,"open\nb,s,,H20,m,sync,8,10,0,\n',
+            "line 3: not a comma-separated table: ",
+        ),
     ],
 )
 def test_a_fault_is_named_by_its_place(tmp_path, text, message):
-    path = tmp_path / "runs.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_published_runs(path)
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
+        read(tmp_path, text)
     assert message in str(caught.value)
 
 
 def test_empty_cells_are_not_published(tmp_path):
-    path = tmp_path / "runs.csv"
-    path.write_text(HEADER + "a,s,H20,m,,,,\n")
-    assert read_published_runs(path) == [run(hw="H20", model="m")]
+    assert read(tmp_path, HEADER + "a,s,H20,m,,,,\n") == [run(hw="H20", model="m")]
 
 
 # Words of published rows: precisions, what changes nothing, and what stands in for a limit.
@@ -169,7 +188,7 @@ def test_precisions_are_read_or_assumed(precision, mode, formats, said):
     assert assumed == said
 
 
-def test_a_row_that_says_fp8_is_simulated_so():
+def test_a_row_in_fp8_is_simulated_in_fp8():
     def decode(precision):
         run = reconstruct_run(one := row("a", "sync", precision=precision), [one])
         known = {"generation": 1.0, "training": 1.0, "mean_tokens": 600.0, "rl_steps": 1}
@@ -193,24 +212,16 @@ def test_tokens_per_second_with_a_limit_of_the_family_are_predicted():
     assert by_id["bare"].fitted_to == ("whole",)
 
 
-def test_answers_per_prompt_are_said_where_only_their_product_is_published():
+def test_answers_per_prompt_are_assumed_where_only_their_product_is_published():
     one = next(one for one in shipped_runs() if one.id == "nemo_v0.6_H100_bf16_DeepSeek-V3_sync_256")
     assert "8 answers per prompt" in reconstruct_run(one, [one]).assumed
 
 
-# Rows as they are collected: the meaning of their words, and what is wrong with a file of them.
-
-COLLECTED = "id,source,evidence,hw,model,mode,gpus_total,step_s,staleness_setting,note\n"
+# Rows as they are collected: the meaning of their words.
 
 
 def collected(**cells):
     return translated({"id": "a", "source": "s"} | cells, where="here")
-
-
-def read(tmp_path, text, **options):
-    path = tmp_path / "runs.csv"
-    path.write_text(text, **options)
-    return read_published_runs(path)
 
 
 @pytest.mark.parametrize(
@@ -240,29 +251,6 @@ def test_mode_and_gpus_name_a_schedule(mode, schedule, where_apart):
 
 
 @pytest.mark.parametrize(
-    ("cells", "bound"),
-    [
-        ({"staleness_setting": "staleness_threshold=0.5 sync_step=4"}, 0.5),
-        ({"staleness_setting": "eta=8"}, 8.0),
-        ({"staleness_setting": "max_trajectory_age_steps=1"}, 1.0),
-        ({"staleness_setting": "max 16"}, 16.0),
-        ({"staleness_setting": "0"}, 0.0),
-        ({"mode": "4off"}, 4.0),
-        ({"mode": "2-step-off"}, 2.0),
-        ({"mode": "1.5-off"}, None),
-        ({"staleness_setting": "<= 4"}, 4.0),
-        ({"staleness_setting": "4 steps"}, 4.0),
-        ({"staleness_setting": "staleness<=2"}, 2.0),
-        ({"staleness_setting": "4", "note": "max 8192 tokens"}, 4.0),
-        ({"note": "max 8192 tokens, mean staleness 1.3"}, None),
-        ({"staleness_setting": "steady"}, None),
-    ],
-)
-def test_the_bound_of_staleness_has_many_names(cells, bound):
-    assert collected(**cells).max_staleness == bound
-
-
-@pytest.mark.parametrize(
     ("cells", "generate_s", "wait_s"),
     [
         ({"mode": "sync"}, 10.0, None),
@@ -282,11 +270,8 @@ def test_seconds_are_of_generation_or_of_waiting_by_schedule(cells, generate_s, 
     ("cells", "field", "value"),
     [
         ({"note": "G-GBS=512 sequences", "prompts_per_step": "64"}, "sequences_per_step", 512),
-        (
-            {"note": "packs 4 sequences per row", "prompts_per_step": "64", "n_per_prompt": "16"},
-            "sequences_per_step",
-            1024,
-        ),
+        ({"note": "packs 4 sequences per row", "prompts_per_step": "64", "n_per_prompt": "16"}, "sequences_per_step",
+            1024),
         ({"note": "16k sequences", "prompts_per_step": "64"}, "sequences_per_step", 512),  # 8 answers each, as usual
         ({"note": "1.024 sequences", "prompts_per_step": "64"}, "sequences_per_step", 512),
         ({"note": "ablation uses max_new 8192", "max_len": "27648"}, "max_len", 8192),
@@ -302,9 +287,23 @@ def test_seconds_are_of_generation_or_of_waiting_by_schedule(cells, generate_s, 
         ({"note": "trainer 2 samp/s, generator 1 samp/s, trainer idle 0 %"}, "trainer_idle_share", None),
         ({"note": "trainer idle 40 %; generator 1-3 samp/s, trainer 2 samp/s"}, "generator_samples_per_s_high", 3.0),
         ({"note": "trainer 2 samp/s, generator 1-0 samp/s, trainer idle 5 %"}, "trainer_idle_share", None),
+        ({"staleness_setting": "staleness_threshold=0.5 sync_step=4"}, "max_staleness", 0.5),
+        ({"staleness_setting": "eta=8"}, "max_staleness", 8.0),
+        ({"staleness_setting": "max_trajectory_age_steps=1"}, "max_staleness", 1.0),
+        ({"staleness_setting": "max 16"}, "max_staleness", 16.0),
+        ({"staleness_setting": "0"}, "max_staleness", 0.0),
+        ({"mode": "4off"}, "max_staleness", 4.0),
+        ({"mode": "2-step-off"}, "max_staleness", 2.0),
+        ({"mode": "1.5-off"}, "max_staleness", None),
+        ({"staleness_setting": "<= 4"}, "max_staleness", 4.0),
+        ({"staleness_setting": "4 steps"}, "max_staleness", 4.0),
+        ({"staleness_setting": "staleness<=2"}, "max_staleness", 2.0),
+        ({"staleness_setting": "4", "note": "max 8192 tokens"}, "max_staleness", 4.0),
+        ({"note": "max 8192 tokens, mean staleness 1.3"}, "max_staleness", None),
+        ({"staleness_setting": "steady"}, "max_staleness", None),
     ],
-)
-def test_sizes_are_read_from_words(cells, field, value):
+)  # fmt: skip
+def test_numbers_are_read_from_words(cells, field, value):
     assert getattr(collected(**cells), field) == value
 
 
@@ -324,69 +323,33 @@ def test_a_number_in_a_note_is_read_as_a_whole_or_not_at_all(note, number):
 
 def test_the_words_of_the_shipped_rows_mean_their_typed_columns(tmp_path):
     shipped = shipped_runs()
-    path = tmp_path / "collected.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*TEXTS, *COUNTS, *AMOUNTS, "kind"], extrasaction="ignore")
-        writer.writeheader()
-        for one in shipped:
-            seconds = one.generate_s if one.wait_s is None else one.wait_s
-            other_names = {"gen_or_wait_s": seconds, "gen_tensor_parallel": one.gpus_per_engine, "kind": "step"}
-            writer.writerow(one.model_dump(mode="json") | other_names)
-    assert read_published_runs(path) == shipped
+    file = io.StringIO()
+    writer = csv.DictWriter(file, [*TEXTS, *COUNTS, *AMOUNTS, "kind"], extrasaction="ignore")
+    writer.writeheader()
+    for one in shipped:
+        seconds = one.generate_s if one.wait_s is None else one.wait_s
+        other_names = {"gen_or_wait_s": seconds, "gen_tensor_parallel": one.gpus_per_engine, "kind": "step"}
+        writer.writerow(one.model_dump(mode="json") | other_names)
+    assert read(tmp_path, file.getvalue()) == shipped
+
+
+H20 = collected(hw="H20").model_dump()
 
 
 @pytest.mark.parametrize(
-    ("cell", "step_s"),
-    [('"1,024.5"', 1024.5), ("n/a", None), ("-", None), ("nan", None), ("?", None), ("0", None), ("0.0", None)],
-)
-def test_a_cell_may_say_nothing_or_separate_thousands(tmp_path, cell, step_s):
-    (row,) = read(
-        tmp_path, COLLECTED + f"a,s,,H20,m,sync,8,{cell},,\n", encoding="utf-8-sig"
-    )  # as spreadsheets save it
-    assert row.step_s == step_s
-
-
-def test_a_comma_without_quotes_goes_back_to_the_evidence(tmp_path):
-    (row,) = read(tmp_path, COLLECTED + "a,s,blog, second hand,H20,m,sync,8,10,0,none\n")
-    assert (row.evidence, row.hw, row.model, row.step_s, row.note) == ("blog, second hand", "H20", "m", 10.0, "none")
-
-
-@pytest.mark.parametrize(
-    "text", ["a,s,,H20\n", "a,s,,H20,,,,,,,more\n"], ids=["a short line is blank behind", "a long one is cut"]
-)
-def test_a_line_need_not_be_as_long_as_the_header(tmp_path, text):
-    (row,) = read(tmp_path, COLLECTED.replace("evidence", "moe") + text)
-    assert row == collected(hw="H20")
-
-
-@pytest.mark.parametrize("header", ["id,source,mode,gen_or_wait_s,value", "id,source,system,mode,gen_or_wait_s"])
-def test_collected_columns_are_known_by_the_header_and_others_ignored(tmp_path, header):
-    (row,) = read(tmp_path, f"{header}\na,verl v1,,,5\n")
-    assert row.system == "verl"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
+    ("header", "line", "fields"),
     [
-        ("name,source\nx,y\n", "line 1: there must be columns id, source, ... and a row"),
-        (COLLECTED, "line 1: there must be columns id, source, ... and a row"),
-        (COLLECTED + ",s,,,,,,,,\n", "line 2: id must not be empty"),
-        (COLLECTED + "a,s,,,,,-8,,,\n", "line 2: gpus_total must be above 0, got '-8'"),
-        (COLLECTED + "a,s,,,,,8.5,,,\n", "line 2: gpus_total must be a whole number, got '8.5'"),
-        (COLLECTED + "a,s,,,,,16k,,,\n", "line 2: gpus_total must be a number, got '16k'"),
-        (COLLECTED + "a,s,,,,,8,1..2,,\n", "line 2: step_s must be a number, got '1..2'"),
-        (
-            COLLECTED + "a,s,,,,,,,C=1 B=1 q=2 rho=1 Mtail=0.5,measured 1\n",
-            "line 2: tailness must be at least 1, got 0.5",
-        ),
-        (COLLECTED + "a,s,,,,,,,,\n" * 2, "id must be different in every row, got 'a' 2 times"),
-        (
-            COLLECTED + 'a,s,,H20,m,sync,8,10,0,"open\nb,s,,H20,m,sync,8,10,0,\n',
-            "line 3: not a comma-separated table: ",
-        ),
+        *((COLLECTED, f"a,s,,H20,m,sync,8,{cell},,", {"step_s": step_s}) for cell, step_s in (
+            ('"1,024.5"', 1024.5), ("n/a", None), ("-", None), ("nan", None), ("?", None), ("0", None), ("0.0", None))),
+        pytest.param(COLLECTED, "a,s,blog, second hand,H20,m,sync,8,10,0,none",
+            {"evidence": "blog, second hand", "hw": "H20", "model": "m", "step_s": 10.0, "note": "none"},
+            id="a comma without quotes goes back to the evidence"),
+        pytest.param(COLLECTED.replace("evidence", "moe"), "a,s,,H20", H20, id="a short line is blank behind"),
+        pytest.param(COLLECTED.replace("evidence", "moe"), "a,s,,H20,,,,,,,more", H20, id="a long one is cut"),
+        ("id,source,mode,gen_or_wait_s,value\n", "a,verl v1,,,5", {"system": "verl"}),
+        ("id,source,system,mode,gen_or_wait_s\n", "a,verl v1,,,5", {"system": "verl"}),
     ],
-)
-def test_a_fault_of_a_collected_row_is_named_by_its_place(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
-        read(tmp_path, text)
-    assert message in str(caught.value)
+)  # fmt: skip
+def test_a_file_of_collected_columns_is_read_as_a_spreadsheet_saves_it(tmp_path, header, line, fields):
+    (row,) = read(tmp_path, f"{header}{line}\n", encoding="utf-8-sig")
+    assert row.model_dump().items() >= fields.items()
