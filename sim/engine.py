@@ -323,7 +323,7 @@ class ClosedFormEngine:
             self._plan_anew()
 
     def _plan_anew(self) -> None:
-        """Plan again because of a call; not needed in a boundary, at the end of which the engine plans anyway."""
+        """Plan again because of a call; not needed inside a boundary, which ends with a plan."""
         self._undo_join()
         now = self._clock.now
         at = self._next_wake(now)

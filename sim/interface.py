@@ -153,7 +153,7 @@ class Request:
         self.tokens_to_prefill = self.prompt_tokens + spans.num_tokens
 
     def observe(self, num_tokens: int, length: int) -> None:
-        """Add an observation of ``num_tokens``, and finish its turn at ``length`` generated tokens in all."""
+        """Add an observation of ``num_tokens``; the next turn ends at ``length`` generated tokens in all."""
         ends = self.spans.ends
         num_own = ends[-1] if ends else 0  # as ``keep``, without two calls per turn
         self.prompt_tokens = prompt_tokens = self.prompt_tokens + num_tokens

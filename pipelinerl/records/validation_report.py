@@ -166,7 +166,7 @@ class AloneSummary(Report):
 
 
 class ValidationSummary(Report):
-    """Errors over all rows; None without such a row."""
+    """Errors over all rows; None if no row counts."""
 
     rows: int
     """Rows predicted (count)."""

@@ -636,7 +636,7 @@ def _by_family(made: Sequence[SpeedUp], values: Sequence[float] | FloatArray) ->
 
 
 def _mean_of_means(families: Sequence[FloatArray]) -> float:
-    """Return a mean in which every family counts as much, however many pairs it has."""
+    """Return the mean in which every family has the same weight, however many pairs it has."""
     return float(np.mean([family.mean() for family in families]))
 
 
