@@ -52,6 +52,7 @@ from pipelinerl.scheduler.events import (
     DiscardRollouts,
     EngineSeconds,
     EnvironmentFailed,
+    EnvironmentFault,
     Event,
     ObservationReady,
     OpenEnvironment,
@@ -91,8 +92,7 @@ class EventLoop:
         evaluation: Evaluation,
         recorder: Recorder,
     ) -> None:
-        assert config.train is not None
-        self._max_prompt_tokens = config.train.task.max_prompt_tokens
+        self._max_prompt_tokens = config.train_table.task.max_prompt_tokens
         self._state, self._tasks, self._training, self._pool = state, tasks, training, pool
         self._client, self._turns, self._preprocessing = client, turns, preprocessing
         self._evaluation, self._recorder = evaluation, recorder
@@ -245,7 +245,7 @@ class EventLoop:
         except WorkerFailedError as error:
             if self.frozen or rollout_id not in state.acting:
                 return
-            again = retries > 0 and error.can_be_tried_again
+            again = retries > 0 and error.fault is not EnvironmentFault.EXPIRED
             self._deliver(EnvironmentFailed(rollout_id, error.fault, again))
             if again:
                 await self._act(rollout_id, act, retries=retries - 1)

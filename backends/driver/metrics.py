@@ -41,18 +41,18 @@ class MetricsLog:
     def __init__(self, out: Path, config: RunConfig, *, go_on_after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        assert config.train is not None
         self._out, path = out, out / METRICS_FILE
         if go_on_after:
             keep_lines(path, go_on_after)
         self._file = path.open("a" if go_on_after else "w", encoding="utf-8", buffering=1)
         self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
         self._wandb: Any = None
-        if config.train.logging.wandb_project is not None:
+        project = config.train_table.logging.wandb_project
+        if project is not None:
             import wandb
 
             self._wandb = wandb.init(
-                project=config.train.logging.wandb_project,
+                project=project,
                 dir=out,
                 config=config.model_dump(mode="json", exclude_none=True),
                 id=_run_id(out, fresh=not go_on_after),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -60,20 +59,6 @@ class DriverState:
         return [self.rollouts.pop(one) for one in ids]
 
 
-class Keeper(Protocol):
-    """Where checkpoints go."""
-
-    def trainer_folder(self) -> Path:
-        """Return a new folder for the trainer's part of the next checkpoint."""
-
-    def copy(self, state: DriverState) -> bytes:
-        """Return the content of a checkpoint beside the trainer's part."""
-
-    def keep(self, version: int, content: bytes) -> None:
-        """Complete the checkpoint, whose trainer's part is written; blocks, and may be called in a thread."""
-
-
 def fresh_state(config: RunConfig) -> DriverState:
-    """Return the state of a run that begins; ``config.train`` must be there."""
-    assert config.train is not None
-    return DriverState(new_scheduler(config), StepMetrics(truncation=config.train.loss.truncation))
+    """Return the state of a run that begins."""
+    return DriverState(new_scheduler(config), StepMetrics(truncation=config.train_table.loss.truncation))

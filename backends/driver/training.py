@@ -32,11 +32,10 @@ class Training:
         trainer: Trainer,
         sync: WeightSync,
         evaluation: Evaluation,
-        samples: SamplesLog | None,
+        samples: SamplesLog,
         keep_checkpoint: Callable[[], Awaitable[None]],
     ) -> None:
-        assert config.train is not None
-        self._checkpoint_every, self._group_size = config.train.checkpoint.every, config.workload.group_size
+        self._checkpoint_every, self._group_size = config.train_table.checkpoint.every, config.workload.group_size
         self._has_turns = config.environment is not None
         self._state, self._trainer, self._sync = state, trainer, sync
         self._evaluation, self._samples_log, self._keep_checkpoint = evaluation, samples, keep_checkpoint
@@ -56,9 +55,7 @@ class Training:
         if command.completes_step:
             state.version = command.version + 1
             self._evaluation.step_done(state.version)
-            trained = state.take_trained()
-            if self._samples_log is not None:
-                self._samples_log.trained(state.version, trained)
+            self._samples_log.trained(state.version, state.take_trained())
         event = TrainingFinished(state.version, train_s)
         every = self._checkpoint_every
         if command.completes_step and every is not None and state.version % every == 0:

@@ -32,6 +32,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from backends.driver.engines import EngineHandle, EnginePool
+from backends.driver.metrics import StepMetrics
 from backends.driver.tasks import RunTasks
 from backends.interface import TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
 from backends.transfer.transport import is_mismatch
@@ -131,9 +132,16 @@ class WeightSync:
     """Brings weights to the engines (``group`` None: they find files); colocated, also switches the memory."""
 
     def __init__(
-        self, *, trainer: Trainer, pool: EnginePool, group: GroupMembers | None, colocated: bool, tasks: RunTasks
+        self,
+        *,
+        trainer: Trainer,
+        pool: EnginePool,
+        group: GroupMembers | None,
+        colocated: bool,
+        tasks: RunTasks,
+        metrics: StepMetrics,
     ) -> None:
-        self._trainer, self._pool, self._tasks = trainer, pool, tasks
+        self._trainer, self._pool, self._tasks, self._metrics = trainer, pool, tasks, metrics
         self.takes_turns = colocated
         self._group = None if group is None else WeightSyncGroup(group)
         self._standing_still = group is not None and group.standing_still
@@ -144,13 +152,8 @@ class WeightSync:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
         weights = await self._snapshot(command.version)
         await self.to_generation()
-        pauses = None
-        if self._standing_still:
-            times = await self._stream(weights, command.weight_update)
-            pauses = {engine: one.total_s for engine, one in times.items()}
-            for one in times.values():
-                self._pool.count_update(one)
-        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, pauses))
+        streamed = await self._stream(weights, command.weight_update) if self._standing_still else None
+        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, streamed))
 
     async def load_trained(self, version: int) -> None:
         """Load the trainer's weights into all engines, labelled ``version``, outside of the schedule.
@@ -188,6 +191,7 @@ class WeightSync:
                     await handle.engine.update(newest, WeightUpdate.KEEP)
                 handle.version, loaded = newest.version, newest
             handle.up.set()
+        self._metrics.restarted()
 
     async def _snapshot(self, version: int) -> Weights:
         async with self._turn():
@@ -200,17 +204,19 @@ class WeightSync:
         weights: Weights,
         weight_update: WeightUpdate,
         on_loaded: Callable[[WeightsLoaded], None],
-        pauses: dict[int, float] | None,
+        streamed: dict[int, UpdateTimes] | None,
     ) -> None:
-        """Make every engine load; ``pauses``: stand-still seconds of engines that have loaded. None: none has."""
-        if pauses is None:
+        """Make every engine load; ``streamed``: times of engines that have loaded a stream. None: no stream."""
+        if streamed is None:
             await self._transfer(weights)
         lost: list[int] = []
 
         async def update(engine_id: int) -> None:
-            pause_s = await self._pool.update(engine_id, weights, weight_update)
+            times = await self._pool.update(engine_id, weights, weight_update) or (streamed or {}).get(engine_id)
+            if times is not None:
+                self._metrics.updated(times)
             if self._pool.has_version(engine_id, weights.version):
-                report(engine_id, (pauses or {}).get(engine_id, pause_s))
+                report(engine_id, 0.0 if times is None else times.total_s)
             else:
                 lost.append(engine_id)
 
@@ -297,10 +303,10 @@ class WeightSync:
 
     # ------------------------------------------------------------------------- memory, where it is shared
 
-    async def to_training(self) -> None:
-        """Colocated: have the engines give their memory to the trainer."""
+    async def to_training(self, *, engines_end: bool = False) -> None:
+        """Colocated: have the engines give their memory to the trainer; ``engines_end``: nothing generates any more."""
         if self.takes_turns and self._engines_have_memory:
-            await self._pool.sleep()
+            await (self._pool.shutdown() if engines_end else self._pool.sleep())
             await self._trainer.reload()
             self._engines_have_memory = False
 
@@ -310,13 +316,6 @@ class WeightSync:
             await self._trainer.offload()
             await self._pool.wake()
             self._engines_have_memory = True
-
-    async def to_saving(self) -> None:
-        """Colocated: have the trainer take the memory to save from; nothing is generated any more."""
-        if self.takes_turns and self._engines_have_memory:
-            await self._pool.shutdown()
-            await self._trainer.reload()
-            self._engines_have_memory = False
 
 
 def _incomplete(handle: EngineHandle, weights: Weights) -> EngineLostError:

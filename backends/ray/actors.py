@@ -46,7 +46,7 @@ from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import VLLMSettings, remove_shared_memory
 from pipelinerl.errors import BackendError, EngineLostError, PipelineRLError, TrainerLostError, TransferError
 from pipelinerl.scheduler.events import WeightUpdate
-from pipelinerl.util.user_code import kind_and_line
+from pipelinerl.util.user_code import first_line, kind_and_line
 
 RANKS_SHUTDOWN_TIMEOUT_S = 10.0
 BLAME_TIMEOUT_S = 3.0
@@ -264,10 +264,7 @@ class RayEngine:
                 await self._call("__ray_call__", lambda _: gc.freeze())  # imports are no garbage
                 self._shared_memory = await self._call("shared_memory")
         except TimeoutError:
-            raise EngineLostError(
-                f"engine {self._settings.engine_id} lost: phase={phase}: no answer for {limit_s:g} s; "
-                "its accelerators may be gone"
-            ) from None
+            raise self._loss(phase, f"no answer for {limit_s:g} s; its accelerators may be gone") from None
         self._watcher = asyncio.create_task(self._watch())
 
     async def generate(self, request: GenerateRequest) -> Generated:
@@ -326,10 +323,8 @@ class RayEngine:
         try:
             await asyncio.wait({call, hung}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise EngineLostError(
-                    f"engine {self._settings.engine_id} lost: phase={method}: no sign of life of its process for "
-                    f"{self._settings.generate_timeout_s:g} s"
-                )
+                silent_s = self._settings.generate_timeout_s
+                raise self._loss(method, f"no sign of life of its process for {silent_s:g} s")
             return call.result()
         except RayTaskError as error:
             if isinstance(error.cause, EngineLostError):
@@ -337,11 +332,13 @@ class RayEngine:
             raise error.cause from None
         except RayError as error:
             lost.set()
-            what = str(error).strip().partition("\n")[0]
-            raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}: {what}") from None
+            raise self._loss(method, first_line(error)) from None
         finally:
             call.cancel()
             hung.cancel()
+
+    def _loss(self, phase: str, why: str) -> EngineLostError:
+        return EngineLostError(f"engine {self._settings.engine_id} lost: phase={phase}: {why}")
 
     async def _watch(self) -> None:
         """Find that the actor's process hangs, or that it or vLLM is lost while nobody calls it."""

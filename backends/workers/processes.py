@@ -37,11 +37,6 @@ class WorkerFailedError(BackendError):
         super().__init__(message)
         self.fault = fault
 
-    @property
-    def can_be_tried_again(self) -> bool:
-        """Whether a retry may succeed."""
-        return self.fault is not EnvironmentFault.EXPIRED
-
 
 class Worker(Protocol):
     """A process; one request at a time."""
@@ -87,13 +82,6 @@ async def ask(worker: Worker, request: dict[str, Any], what: str, *, timeout_s: 
     return dict(answer)
 
 
-def command(kind: str, log: Path | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a process, and its environment."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    words = [sys.executable, "-P", "-m", worker_main.__name__, kind, *([] if log is None else [str(log)])]
-    return words, os.environ | {"PYTHONPATH": path}
-
-
 class LocalWorker:
     """A process on this machine."""
 
@@ -104,9 +92,10 @@ class LocalWorker:
     @classmethod
     async def launched(cls, kind: str, log: Path | None) -> LocalWorker:
         """Return a launched process; its first request must be the table of its task."""
-        words, environment = command(kind, log)
+        words = [sys.executable, "-P", "-m", worker_main.__name__, kind, *([] if log is None else [str(log)])]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE, env=environment,
+            *words, stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE, env=os.environ | {"PYTHONPATH": path},
             process_group=0,  # so that Ctrl-C reaches only the caller
         )  # fmt: skip
         return cls(process)
