@@ -96,7 +96,7 @@ class LocalWorker:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
             *words, stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE, env=os.environ | {"PYTHONPATH": path},
-            process_group=0,  # so that Ctrl-C reaches only the caller
+            start_new_session=True,  # so that Ctrl-C reaches only the caller
         )  # fmt: skip
         return cls(process)
 
