@@ -48,9 +48,10 @@ def config_of(*, steps=6, batch=8, group=4, slots=6, engines=2, kind="pipeline",
 
 
 def turns_of(*, count=4, most=4, context_max=200, observation_max=10, settings=None, name="Game", train=None, **keys):
-    """A run whose rollouts play a game of ``tests/support/games.py``."""
+    """A run whose rollouts play a game of ``tests/support/games.py``, unless ``train`` has another task."""
     limits = keys.pop("limits", {})
-    config = config_of(**keys, train={**(train or {}), "task": {"name": f"games:{name}", "settings": settings or {}}})
+    task = {"name": f"games:{name}", "settings": settings or {}}
+    config = config_of(**keys, train={"task": task, **(train or {})})
     table = {"kind": "lognormal", "mean": 2.0, "max": most}
     table |= {"observation_max": observation_max, "context_max": context_max}
     data = json.loads(config.model_dump_json(exclude_none=True))
