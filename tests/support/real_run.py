@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import psutil
-from command_line import program
+from command_line import program, sets
 
 from backends.vllm.process import shared_memory_of
 
@@ -29,11 +29,6 @@ LEFT_OVER_LIMIT_S = 60.0
 """Longest wait for what is about to go: Ray ends its processes behind the run's back."""
 
 
-def options(model, *sets):
-    overrides = (f"train.model.path={model}", *sets)
-    return [part for one in overrides for part in ("--set", one)]
-
-
 def python_path(folder):
     """Where a run finds modules: in this folder, here, and where this process does."""
     here = str(Path(__file__).parent)
@@ -43,14 +38,9 @@ def python_path(folder):
 class Process:
     """A run in a process of its own; all that it starts dies with the test."""
 
-    def __init__(self, model, out, *sets, resume=False, check=False, env=None, example=EXAMPLE):
-        command = [*program(UNDRAWN), "train", str(example), "--out", str(out)]
-        command += [
-            *options(model, *sets),
-            "--json",
-            *(["--resume"] if resume else []),
-            *(["--check"] if check else []),
-        ]
+    def __init__(self, model, out, *overrides, resume=False, check=False, env=None, example=EXAMPLE, first=UNDRAWN):
+        command = [*program(first), "train", str(example), "--out", str(out), "--json"]
+        command += sets(f"train.model.path={model}", *overrides) + resume * ["--resume"] + check * ["--check"]
         self.out = out
         self.temporary = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
         atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
