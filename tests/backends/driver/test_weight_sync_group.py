@@ -1,19 +1,15 @@
 """Weights that are sent, to engines in memory: who is in the group, who stands still, what a lost member costs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
-from typing import Any
 
 import pytest
 from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import records
 
-from backends.driver.weight_sync import WeightSyncGroup
 from backends.fake import FakeEngine, FakeTrainer
-from backends.interface import GroupMembers, Weights
+from backends.interface import GroupMembers
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import WeightsLoaded
 
@@ -24,7 +20,7 @@ TRAIN_S = 0.02  # longer than a transfer, so that a run does not end before the 
 
 
 class Sending(FakeTrainer):
-    """Trains while it sends; a hook is called once when it begins something, from a version on.
+    """Trains while it sends; does something once, when a call of a name begins, from a version on.
 
     A transfer lasts until so many steps, ``awaited``, have begun in one.
     """
@@ -32,22 +28,21 @@ class Sending(FakeTrainer):
     def __init__(self, engines):
         super().__init__(train_batch_size=8, train_s=TRAIN_S)
         self.engines, self.members, self.groups, self.num_opened = engines, [], [], 0
-        self.hooks, self.busy = {}, set()
+        self.when, self.busy = (None, 0, None), set()
         self.trained_while_sending, self.awaited = 0, 0
 
-    def when(self, what, version, do):
-        self.hooks[what] = (version, do)
-
     @contextlib.contextmanager
-    def one_thing(self, what, version=0, *, but_not):
-        assert not self.busy & {what, *but_not}, f"{what} while {self.busy}"
-        self.busy.add(what)
+    def one_thing(self, name, version=0, *, but_not):
+        assert not self.busy & {name, *but_not}, f"{name} while {self.busy}"
+        self.busy.add(name)
         try:
-            if what in self.hooks and version >= self.hooks[what][0]:
-                self.hooks.pop(what)[1]()
+            at, least, do = self.when
+            if name == at and version >= least:
+                self.when = (None, 0, None)
+                do()
             yield
         finally:
-            self.busy.discard(what)
+            self.busy.discard(name)
 
     async def train(self, samples, *, completes_step):
         self.trained_while_sending += "send" in self.busy
@@ -79,7 +74,7 @@ class Sending(FakeTrainer):
             self.groups.append([engine.index for engine in joined])
 
     async def silence(self):
-        """Wait for an engine that says nothing, until somebody ends it."""
+        """Wait for an engine that does not answer, until the group is aborted."""
         raise TransferError(await asyncio.wait_for(self.aborted, SILENCE_S))
 
     async def send(self, weights):
@@ -106,7 +101,7 @@ class Streaming(Sending):
             return await super().train(samples, completes_step=completes_step)
 
     async def open_group(self):
-        self.cut("another group")
+        self.cut()
         return await super().open_group()
 
     async def send(self, weights):
@@ -117,17 +112,17 @@ class Streaming(Sending):
                     self.breaks -= 1
                     raise TransferError("no more of it")
                 await super().send(weights)
-            except TransferError as error:
-                self.cut(str(error))
+            except TransferError:
+                self.cut()
                 raise
 
-    def cut(self, why):
+    def cut(self):
         for engine in self.members:
-            engine.cut(why)
+            engine.cut()
 
 
 class Receiving(FakeEngine):
-    """Loads what it has been sent, nothing else."""
+    """Loads the version that it was sent last, no other."""
 
     def __init__(self, index, **options):
         super().__init__(**options)
@@ -168,11 +163,11 @@ class Loading(Receiving):
 
     def die(self):
         super().die()
-        self.cut("dead")
+        self.cut()
 
-    def cut(self, why):
+    def cut(self):
         if self.arriving is not None and not self.arriving.done():
-            self.arriving.set_exception(TransferError(why))
+            self.arriving.set_exception(TransferError("no more of it"))
 
     def arrives(self, version):
         super().arrives(version)
@@ -244,13 +239,11 @@ def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update, end
 def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(out, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, steps=30)
     parts = wired(config)
-    parts.trainer.when("train", 3, parts.engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
-    assert [engine.num_started for engine in parts.engines] == [1, 2]
-    groups = parts.trainer.groups
+    parts.trainer.when = ("train", 3, parts.engines[1].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
+    first, *groups, last = parts.trainer.groups
     assert [1] in groups
-    assert (groups[0], groups[-1]) == (EVERYONE, EVERYONE)
+    assert first == last == EVERYONE
 
 
 @TRANSPORTS
@@ -258,13 +251,11 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(o
 def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version, ends):
     config = config_of(longest=40, slots=16, steps=30)
     parts = wired(config, *ends)
-    parts.trainer.when(what, version, parts.engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
+    parts.trainer.when = (what, version, parts.engines[1].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
     assert [engine.num_started for engine in parts.engines] == [1, 2]
-    groups = parts.trainer.groups
-    assert groups[-1] == EVERYONE
-    assert what != "send" or [0] in groups  # the other one gets everything once more
+    assert parts.trainer.groups[-1] == EVERYONE
+    assert what != "send" or [0] in parts.trainer.groups  # the other one gets everything once more
 
 
 @pytest.mark.parametrize(("breaks", "restarts"), [(1, 0), (2, 2)])
@@ -273,7 +264,7 @@ def test_a_transfer_that_breaks_off_is_made_again_while_engines_stand_still_then
 ):
     config = config_of(longest=40, slots=16, steps=12)
     parts = wired(config, Streaming, Loading)
-    parts.trainer.when("send", 3, lambda: setattr(parts.trainer, "breaks", breaks))
+    parts.trainer.when = ("send", 3, lambda: setattr(parts.trainer, "breaks", breaks))
     assert run_checked(config, out, parts).engine_restarts == restarts
 
 
@@ -289,7 +280,7 @@ def test_the_trainer_trains_while_it_sends(out):
 def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out, ends):
     config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=20, longest=40)
     parts = wired(config, *ends)
-    parts.trainer.when("send", 3, parts.engines[1].die)
+    parts.trainer.when = ("send", 3, parts.engines[1].die)
     with pytest.raises(EngineLostError, match="engine lost"):
         run(config, out, parts)
     assert json.loads((out / "summary.json").read_text())["optimizer_steps"] >= 3
@@ -301,40 +292,6 @@ def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
     # Without a limit of the lag the run may end before engines that are slow to drain have loaded a first version.
     config = config_of(weight_update="wait", longest=40, slots=16, steps=8, max_lag=2)
     parts = wired(config)
-    parts.trainer.when("publish", 2, interrupt)
+    parts.trainer.when = ("publish", 2, interrupt)
     interrupted(config, out, parts)
     run_checked(config, out, wired(config), resume=True)
-
-
-def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():
-    async def scenario() -> None:
-        parts = wired(config_of())
-        engines, trainer, group = parts.engines, parts.trainer, WeightSyncGroup(parts.group)
-        weights = Weights(1, "memory:1")
-        for engine in engines:
-            await engine.start()
-        assert await group.form([0, 1]) == {}
-        await group.form([0, 1])
-        await group.form([0])
-        await group.form([])
-        assert not await group.send(weights)  # to nobody
-        assert trainer.groups == [EVERYONE, [0]]
-        await group.form([0, 1])
-        engines[0].die()
-        assert not await group.send(weights)
-        assert list(await group.form([0, 1])) == [0]
-        await engines[0].start()
-        await group.form([0, 1])
-        assert trainer.groups == [EVERYONE, [0], EVERYONE, EVERYONE]
-        assert await group.send(weights)
-        assert [engine.staged for engine in engines] == [1, 1]
-        trainer.when("open", 0, raises)  # what is not about the transfer is not kept quiet
-        with pytest.raises(RuntimeError, match="no trainer"):
-            await group.form([1])
-        for engine in engines:
-            await engine.shutdown()
-
-    def raises() -> Any:
-        raise RuntimeError("no trainer")
-
-    asyncio.run(scenario())
