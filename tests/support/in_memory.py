@@ -94,6 +94,20 @@ class Interrupts(Letters):
         return super().reward(problem, answer)
 
 
+class Asked(FakeEngine):
+    """Keeps its requests and answers."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.requests, self.answers = [], []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        answer = await super().generate(request)
+        self.answers.append(answer)
+        return answer
+
+
 @dataclass
 class Parts:
     """What a test changes before it runs; the engines' ids are their places."""

@@ -1,9 +1,6 @@
 """Checkpoints of runs with parts in memory: a resumed run loses nothing and does nothing twice."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import signal
 from pathlib import Path
 
@@ -176,14 +173,6 @@ def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on
     for resume in (False, True):
         with pytest.raises(RunFailedError, match=r"stalled: .*discard_limit = 50"):
             run(config, out, parts_of(config, task=Letters(raises_every=1)), resume=resume)
-
-
-def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(out):
-    config = config_of(steps=8, train={"evaluation": {"problems": 4}})
-    interrupted(config, out)
-    assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
-    summary = run(config, out, parts_of(config), resume=True)
-    assert summary.evaluation.to_dict().keys() == {"success_before", "success_after"}
 
 
 def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, monkeypatch):
