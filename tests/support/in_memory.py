@@ -60,15 +60,19 @@ def turns_of(*, count=4, most=4, context_max=200, observation_max=10, settings=N
 
 
 class Letters:
-    """Rewards an answer with its share of the letter b, or as a function of the problem; some prompts raise."""
+    """Rewards an answer with its share of the letter b, or as a function of the problem; some problems raise.
+
+    ``odd_prompt``: of all problems of odd index.
+    """
 
     num_held_out = None
 
-    def __init__(self, *, raises_every=0, reward=None):
-        self.raises_every, self.given = raises_every, reward
+    def __init__(self, *, raises_every=0, reward=None, odd_prompt=None):
+        self.raises_every, self.given, self.odd_prompt = raises_every, reward, odd_prompt
 
     def problem(self, index, *, held_out):
-        return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
+        usual = f"{'held out' if held_out else 'problem'} {index}"
+        return Problem(usual if self.odd_prompt is None or index % 2 == 0 else self.odd_prompt, index)
 
     def reward(self, problem, answer):
         if self.raises_every and problem.expected % self.raises_every == 0:
@@ -120,13 +124,13 @@ class Parts:
     lost: Callable[[], str | None] | None = None
 
 
-def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine):
+def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine, reference=None):
     slots = config.scheduler.generation_batch_size
     engines = [engine(num_slots=slots, step_s=step_s) for _ in range(config.num_engines)]
     kl_coefficient = config.train.loss.kl_coefficient
     if trainer is None:
         trainer = FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient)
-    return Parts(engines, trainer, task or Letters(), FakeReference() if kl_coefficient else None)
+    return Parts(engines, trainer, task or Letters(), reference or (FakeReference() if kl_coefficient else None))
 
 
 def run(config, out, parts, *, resume=False):

@@ -1,7 +1,5 @@
 """Faults in a run with parts in memory: what they cost, and what they do not."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
@@ -29,7 +27,6 @@ import backends.driver.lifecycle
 from backends.fake import FakeEngine, FakeTrainer
 from backends.workers.rewards import RewardThreads
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
-from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import RolloutFailed, RolloutFinished, StartRollout, WeightsLoaded
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
@@ -48,28 +45,22 @@ def test_a_run_survives_the_loss_of_an_engine(out, setting):
 def test_losses_count_for_an_hour_and_per_engine(out, monkeypatch):
     """Two engines may be lost twice within an hour, whichever they are; the third time ends the run, which goes on."""
     config = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=10, longest=40)
-    losses = iter([2, 4, 6])
 
-    def die():
-        parts.engines[1].die()
-        parts.trainer.at = next(losses, None)
+    def losing(*steps):
+        def die():
+            parts.engines[1].die()
+            parts.trainer.at = next(losses, None)
 
-    def parts_with_losses():
-        parts = parts_of(config)
+        parts, losses = parts_of(config), iter(steps)
         parts.trainer = Killer(train_batch_size=8, at=next(losses), do=die)
         return parts
 
-    parts = parts_with_losses()
-    monkeypatch.setattr(backends.driver.engines, "HOUR_S", 0.0)
-    assert run_checked(config, out, parts).engine_restarts == 3
-    monkeypatch.undo()
-    losses = iter([2, 4])
-    parts = parts_with_losses()
-    assert run_checked(config, out.with_name("two"), parts).engine_restarts == 2
-    losses = iter([2, 4, 6])
-    parts = parts_with_losses()
+    with monkeypatch.context() as patch:
+        patch.setattr(backends.driver.engines, "HOUR_S", 0.0)
+        assert run_checked(config, out, losing(2, 4, 6)).engine_restarts == 3
+    assert run_checked(config, out.with_name("two"), losing(2, 4)).engine_restarts == 2
     with pytest.raises(BackendError, match="engine lost"):
-        run(config, out.with_name("three"), parts)
+        run(config, out.with_name("three"), losing(2, 4, 6))
     run_checked(config, out.with_name("three"), resume=True)  # the trainer was well: nothing is lost
 
 
@@ -123,7 +114,7 @@ def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out,
 
 
 class Unlucky(FakeEngine):
-    """Fails its next starts, so many of them, when it has been started so many times: the first one at once."""
+    """Fails ``fails`` times to start, once it has been started ``after`` times."""
 
     def __init__(self, *, after=0, fails=1, **settings):
         super().__init__(**settings)
@@ -161,8 +152,7 @@ def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, t
     parts.engines[1] = Unlucky(after=times, fails=9, num_slots=config.scheduler.generation_batch_size)
     if times:
         parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 0
+    assert run_checked(config, out, parts).engine_restarts == 0
     assert "engine 1 given up, engine 0 serves its id: engine start failed: no room" in caplog.text
     assert parts.engines[0].num_started == 1
     on_seat = Counter(row.event.engine for row in records(out) if isinstance(row.event, RolloutFinished))
@@ -173,30 +163,13 @@ def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, t
     assert all(one == other for one, other in zip(*versions, strict=False))  # the run may end between the newest two
 
 
-@pytest.mark.parametrize("times", [0, 1])
-def test_without_any_engine_the_run_fails(out, times):
+def test_without_any_engine_the_run_fails(out):
     config = config_of(steps=50)
     parts = parts_of(config)
-    parts.engines = [Unlucky(after=times, fails=9) for _ in range(2)]
-
-    def die():
-        for engine in parts.engines:
-            engine.die()
-
-    parts.trainer = Killer(train_batch_size=8, at=2, do=die)
+    parts.engines = [Unlucky(after=1, fails=9) for _ in range(2)]
+    parts.trainer = Killer(train_batch_size=8, at=2, do=lambda: [engine.die() for engine in parts.engines])
     with pytest.raises(EngineLostError, match="engine start failed: no room"):
         run(config, out, parts)
-
-
-class Odd(Letters):
-    """Odd problems have this prompt."""
-
-    def __init__(self, prompt):
-        super().__init__()
-        self.prompt = prompt
-
-    def problem(self, index, *, held_out):
-        return Problem(self.prompt if index % 2 else "some", index)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +177,8 @@ class Odd(Letters):
     [
         (Letters(raises_every=3), "no reward today"),
         (Letters(reward=lambda problem: math.nan if problem.expected % 2 else 1.0), "nan"),
-        (Odd("x" * 200), "its prompt has 200 tokens"),
-        (Odd(""), "its prompt has 0 tokens"),
+        (Letters(odd_prompt="x" * 200), "its prompt has 200 tokens"),
+        (Letters(odd_prompt=""), "its prompt has 0 tokens"),
     ],
     ids=["reward raises", "reward is no number", "prompt is too long", "prompt is empty"],
 )

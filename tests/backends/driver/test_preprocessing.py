@@ -1,20 +1,18 @@
-"""Reference log-probabilities in a run with fakes: what waits for them, what does not, and what becomes of losses."""
-
-from __future__ import annotations
+"""Reference log-probabilities in a run with fakes: waits for them, and losses of the model."""
 
 import asyncio
 import math
 
 import numpy as np
 import pytest
-from in_memory import Interrupts, Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
+from in_memory import Asked, Interrupts, Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import metrics_of, records
 from virtual_clock import run as run_at_once
 
 from backends.driver.checkpoint import read_newest
 from backends.driver.preprocessing import Preprocessing
 from backends.driver.rollouts import RolloutData
-from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer, logprob
+from backends.fake import DRIFT, FakeReference, FakeTrainer, logprob
 from pipelinerl.errors import ReferenceLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
@@ -91,14 +89,10 @@ def test_a_rollout_that_is_given_up_does_not_keep_the_others_from_their_values()
     assert [logprob_T.tolist() for logprob_T, _ in answers] == [[-1.0] * 2, [-1.0] * 3]
 
 
-def test_without_a_reference_nothing_waits():
-    assert [logprob_T for logprob_T, _ in asked(None, at_s=[0.0])] == [None]
-
-
 class Mortal(FakeReference):
-    """Dies in some of its batches, by number, those that are asked again included; may not start a second time."""
+    """Dies in some of its batches, by number, repeated ones included; starts so many times only."""
 
-    def __init__(self, *, dies_in, starts=9, **changed):
+    def __init__(self, *, dies_in=(), starts=9, **changed):
         super().__init__(**changed)
         self.dies_in, self.starts, self.num_asked = dies_in, starts, 0
 
@@ -139,21 +133,6 @@ def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(out, k
     assert scored <= sum(parts.reference.batches) <= scored + 16  # each once; some were asked for when the run ended
 
 
-class Counting(FakeEngine):
-    """Counts its answers, and says whether it has anything to do."""
-
-    num_answers = 0
-
-    async def generate(self, request):
-        answer = await super().generate(request)
-        self.num_answers += 1
-        return answer
-
-    @property
-    def idle(self):
-        return not self._running and not self._waiting
-
-
 class Behind(FakeReference):
     """Takes for its first batch until all answers wait for it and all engines have stood idle for a while, or until
     they have given so many."""
@@ -166,17 +145,18 @@ class Behind(FakeReference):
         idle = 0
         while not self.batches and idle < 100 and self.num_answers < self.most:
             await asyncio.sleep(0)
-            idle = idle + 1 if self.num_waiting == self.num_answers and all(one.idle for one in self.engines) else 0
+            busy = any(one._running or one._waiting for one in self.engines) or self.num_waiting < self.num_answers
+            idle = 0 if busy else idle + 1
         self.answers_before = self.answers_before or self.num_answers
         return await super().logprobs(samples)
 
     @property
     def num_answers(self):
-        return sum(engine.num_answers for engine in self.engines)
+        return sum(len(engine.answers) for engine in self.engines)
 
 
 def behind(config, monkeypatch, *, most):
-    parts = parts_of(config, engine=Counting)
+    parts = parts_of(config, engine=Asked)
     parts.reference = Behind(parts.engines, most=most)
     logprobs = Preprocessing.reference_logprobs
 
@@ -211,10 +191,8 @@ def test_generation_waits_for_a_reference_that_falls_behind(out, monkeypatch):
 
 def test_a_reference_that_does_not_start_ends_the_run_with_its_line(out):
     config = kl_config()
-    parts = parts_of(config)
-    parts.reference = Mortal(dies_in=set(), starts=0)
     with pytest.raises(ReferenceLostError, match="reference model failed: phase=start"):
-        run(config, out, parts)
+        run(config, out, parts_of(config, reference=Mortal(starts=0)))
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
@@ -231,8 +209,7 @@ def test_a_run_survives_one_loss_of_the_reference(out, kind):
 @pytest.mark.parametrize("steps_per_rl_step", [1, 2])
 def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(out, kind, steps_per_rl_step):
     config = kl_config(kind=kind, steps=12, longest=40, optimizer_steps_per_rl_step=steps_per_rl_step)
-    parts = parts_of(config)
-    parts.reference = Mortal(dies_in={4, 5})
+    parts = parts_of(config, reference=Mortal(dies_in={4, 5}))
     parts.trainer = Shared(train_batch_size=8, kl_coefficient=KL)  # has the memory only while it trains
     with pytest.raises(ReferenceLostError, match=r"; go on from a checkpoint$"):
         run(config, out, parts)
@@ -243,14 +220,8 @@ def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(out, kind
 
 def test_a_reference_lost_while_the_trainer_works_loses_no_step(out):
     config = kl_config(steps=20, longest=40)
-    parts = parts_of(config)
-    parts.reference = FakeReference(batch_s=0.002)
-
-    def die_for_good():
-        parts.reference.die()
-        parts.reference.start = parts.reference.shutdown
-
-    parts.trainer = Killer(train_batch_size=8, train_s=0.1, kl_coefficient=KL, at=2, do=die_for_good)
+    parts = parts_of(config, reference=Mortal(batch_s=0.002, starts=1))
+    parts.trainer = Killer(train_batch_size=8, train_s=0.1, kl_coefficient=KL, at=2, do=parts.reference.die)
     with pytest.raises(ReferenceLostError):
         run(config, out, parts)
     state = read_newest(out, config).state
@@ -260,19 +231,16 @@ def test_a_reference_lost_while_the_trainer_works_loses_no_step(out):
 
 def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(out):
     config = kl_config(steps=4, longest=40, train={"evaluation": {"problems": 4}})
-    parts = parts_of(config)
-    parts.reference = Mortal(dies_in=set(), batch_s=0.05)
+    parts = parts_of(config, reference=Mortal(batch_s=0.05, starts=1))
 
     class LastStep(FakeTrainer):
         async def save(self, folder):
-            parts.reference.starts = 1
             parts.reference.die()  # in a batch
             await asyncio.sleep(0.1)
             await super().save(folder)
 
     parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL)
-    summary = run(config, out, parts)
-    assert summary.complete
+    assert run(config, out, parts).complete
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
@@ -281,8 +249,7 @@ def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(out):
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_asks_again(out, kind):
     config = kl_config(kind=kind, steps=12, slots=16)
-    parts = parts_of(config, step_s=0.001)
-    parts.reference = FakeReference(batch_s=0.01)
+    parts = parts_of(config, step_s=0.001, reference=FakeReference(batch_s=0.01))
     parts.trainer = Killer(train_batch_size=8, train_s=0.05, kl_coefficient=KL, at=3, do=interrupt)
     interrupted(config, out, parts)
     state = read_newest(out, config).state
@@ -298,10 +265,8 @@ def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_
 
 def test_ctrl_c_while_rollouts_wait_for_the_reference(out):
     config = kl_config(steps=6)
-    parts = parts_of(config, task=Interrupts(when=lambda problem: problem.expected == 3))
-    parts.reference = FakeReference(batch_s=60.0)
-    interrupted(config, out, parts)
-    state = read_newest(out, config).state
-    assert state.scoring
+    task = Interrupts(when=lambda problem: problem.expected == 3)
+    interrupted(config, out, parts_of(config, task=task, reference=FakeReference(batch_s=60.0)))
+    assert read_newest(out, config).state.scoring
     run_checked(config, out, resume=True)
     check_divergence(out, steps=6)
