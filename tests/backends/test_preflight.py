@@ -1,7 +1,5 @@
 """Wrong input to `pipelinerl train`: one clear line that names the key, status 2, and nothing started or written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ One run takes about 45 seconds to start, so a test asks as much of it as it can.
 ``test_run_losses.py``: so that two workers of the tests have as much to do.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

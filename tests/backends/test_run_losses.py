@@ -1,7 +1,5 @@
 """`pipelinerl train` as a user runs it, of which parts are killed: what the run says, and that it goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -76,12 +76,9 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_negative_fit_steps_are_refused(tmp_path: Path) -> None:
+def test_negative_fit_steps_and_a_task_without_a_recipe_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fit_steps must be at least 0, got -1"):
         make_tiny_model(tmp_path, fit_steps=-1)
-
-
-def test_a_task_without_a_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="task must be arithmetic or chain or calculator, got 'math'"):
         make_tiny_model(tmp_path, task="math")
 

@@ -1,7 +1,5 @@
 """A real driver on engines and a trainer in memory: builders that several test modules share."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

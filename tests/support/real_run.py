@@ -1,7 +1,5 @@
 """`pipelinerl train` as a user runs it: a process of its own, whose whole tree dies with the test."""
 
-from __future__ import annotations
-
 import atexit
 import getpass
 import json

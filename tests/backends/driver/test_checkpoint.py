@@ -1,7 +1,5 @@
 """Checkpoints that were damaged, and files of a run that were cut: nothing is resumed from what is not whole."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

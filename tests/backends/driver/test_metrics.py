@@ -1,7 +1,5 @@
 """Metrics of a real run: lines of JSON, TensorBoard, Weights & Biases; what a resumed run keeps of them."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 from types import SimpleNamespace
