@@ -56,22 +56,20 @@ def contracts(
 ) -> Iterator[Contracts]:
     folder = tmp_path_factory.mktemp("contracts")
     contracts = fake_contracts(folder) if request.param == "fake" else real_contracts(folder)
+    parts = (contracts.engine.engine, contracts.reference.reference, contracts.trainer.trainer)
+
+    async def on_each(call: str) -> None:
+        await asyncio.gather(*(getattr(part, call)() for part in parts))
+
     try:
-        run(start(contracts))
+        run(on_each("start"))
         yield contracts
     finally:
-        run(contracts.engine.engine.shutdown())
-        run(contracts.reference.reference.shutdown())
-        run(contracts.trainer.trainer.shutdown())
+        run(on_each("shutdown"))
         if request.param == "real":
             import ray
 
             ray.shutdown()
-
-
-async def start(contracts: Contracts) -> None:
-    parts = (contracts.engine.engine, contracts.reference.reference, contracts.trainer.trainer)
-    await asyncio.gather(*(part.start() for part in parts))
 
 
 def fake_contracts(folder: Path) -> Contracts:
@@ -150,19 +148,12 @@ def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability() -> N
     assert np.concatenate(before) - np.concatenate(after) == pytest.approx(DRIFT, abs=1e-6)
 
 
-@pytest.mark.parametrize("promise", promises(EngineContract))
-def test_an_engine_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(contracts.engine, promise)(), TIMEOUT_S))
+KINDS = {"engine": EngineContract, "reference": ReferenceContract, "trainer": TrainerContract}
 
 
-@pytest.mark.parametrize("promise", promises(ReferenceContract))
-def test_a_reference_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(contracts.reference, promise)(), TIMEOUT_S))
-
-
-@pytest.mark.parametrize("promise", promises(TrainerContract))
-def test_a_trainer_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(contracts.trainer, promise)(), TIMEOUT_S))
+@pytest.mark.parametrize(("part", "promise"), [(part, one) for part, kind in KINDS.items() for one in promises(kind)])
+def test_every_part_keeps_its_promises(contracts: Contracts, run: Run, part: str, promise: str) -> None:
+    run(asyncio.wait_for(getattr(getattr(contracts, part), promise)(), TIMEOUT_S))
 
 
 def test_a_published_version_is_what_an_engine_samples_with(contracts: Contracts, run: Run) -> None:

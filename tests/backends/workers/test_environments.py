@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -19,6 +16,7 @@ from backends.driver.rollouts import lag_of_tokens
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer, logprob
 from backends.preflight import check_run, evaluation_task, task_of
 from backends.workers import main as worker_main
+from backends.workers.processes import LocalWorker
 from pipelinerl.errors import RunFailedError
 from pipelinerl.rl.environments import Observation
 from pipelinerl.rl.segments import SegmentKind
@@ -261,28 +259,22 @@ def test_a_turn_that_an_engine_ends_after_the_rollouts_life_is_not_acted_on(out,
 
 
 def test_no_process_is_left_and_environments_are_closed(out, tmp_path):
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    config = turns_of(settings={"turns": 2, "pids": str(pids)}, steps=2)
-    run_checked(config, out)
-    assert list(pids.iterdir()) == []
+    run_checked(turns_of(settings={"turns": 2, "pids": str(tmp_path)}, steps=2), out)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_an_environment_that_hangs_does_not_outlive_its_driver():
     """However the driver has ended, standard input closes then."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    command = [sys.executable, "-P", "-m", worker_main.__name__, worker_main.ENVIRONMENT]
-    worker = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
-    )
     task = {"name": "games:Hostile", "settings": {"ways": "hangs", "rate": 1.0}}
-    worker.stdin.write(json.dumps(task).encode() + b"\n")
-    worker.stdin.flush()
-    assert worker.stdout.readline() == b"{}\n"
-    worker.stdin.write(b'{"index": 0, "held_out": false}\n')
-    worker.stdin.close()
-    assert worker.wait(worker_main.CLOSE_LIMIT_S + 600) == 1
-    worker.stdout.close()
+
+    async def status():
+        worker = await LocalWorker.launched(worker_main.ENVIRONMENT, None)
+        assert await worker.exchange(json.dumps(task).encode() + b"\n") == b"{}\n"
+        worker._process.stdin.write(b'{"index": 0, "held_out": false}\n')
+        worker._process.stdin.close()
+        return await worker._process.wait()
+
+    assert asyncio.run(asyncio.wait_for(status(), worker_main.CLOSE_LIMIT_S + 600)) == 1
 
 
 def test_a_resumed_run_gives_up_what_had_an_environment_and_goes_on(out):
