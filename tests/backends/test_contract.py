@@ -88,6 +88,7 @@ def real_contracts(folder: Path) -> Contracts:
     import ray
     import torch
     import transformers
+    import vllm_engine
     from character_model import make_model
     from safetensors.torch import load_file
     from tiny_trainer import settings
@@ -98,7 +99,6 @@ def real_contracts(folder: Path) -> Contracts:
     from backends.transfer.file import write_weights
     from backends.transfer.verify import checksums
     from backends.vllm.engine import VLLMEngine
-    from backends.vllm.process import VLLMSettings
     from pipelinerl.config.train import OptimizerConfig
 
     make_model(folder, seed=0, end_token=None)
@@ -115,17 +115,7 @@ def real_contracts(folder: Path) -> Contracts:
             made[version] = Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
         return made[version]
 
-    engine = VLLMEngine(
-        VLLMSettings(
-            engine_id=0,
-            model_path=str(folder),
-            num_slots=NUM_SLOTS,
-            max_tokens=512,
-            device="cpu",
-            cpu_cores="0",
-            request_times=True,
-        )
-    )
+    engine = VLLMEngine(vllm_engine.settings(folder, num_slots=NUM_SLOTS, request_times=True, cpu_in_place=False))
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = RayTrainer(DeepSpeedRank, given, [{"num_cpus": 1}])

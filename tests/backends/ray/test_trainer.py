@@ -98,10 +98,7 @@ async def links_and_kernels_are_measured(trainer: RayTrainer) -> None:
     for one in facts:
         assert (one.device, one.same_checksum, one.to_host_gb_s) == ("CPU", True, None)
         assert one.attention_error < 1e-5
-        assert one.reduce_gb_s is not None
-        assert one.reduce_gb_s > 0
-        assert one.broadcast_gb_s is not None
-        assert one.broadcast_gb_s > 0
+        assert min(one.reduce_gb_s, one.broadcast_gb_s) > 0
 
 
 async def what_a_checkpoint_holds_comes_back(trainer: RayTrainer, model_path: Path) -> None:
