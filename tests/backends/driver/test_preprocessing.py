@@ -12,6 +12,7 @@ from virtual_clock import run as run_at_once
 from backends.driver.checkpoint import read_newest
 from backends.driver.preprocessing import Preprocessing
 from backends.driver.rollouts import RolloutData
+from backends.driver.tasks import RunTasks
 from backends.fake import DRIFT, FakeReference, FakeTrainer, logprob
 from pipelinerl.errors import ReferenceLostError
 from pipelinerl.records.run_folder import TRACE_FILE
@@ -53,25 +54,16 @@ def asked(reference, *, at_s, gives_up=()):
         return logprob_T, asyncio.get_running_loop().time()
 
     async def all_of_them():
-        failed = asyncio.get_running_loop().create_future()
-
-        def spawn(work):
-            task = asyncio.create_task(work)
-            task.add_done_callback(lambda done: done.exception() and failed.set_exception(done.exception()))
-            return task
-
-        stage = Preprocessing(reference, limit=100, spawn=spawn)
+        tasks, loop = RunTasks(), asyncio.get_running_loop()
+        stage = Preprocessing(reference, limit=100, spawn=tasks.spawn)
         await stage.start()
-        start_s = asyncio.get_running_loop().time()
+        start_s = loop.time()
         asking = [asyncio.create_task(one(stage, number, delay_s)) for number, delay_s in enumerate(at_s)]
         for number in gives_up:
-            asyncio.get_running_loop().call_later(0.02, asking.pop(number).cancel)
-        answers = asyncio.gather(*asking)
-        await asyncio.wait({answers, failed}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
+            loop.call_later(0.02, asking.pop(number).cancel)
+        answers = await tasks.unless_ended(asyncio.gather(*asking), "")
         await stage.shutdown()
-        return [(logprob_T, done_s - start_s) for logprob_T, done_s in answers.result()]
+        return [(logprob_T, done_s - start_s) for logprob_T, done_s in answers]
 
     return run_at_once(all_of_them())
 
@@ -87,6 +79,23 @@ def test_what_comes_while_a_batch_is_computed_is_the_next_batch():
 def test_a_rollout_that_is_given_up_does_not_keep_the_others_from_their_values():
     answers = asked(FakeReference(batch_s=0.05), at_s=[0.0, 0.0, 0.1], gives_up=[0])
     assert [logprob_T.tolist() for logprob_T, _ in answers] == [[-1.0] * 2, [-1.0] * 3]
+
+
+def test_there_is_no_room_while_as_many_rollouts_as_the_limit_wait():
+    async def scenario():
+        tasks, loop = RunTasks(), asyncio.get_running_loop()
+        stage = Preprocessing(FakeReference(batch_s=0.2), limit=2, spawn=tasks.spawn)
+        await stage.start()
+        asking = []
+        for _ in range(3):
+            asking.append(asyncio.create_task(stage.reference_logprobs(rollout(1))))
+            await asyncio.sleep(0.02)  # the first one is the batch, the others wait
+        await stage.room()
+        room_s = loop.time()
+        await asyncio.gather(*asking)
+        return room_s
+
+    assert run_at_once(scenario()) == pytest.approx(0.2)
 
 
 class Mortal(FakeReference):
@@ -134,59 +143,41 @@ def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(out, k
 
 
 class Behind(FakeReference):
-    """Takes for its first batch until all answers wait for it and all engines have stood idle for a while, or until
-    they have given so many."""
+    """Takes for its first batch until the engines have given so many answers."""
 
-    def __init__(self, engines, *, most):
-        super().__init__()
-        self.engines, self.most, self.answers_before, self.num_waiting = engines, most, None, 0
+    engines, most = (), 0
 
     async def logprobs(self, samples):
-        idle = 0
-        while not self.batches and idle < 100 and self.num_answers < self.most:
+        while not self.batches and sum(len(engine.answers) for engine in self.engines) < self.most:
             await asyncio.sleep(0)
-            busy = any(one._running or one._waiting for one in self.engines) or self.num_waiting < self.num_answers
-            idle = 0 if busy else idle + 1
-        self.answers_before = self.answers_before or self.num_answers
         return await super().logprobs(samples)
 
-    @property
-    def num_answers(self):
-        return sum(len(engine.answers) for engine in self.engines)
 
-
-def behind(config, monkeypatch, *, most):
-    parts = parts_of(config, engine=Asked)
-    parts.reference = Behind(parts.engines, most=most)
-    logprobs = Preprocessing.reference_logprobs
-
-    async def counted(stage, data):
-        parts.reference.num_waiting += 1  # it has been rewarded, by a thread, in whatever time that took
-        return await logprobs(stage, data)
-
-    monkeypatch.setattr(Preprocessing, "reference_logprobs", counted)
-    return parts
-
-
-def test_a_slow_reference_delays_readiness_and_not_generation(out, monkeypatch):
+def test_a_slow_reference_delays_readiness_and_not_generation(out):
     config = kl_config(steps=4, slots=6, ready_queue_size=1000)
-    most = 5 * 6 * 2  # all slots of both engines, several times over
-    parts = behind(config, monkeypatch, most=most)
+    parts = parts_of(config, engine=Asked, reference=Behind())
+    parts.reference.engines, parts.reference.most = parts.engines, 5 * 6 * 2  # all slots several times over
     run(config, out, parts)
-    assert parts.reference.answers_before >= most
     kinds = [type(row.event or row.command) for row in records(out)]
     before = kinds[: kinds.index(RolloutScored)]
-    assert before.count(RolloutFinished) >= most
+    assert before.count(RolloutFinished) >= parts.reference.most
     assert StartTraining not in before
 
 
-def test_generation_waits_for_a_reference_that_falls_behind(out, monkeypatch):
+def test_every_request_waits_for_room_behind_the_reference(out, monkeypatch):
+    """The limit may wait, the rollouts in flight when it was reached, and their successors while they are rewarded."""
+    rooms, room = [], Preprocessing.room
+
+    async def counted(stage):
+        await room(stage)
+        rooms.append(stage)
+
+    monkeypatch.setattr(Preprocessing, "room", counted)
     config = kl_config(steps=3, slots=6, ready_queue_size=8)
-    parts = behind(config, monkeypatch, most=400)
+    parts = parts_of(config, engine=Asked, reference=FakeReference(batch_s=0.1))
     run_checked(config, out, parts)
-    assert parts.reference.answers_before < 8 + 2 * 12  # the engines had nothing to do
-    # The limit, what was in flight when it was reached, and what has taken its place while it was being rewarded.
-    assert 8 <= max(parts.reference.batches) <= 8 + 2 * 12
+    assert len(rooms) >= sum(len(engine.requests) for engine in parts.engines)
+    assert max(parts.reference.batches) <= 8 + 2 * 12
 
 
 def test_a_reference_that_does_not_start_ends_the_run_with_its_line(out):
