@@ -2,8 +2,8 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
 not yet trained on, place in the trace) and ``manifest.json``. It is copied in one instant and written while the run
-goes on: under another name, fsynced, then renamed; only then is an older one of the same version removed. A broken
-checkpoint is named and passed over for the one before it; one of another format is refused before it is unpickled.
+goes on: under another name, fsynced, then renamed; only then is an older checkpoint of the same version removed. A
+resume warns of a broken checkpoint and takes the one before it; it refuses one of another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 

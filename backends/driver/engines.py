@@ -1,9 +1,9 @@
 """The engines of a run by engine id: their weights, the restart of lost ones, the replacement of those given up.
 
 Theory of operation. The scheduler knows engine ids, each with room for H rollouts. Any call can find that an engine is
-lost; it is started again once, however many calls do, and gets the newest published weights before it is *up* again.
-Calls wait until their engine is up; rollouts also until its version is *confirmed*: after a resume engines have no
-weights that the scheduler knows of before the first publication.
+lost; it is restarted once, however many calls notice the loss, and gets the newest published weights before it is *up*
+again. Calls wait until their engine is up; rollouts also until its version is *confirmed*: after a resume, the
+scheduler knows the weights of an engine only from the first publication on.
 
 An engine that cannot be started is given up: the engine that serves the fewest ids serves its id, too. For the
 scheduler nothing changes; rollouts beyond an engine's room wait in it. Without any engine the run fails.
@@ -87,7 +87,7 @@ class EnginePool:
         """Start all engines, at version 0; one that fails twice is given up. ``EngineLostError`` if all do."""
         handles = list(self)
         lost = await _start(handles)
-        if 0 < len(lost) < len(handles):  # what ails all of them is not tried twice
+        if 0 < len(lost) < len(handles):  # if all fail, a second start would, too
             for handle, error in lost.items():
                 LOG.warning("engine %d is started once more: %s", handle.engine_id, error)
                 await handle.engine.shutdown()
@@ -199,7 +199,7 @@ class EnginePool:
         self._losses_s.append(now_s)
 
     async def _give_up(self, handle: EngineHandle, error: EngineLostError) -> None:
-        """Give the seats of an engine that cannot start to another; ``EngineLostError`` if there is none."""
+        """Give the ids of an engine that cannot start to another engine; ``EngineLostError`` if there is none."""
         others = [one for one in self if one is not handle]
         if not others:
             raise error
@@ -209,7 +209,7 @@ class EnginePool:
         self._serving = {engine_id: host if its is handle else its for engine_id, its in self._serving.items()}
         host.count(handle.num_in_flight)
         handle.count(-handle.num_in_flight)
-        handle.up.set()  # who waits for it looks again
+        handle.up.set()  # wakes the calls that wait for it: ``serving`` returns the new engine
         await handle.engine.shutdown()
 
     async def sleep(self) -> None:

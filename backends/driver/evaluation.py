@@ -1,10 +1,10 @@
-"""Held-out problems, answered by the engines of the run: before it, every so many optimizer steps beside it, after it.
+"""Evaluations on held-out problems by the engines of the run: before it, beside it every few optimizer steps, after it.
 
 Theory of operation. An evaluation is *due* when its optimizer step is done, and begins when all engines have loaded
 the weights of that step or newer ones. Its requests run beside the rollouts in slots of their own
 (``evaluation_slots``): no scheduler and no ledger counts them, no rollout waits for one, nothing is trained on them.
-Weights that arrive meanwhile are loaded as ever: so the versions that sampled an answer are reported with it.
-Where engines and trainer take turns, the next training waits for it. Ctrl-C drops one in progress.
+Engines load new weights meanwhile, as always: an evaluation reports the versions that sampled its answers. Where
+engines and trainer take turns, the next training waits for the evaluation. Ctrl-C drops one in progress.
 """
 
 from __future__ import annotations

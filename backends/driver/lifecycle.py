@@ -1,7 +1,7 @@
 """The life of a real run: start, run, stop, interruption, evaluation, checkpoints, resume.
 
 Theory of operation. ``Driver`` owns the parts of a run and their order; between start and end ``loop.py`` carries out
-the scheduler's commands, ``training.py`` those to the trainer, and ``weight_sync.py`` brings weights to the engines.
+the scheduler's commands, and ``weight_sync.py`` brings weights to the engines.
 
 Invariant: no engine generates before it has weights that were published under the version that it reports.
 """
@@ -25,7 +25,6 @@ from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
 from backends.driver.state import fresh_state
 from backends.driver.tasks import RunTasks
-from backends.driver.training import Training
 from backends.driver.weight_sync import WeightSync
 from backends.interface import Parts
 from backends.preflight import evaluation_task_config
@@ -132,26 +131,20 @@ class Driver:
             tasks=self._tasks,
             samples=samples,
         )
-        training = Training(
-            config,
-            self._state,
-            trainer=parts.trainer,
-            sync=self._sync,
-            evaluation=self._evaluation,
-            samples=samples,
-            keep_checkpoint=self._keep,
-        )
         self._loop = EventLoop(
             config,
             self._state,
             tasks=self._tasks,
-            training=training,
+            trainer=parts.trainer,
+            sync=self._sync,
             pool=self._pool,
             client=self._client,
             turns=self._turns,
             preprocessing=self._preprocessing,
             evaluation=self._evaluation,
+            samples=samples,
             recorder=recorder,
+            keep_checkpoint=self._keep,
         )
 
     async def _bring_back(self, handle: EngineHandle) -> None:
@@ -223,8 +216,8 @@ class Driver:
         scheduler = self._config.scheduler
         next_publishes = self._config.colocated or scheduler.schedule.publishes_each_step(scheduler)
         if state.version > state.published and next_publishes:
-            return  # they wait for the publication that comes first
-        if state.published:  # version 0 they have
+            return  # engines wait for the publication that comes first
+        if state.published:  # engines have version 0
             await self._sync.load_trained(state.published)
         self._pool.may_generate()
 
@@ -233,7 +226,7 @@ class Driver:
         if self._checkpoint is not None:
             await self._trainer.load(self._checkpoint.trainer_folder)
         if self._keeper is not None:
-            await self._trainer.snapshot()  # it makes the memory of its copies, while engines start
+            await self._trainer.snapshot()  # allocates the memory of its copies while engines start
         if self._config.colocated:
             await self._trainer.offload()
 
@@ -241,8 +234,8 @@ class Driver:
         await self._sync.to_training()
         await when_up()
         for handle in self._pool:
-            handle.version = -1  # version 0 is what the trainer has made of it by now
-        # The first update makes memory and, the pack having changed weights, proves direct copies: it is not measured.
+            handle.version = -1  # the trainer has changed version 0: engines must load it again
+        # Not measured: the first update allocates memory and, as the pack has changed weights, proves direct copies.
         await self._sync.load_trained(self._state.version)
 
     # --------------------------------------------------------------------------------------- end
@@ -306,7 +299,7 @@ class Driver:
             await self._kept()
 
     async def _freeze(self) -> None:
-        """Deliver nothing any more, and wait until the trainer is done; colocated, it gets the memory to save from."""
+        """Deliver no more events, and wait until the trainer is done; colocated, it gets the memory to save from."""
         self._loop.frozen = True
         if self._loop.trainer_task is not None:
             done: set[asyncio.Task[None]] = set()

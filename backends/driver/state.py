@@ -1,4 +1,4 @@
-"""The state of a run: all that is needed to resume it, besides the trainer's own checkpoint."""
+"""The state of a run: with the trainer's own checkpoint, enough to resume it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DriverState:
         """Count a micro-batch that has been trained on at a version: ratios and lags of its tokens, other metrics."""
         for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
             lag_T = lag_of_tokens(self.rollouts[sample.rollout_id].spans, version)
-            if np.isfinite(logprob_T).all():  # otherwise the gradient is not finite either, and the step is skipped
+            if np.isfinite(logprob_T).all():  # else the gradient is not finite either, and the step is skipped
                 turn_T = turn_of_tokens(sample.segments) if turns else ()
                 self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T, turn_T)
         self.metrics.add_trainer_metrics(result.metrics)

@@ -1,15 +1,14 @@
 """Transfer of new weights from the trainer to the engines; colocated, also the turns in using the memory.
 
-Theory of operation. The trainer stands still until it has made a version ready, a *snapshot*; then it is free. The
-snapshot is brought to where engines load it from while they generate and the trainer trains: files lie there already,
-through a group of processes it is sent. Then every engine loads it, in its own time. The scheduler publishes nothing
-before all engines have loaded, and then the newest: there is one transfer at a time, and none that waits. *Streamed*
-weights are not kept: engines load them while the trainer sends, and all stand still until then.
+Theory of operation. The trainer stands still until it has prepared a version, a *snapshot*; then it is free. While
+engines generate and the trainer trains, the snapshot travels to the machines of the engines: files lie there already,
+a group of processes sends it. Then every engine loads it, in its own time. The scheduler publishes nothing before all
+engines have loaded, and then the newest version: one transfer runs at a time, and none waits. *Streamed* weights are
+not kept: engines load them while the trainer sends, and all stand still until then.
 
-Where a transfer fails, lost engines are left out and it is tried again. An engine without the weights in the end
-counts as lost when it is to load them. Nobody waits for a lost engine: it gets the newest weights before it
-generates again. So its id is reported to have a version once the others have; whichever engine serves that id then
-generates with nothing older.
+When a transfer fails, it is tried again without the lost engines. An engine that has no weights when it is to load
+them counts as lost. Nothing waits for a lost engine: it gets the newest weights before it generates again. So its id
+is reported to have a version once the other engines have it: no engine serves that id with an older one.
 
 Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate.
 
@@ -129,7 +128,7 @@ class WeightSyncGroup:
 
 
 class WeightSync:
-    """Brings weights to the engines (``group`` None: they find files); colocated, also switches the memory."""
+    """Brings weights to the engines (``group`` None: as files); colocated, also hands the memory over."""
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class WeightSync:
         A run resumed between two publications has newer weights than that version: its reported lag is too large.
         """
         await self.to_training()
-        if self._bringing is not None:  # what is being loaded must stay as it is
+        if self._bringing is not None:  # weights must not change while engines load them
             await asyncio.wait({self._bringing})
         weights = await self._snapshot(version)
         await self.to_generation()
@@ -172,9 +171,9 @@ class WeightSync:
         await self._pool.load(weights)
 
     async def bring_back(self, handle: EngineHandle) -> None:
-        """Have an engine that has been started again load the newest weights; then it is up.
+        """Make a restarted engine load the newest weights; then it is up.
 
-        Weights that are not kept may have been trained since: it gets those, and its reported lag is too large.
+        Streamed weights may have been trained since their version: the reported lag of the engine is then too large.
         """
         async with self._turn():
             loaded: Weights | None = None
@@ -229,7 +228,7 @@ class WeightSync:
             report(engine_id, 0.0)
 
     async def _transfer(self, weights: Weights) -> None:
-        """Bring the weights to where the engines load them from; an engine without them says so when it is to load."""
+        """Send the weights to the machines of the engines; an engine without them raises when it is to load."""
         if self._group is None:
             await self._trainer.send(weights)
             return
