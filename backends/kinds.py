@@ -25,7 +25,7 @@ from pipelinerl.errors import ConfigError, install
 from pipelinerl.util.user_code import first_line, named_value
 
 NEEDED = {"torch": "torch", "ray": "Ray", "transformers": "transformers"}
-"""Of every real run: name of the import, name of the package."""
+"""Packages of every real run: name of the import, name of the package."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def trainer_ranks(config: RunConfig) -> int:
 
 
 def evaluation_task_config(train: TrainConfig) -> TaskConfig:
-    """Return the table of the task of evaluations: that of training, with some settings changed."""
+    """Return the table of the evaluation task: the training task with some settings changed."""
     return train.task.model_copy(update={"settings": train.task.settings | train.evaluation.settings})
 
 

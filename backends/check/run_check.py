@@ -226,7 +226,7 @@ class _Trial:
         self.device = test.ranks[0].device
         self.rows += machine_rows(self.config, test, versions(), self.weights_gb)
         samples, lengths = longest_pack(self.config, parts.codec.encode("0123456789"))
-        first = await parts.trainer.train(samples, completes_step=True)  # what is made once, is made now
+        first = await parts.trainer.train(samples, completes_step=True)  # the first step allocates and compiles
         result = await parts.trainer.train(taught(samples, first), completes_step=True)
         self.rows += pack_rows(self.config, result, lengths, test.ranks[0], self._preflight_gb())
 

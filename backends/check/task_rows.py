@@ -126,10 +126,8 @@ def lengths_row(what: str, lengths: Sequence[int], num_wrong: int, expected: str
 
 EPISODES = 8
 """Played one after the other: nobody holds an environment up."""
-SLOW = 2.0
-"""Times the seconds of the run file from which on an environment is slow."""
-SHORT_S = 0.01
-"""Multiple of the run file's seconds above which an environment is slow."""
+SLOW, SHORT_S = 2.0, 0.01
+"""An environment is slow above this multiple of the run file's seconds, and these more."""
 
 
 @dataclass(slots=True)

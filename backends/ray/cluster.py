@@ -1,10 +1,10 @@
 """A Ray of our own, or the one that the run file names: started, closed to strangers, watched, and ended.
 
 Theory of operation. A Ray of our own listens on this machine's loopback address only, and asks for a token of this run.
-Its files go into one temporary folder. In the end its processes, and theirs, are ended, whatever has become of it, and
-the folder is removed. Ray reads most of this from the environment, which is then as it was.
+Its files go into one temporary folder. At the end its processes and their children are killed, in whatever state they
+are, and the folder is removed. Ray reads most of its settings from the environment, which is restored.
 
-Ray ends this process without a word a minute after its head, the GCS, is gone: so the head is watched.
+Ray kills this process silently a minute after its head, the GCS, is gone: so the head is watched.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _RaysProcesses:
-    """The processes of a Ray of our own, and all that they start; this process may have other children."""
+    """The processes of a Ray of our own, and their children; this process may have other children."""
 
     def __init__(self) -> None:
         self._me = psutil.Process()
