@@ -86,7 +86,6 @@ def fake_contracts(folder: Path) -> Contracts:
 
 def real_contracts(folder: Path) -> Contracts:
     import ray
-    import torch
     import transformers
     import vllm_engine
     from character_model import make_model
@@ -96,26 +95,20 @@ def real_contracts(folder: Path) -> Contracts:
     from backends.ray.actors import RayTrainer
     from backends.trainer.deepspeed.rank import DeepSpeedRank
     from backends.trainer.reference import RayReference, ReferenceSettings
-    from backends.transfer.file import write_weights
     from backends.transfer.verify import checksums
     from backends.vllm.engine import VLLMEngine
     from pipelinerl.config.train import OptimizerConfig
 
     make_model(folder, seed=0, end_token=None)
-    made: dict[int, Weights] = {}
+    engine = VLLMEngine(vllm_engine.settings(folder, num_slots=NUM_SLOTS, request_times=True, cpu_in_place=False))
+    subject = vllm_engine.Subject(engine, folder, [transformers.AutoModelForCausalLM.from_pretrained(folder)])
+    made: list[Weights] = []
 
     def weights_of(version: int) -> Weights:
-        if version not in made:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-            torch.manual_seed(version)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-            path = folder / f"weights-{version}"
-            made[version] = Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
-        return made[version]
+        while len(made) < version:
+            made.append(subject.next_weights())
+        return made[version - 1]
 
-    engine = VLLMEngine(vllm_engine.settings(folder, num_slots=NUM_SLOTS, request_times=True, cpu_in_place=False))
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = RayTrainer(DeepSpeedRank, given, [{"num_cpus": 1}])

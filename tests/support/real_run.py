@@ -14,6 +14,7 @@ import psutil
 from command_line import program, sets
 
 from backends.vllm.process import shared_memory_of
+from pipelinerl.records.reports import RunReport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
 TOOLS = EXAMPLE.with_name("tiny_tools.toml")
@@ -106,6 +107,12 @@ class Process:
     def end(self):
         out, _ = self.process.communicate(timeout=LIMIT_S)
         return self.process.returncode, out, self.err.read_text()
+
+    def summary(self):
+        """Wait for the end of a run that must succeed; return its report."""
+        status, out, err = self.end()
+        assert status == 0, out + err
+        return RunReport.from_dict(json.loads(out), name="stdout")
 
     def left_over(self):
         """What is left of it: processes, shared memory, temporary files; those that are about to go have their time."""

@@ -68,7 +68,7 @@ class Sending(FakeTrainer):
     async def join_group(self, names, *, timeout_s):
         with self.one_thing("join", but_not=["send"]):
             joined = [engine for engine in self.engines if engine.joined_at is not None]
-            if len(joined) < len(names) - 1 or not all(engine.runs for engine in joined):
+            if len(joined) < len(names) - 1 or any(engine.gone.is_set() for engine in joined):
                 await self.silence()
             self.members = joined
             self.groups.append([engine.index for engine in joined])
@@ -83,7 +83,7 @@ class Sending(FakeTrainer):
             async with asyncio.timeout(60):
                 while self.trained_while_sending < self.awaited:
                     await asyncio.sleep(0.001)
-            if not all(engine.runs and engine.joined_at == engine.num_started for engine in self.members):
+            if any(engine.gone.is_set() or engine.joined_at != engine.num_started for engine in self.members):
                 await self.silence()
             for engine in self.members:
                 engine.arrives(weights.version)
@@ -126,17 +126,15 @@ class Receiving(FakeEngine):
 
     def __init__(self, index, **options):
         super().__init__(**options)
-        self.index, self.staged, self.joined_at, self.runs = index, None, None, False
-        self.gone = asyncio.Event()
+        self.index, self.staged, self.joined_at, self.gone = index, None, None, asyncio.Event()
 
     def die(self):
         super().die()
-        self.runs = False
         self.gone.set()
 
     async def start(self):
         await super().start()
-        self.runs, self.staged, self.gone = True, None, asyncio.Event()
+        self.staged, self.gone = None, asyncio.Event()
 
     async def until_lost(self):
         await self.gone.wait()
