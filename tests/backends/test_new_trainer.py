@@ -31,10 +31,7 @@ from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.errors import ConfigError  # noqa: E402
 from pipelinerl.hardware.transport import FILE  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 CPU = torch.device("cpu")
 
 

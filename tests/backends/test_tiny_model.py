@@ -20,10 +20,7 @@ from backends.huggingface_codec import HuggingFaceCodec  # noqa: E402
 from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
 from pipelinerl.rl.sums import Arithmetic  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def test_an_unfitted_model_loads_and_is_never_right(tmp_path: Path) -> None:

@@ -64,30 +64,20 @@ def test_losses_count_for_an_hour_and_per_engine(out, monkeypatch):
     run_checked(config, out.with_name("three"), resume=True)  # the trainer was well: nothing is lost
 
 
-class Publisher(Killer):
-    """Knows what it has published last."""
-
-    published = 0
-
-    async def publish(self, version):
-        self.published = version
-        return await super().publish(version)
-
-
 class Slow(FakeEngine):
-    """Comes back when the trainer has published three times more."""
+    """Comes back when another engine has loaded at least three more versions."""
 
-    def __init__(self, trainer, **settings):
+    def __init__(self, other, **settings):
         super().__init__(**settings)
-        self.trainer, self.back_at = trainer, 0
+        self.other, self.back_at = other, 0
 
     def die(self):
-        self.back_at = self.trainer.published + 3
+        self.back_at = self.other._weights.version + 3
         super().die()
 
     async def start(self):
         async with asyncio.timeout(300):
-            while self.trainer.published < self.back_at:
+            while self.other._weights.version < self.back_at:
                 await asyncio.sleep(0.001)
         await super().start()
 
@@ -96,11 +86,9 @@ class Slow(FakeEngine):
 def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out, weight_update):
     config = config_of(steps=16, weight_update=weight_update, longest=40, slots=16)
     parts = parts_of(config)
-    parts.trainer = Publisher(train_batch_size=8, at=2, do=None)
-    parts.engines[1] = Slow(parts.trainer, num_slots=16)
-    parts.trainer.do = parts.engines[1].die
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
+    parts.engines[1] = Slow(parts.engines[0], num_slots=16)
+    parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
     loaded, at_least = {0: [0], 1: [0]}, {}
     for row in records(out):
         match row.event or row.command:
@@ -110,7 +98,9 @@ def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out,
                 at_least.setdefault(rollout_id, loaded[engine][-1])
             case RolloutFinished(rollout_id=rollout_id, spans=spans):
                 assert spans.versions[0] >= at_least[rollout_id]
-    assert loaded[0] == loaded[1] == sorted(set(loaded[0]))  # the seat is said to have what its engine will have
+    assert (
+        loaded[0] == loaded[1] == sorted(set(loaded[0]))
+    )  # an id is reported to have the version that its engine will have
 
 
 class Unlucky(FakeEngine):
@@ -145,8 +135,8 @@ def test_what_keeps_all_engines_from_starting_is_not_tried_twice(out):
 
 @pytest.mark.parametrize("times", [0, 1])
 @pytest.mark.parametrize("setting", SETTINGS, ids=[*KINDS, "asleep"])
-def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, times):
-    """The scheduler goes on as with two engines; the other one serves the rollouts of both seats."""
+def test_another_engine_serves_the_id_of_one_that_cannot_be_started(out, caplog, setting, times):
+    """The scheduler goes on as with two engines."""
     config = config_of(**setting, steps=20)
     parts = parts_of(config)
     parts.engines[1] = Unlucky(after=times, fails=9, num_slots=config.scheduler.generation_batch_size)
@@ -155,10 +145,10 @@ def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, t
     assert run_checked(config, out, parts).engine_restarts == 0
     assert "engine 1 given up, engine 0 serves its id: engine start failed: no room" in caplog.text
     assert parts.engines[0].num_started == 1
-    on_seat = Counter(row.event.engine for row in records(out) if isinstance(row.event, RolloutFinished))
-    assert on_seat.keys() == {0, 1}
+    finished = Counter(row.event.engine for row in records(out) if isinstance(row.event, RolloutFinished))
+    assert finished.keys() == {0, 1}
     loads = [row.event for row in records(out) if isinstance(row.event, WeightsLoaded)]
-    versions = [[one.version for one in loads if one.engine == seat] for seat in (0, 1)]
+    versions = [[one.version for one in loads if one.engine == engine_id] for engine_id in (0, 1)]
     assert len(versions[0]) > 1
     assert all(one == other for one, other in zip(*versions, strict=False))  # the run may end between the newest two
 
