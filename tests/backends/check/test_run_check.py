@@ -29,6 +29,7 @@ from pipelinerl.errors import RunInterruptedError, TrainerLostError
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
+from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's
@@ -70,20 +71,21 @@ class PackTrainer(Shared):
         return await super().train(samples, completes_step=completes_step)
 
 
-@pytest.fixture
-def letters(monkeypatch: pytest.MonkeyPatch) -> Letters:
-    task = Letters()
-    monkeypatch.setattr("backends.check.run_check.task_of", lambda _: task)
-    return task
+class Alike(Letters):
+    def reward(self, problem: Problem, answer: str) -> float:
+        return 1.0
+
+
+LETTERS = {"task": {"name": "in_memory:Letters"}}
 
 
 def checked(out: Path, backend: Machines, config: RunConfig | None = None) -> tuple[CheckReport, dict[str, CheckRow]]:
-    report = check(config or config_of(), out=out, backend=backend)
+    report = check(config or config_of(train=LETTERS), out=out, backend=backend)
     return report, {row.what.strip(): row for row in report.rows}
 
 
 def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(
-    out: Path, letters: Letters, monkeypatch: pytest.MonkeyPatch
+    out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates, update = [], FakeEngine.update
 
@@ -92,7 +94,7 @@ def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(
         return await update(engine, weights, weight_update)
 
     monkeypatch.setattr(FakeEngine, "update", noted)
-    backend, config = Machines(), config_of(steps=50)
+    backend, config = Machines(), config_of(steps=50, train=LETTERS)
     report, rows = checked(out, backend, config)
     assert not report.wrong
     assert len(backend.trainer.trained) == 4
@@ -116,9 +118,8 @@ def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(
     assert merged(config, [out])[1].weights[False] == by_file.hardware.weights
 
 
-@pytest.mark.usefixtures("letters")
 def test_where_engines_and_trainer_take_turns_the_pack_is_trained_on_in_the_trainers_turn(out: Path) -> None:
-    report, rows = checked(out, Machines(), config_of(kind="conventional"))
+    report, rows = checked(out, Machines(), config_of(kind="conventional", train=LETTERS))
     assert not report.wrong
     assert "a pack of 16384 tokens" in rows
 
@@ -131,7 +132,6 @@ def test_a_run_with_environments_is_checked(out: Path) -> None:
     assert rows["optimizer steps"].measured.startswith("4, ")
 
 
-@pytest.mark.usefixtures("letters")
 def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path) -> None:
     def die() -> None:
         raise TrainerLostError("trainer died: phase=train rank=3")
@@ -143,14 +143,12 @@ def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path) -> None:
     assert CheckReport.read(out / "check.json") == report
 
 
-def test_rewards_that_are_all_alike_teach_nothing(out: Path, letters: Letters) -> None:
-    letters.given = lambda problem: 1.0
-    report, rows = checked(out, Machines())
+def test_rewards_that_are_all_alike_teach_nothing(out: Path) -> None:
+    report, rows = checked(out, Machines(), config_of(train={"task": {"name": f"{__name__}:Alike"}}))
     assert rows["signal"].finding is Finding.WRONG
     assert report.wrong
 
 
-@pytest.mark.usefixtures("letters")
 def test_a_folder_that_holds_a_check_is_refused_and_ctrl_c_is_one_line(out: Path) -> None:
     with pytest.raises(RunInterruptedError, match="interrupted; the check is not complete"):
         checked(out, Machines(at=1, do=interrupt))

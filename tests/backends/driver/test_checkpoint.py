@@ -105,13 +105,6 @@ def test_whoever_changes_what_is_pickled_changes_the_number_of_the_format(tmp_pa
     assert (FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16]) == (3, PICKLED), text
 
 
-def test_a_run_ends_well_from_the_checkpoint_before_a_broken_one(out):
-    flip(out / FOLDER / NEWEST / "trainer" / "fake.json", 5)
-    parts = parts_of(CONFIG)
-    run_checked(CONFIG, out, parts, resume=True)
-    assert len(parts.trainer.trained) == 2
-
-
 def test_without_a_whole_checkpoint_each_is_named_with_its_fault(out):
     for folder in (out / FOLDER).iterdir():
         flip(folder / "run.pickle", 7)

@@ -49,13 +49,6 @@ def write(out, config, metrics, *, go_on_after=0):
     log.close()
 
 
-def test_a_line_is_on_disk_before_the_log_is_closed(tmp_path):
-    log = MetricsLog(tmp_path, config_of())
-    log.write(1, {"reward/mean": 0.25})
-    assert metrics_of(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
-    log.close()
-
-
 def test_a_full_disk_is_said_with_the_path(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = MetricsLog(tmp_path, config_of())
