@@ -102,6 +102,21 @@ def test_an_evaluation_samples_in_its_own_way(out):
     assert {(one.temperature, one.max_new_tokens) for one in requests} == {(0.0, 3)}
 
 
+def test_an_engine_that_is_lost_in_an_evaluation_answers_after_its_restart(out):
+    class Dies(Seen):
+        async def generate(self, request):
+            if len(self.held_out) == 6 and self.num_started == 1:  # 4 before the run
+                self.die()
+            return await super().generate(request)
+
+    config = config_of(steps=9, train=EVERY_3)
+    parts = seen(config)
+    parts.engines[0] = Dies(num_slots=6)
+    summary = run_checked(config, out, parts)
+    assert summary.engine_restarts == 1
+    assert {one.success for one in summary.evaluation.during} == {0.5}
+
+
 def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it(out):
     config = config_of(steps=12, train=EVERY_3)
     parts = seen(config, trainer=Killer(train_batch_size=8, at=5, do=interrupt))
@@ -115,7 +130,9 @@ def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it
     parts.engines[0] = Slow(num_slots=6)
     interrupted(config, out, parts)
     assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
-    evaluation = run_checked(config, out, seen(config), resume=True).evaluation
+    resumed = seen(config)
+    evaluation = run_checked(config, out, resumed, resume=True).evaluation
+    assert sum(len(engine.held_out) for engine in resumed.engines) == 8 * (len(evaluation.during) + 1)  # none before
     assert evaluation.success_before == evaluation.success_after == 0.5
     assert {one.step for one in evaluation.during} <= {6, 9}
 

@@ -194,7 +194,8 @@ class Loading(Receiving):
 def wired(config, trainer=Sending, engine=Receiving):
     """Parts of a run whose engines and trainer are in a group."""
     parts = parts_of(config)
-    parts.engines = [engine(index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
+    slots = config.scheduler.generation_batch_size
+    parts.engines = [engine(index, num_slots=slots) for index in range(config.num_engines)]
     parts.trainer, standing_still = trainer(parts.engines), trainer is Streaming
     members = dict(enumerate(parts.engines))
     parts.group = GroupMembers(parts.trainer, members, timeout_s=TIMEOUT_S, standing_still=standing_still)
@@ -240,6 +241,13 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(o
     first, *groups, last = parts.trainer.groups
     assert [1] in groups
     assert first == last == EVERYONE
+
+
+def test_the_only_engine_gets_another_group_after_its_restart(out):
+    config = config_of(engines=1, steps=12, longest=40, slots=16, publish_every=2)  # none is under way at step 3
+    parts = wired(config)
+    parts.trainer.when = ("train", 3, parts.engines[0].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
 
 
 @TRANSPORTS

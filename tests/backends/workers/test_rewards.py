@@ -21,20 +21,17 @@ def test_what_the_function_returns_comes_back_as_a_float_and_what_it_raises_is_r
 
 
 def test_no_more_calls_at_a_time_than_there_is_room_for():
-    """Each waits until three of them run; a fourth one would find no place."""
-    places, three = threading.Semaphore(3), threading.Barrier(3)
+    async def threads_of_21_calls():
+        before, over, threads = set(threading.enumerate()), threading.Event(), RewardThreads(3)
+        calls = [asyncio.create_task(threads.call(over.wait, timeout_s=600)) for _ in range(21)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        found = set(threading.enumerate()) - before
+        over.set()
+        assert await asyncio.gather(*calls) == [1.0] * 21
+        return len(found)
 
-    def call():
-        found = places.acquire(blocking=False)
-        three.wait(60)
-        places.release()
-        return found
-
-    async def all_of_them():
-        threads = RewardThreads(3)
-        return await asyncio.gather(*(threads.call(call, timeout_s=600) for _ in range(21)))
-
-    assert asyncio.run(all_of_them()) == [1.0] * 21
+    assert asyncio.run(threads_of_21_calls()) == 3
 
 
 def test_one_that_hangs_is_given_up_and_another_thread_takes_its_place():
