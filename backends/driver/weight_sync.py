@@ -71,8 +71,6 @@ class WeightSyncGroup:
         if members == self._members:
             return {}
         self._members = None
-        if not members:
-            return {}
         self._rendezvous = await self._trainer.open_group()
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
         joins = [
@@ -236,8 +234,10 @@ class WeightSync:
         while num_failed < TRANSFER_ATTEMPTS:
             async with self._turn():
                 takers = [one.engine_id for one in self._pool if one.up.is_set() and one.version < weights.version]
+                if not takers:
+                    return
                 lost = await self._group.form(takers)
-                if not takers or (not lost and await self._group.send(weights)):
+                if not lost and await self._group.send(weights):
                     return
             for engine, error in lost.items():
                 self._pool.lost(self._pool[engine], error)
