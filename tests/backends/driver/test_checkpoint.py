@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, and files of a run that were cut: nothing is resumed from what is not whole."""
+"""Damaged checkpoints, and files of a run that were cut: a run resumes from whole ones only."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints are written while a run goes on, one at a time, and one that is not complete does not count."""
+"""Checkpoints are written while a run goes on, one at a time; an incomplete one is ignored."""
 
 from __future__ import annotations
 

@@ -266,7 +266,6 @@ def test_rewards_in_processes_that_die_cost_their_groups_only(out):
     started = [row.command for row in records(out) if isinstance(row.command, StartRollout)]
     prompts = {one.rollout_id: one.prompt_id for one in started}
     failed = {prompts[row.event.rollout_id] for row in records(out) if isinstance(row.event, RolloutFailed)}
-    assert failed
-    assert all(one % 7 == 0 for one in failed)
+    assert {one % 7 for one in failed} == {0}
     assert summary.rollouts.failed >= len(failed)
     assert summary.evaluation.success_after == 0.0  # held-out problems are asked there, too: that one dies

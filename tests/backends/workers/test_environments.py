@@ -120,26 +120,22 @@ def test_turns_are_scheduled_under_every_schedule_and_replayed(out, setting):
     config = turns_of(settings={"turns": 3}, steps=6, longest=20, **setting)
     summary = run_checked(config, out, parts_of(config, step_s=0.0005))
     happened = Counter(type(row.event or row.command) for row in records(out))
-    ends = happened[TurnFinished]
-    assert ends >= 3 * happened[RolloutFinished] >= 3 * 48
-    assert happened[StartRollout] >= ends
+    assert happened[StartRollout] >= happened[TurnFinished] >= 3 * happened[RolloutFinished] >= 3 * 48
     assert happened[OpenEnvironment] == summary.rollouts.started
-    assert all(row.event.engine is None for row in records(out) if isinstance(row.event, RolloutFinished))
     assert summary.rollouts.failed == happened[RolloutFailed] == 0
     assert 0 < summary.environments.in_use_mean <= 4
     ready = Counter(row.event.rollout_id for row in records(out) if isinstance(row.event, ObservationReady))
-    ended = {row.event.rollout_id for row in records(out) if isinstance(row.event, RolloutFinished)}
-    assert {ready[one] for one in ended} == {3}  # a reset, and two turns that others follow
+    finished = [row.event for row in records(out) if isinstance(row.event, RolloutFinished)]
+    assert {event.engine for event in finished} == {None}
+    assert {ready[event.rollout_id] for event in finished} == {3}  # a reset, and two turns that others follow
 
 
 def test_at_most_so_many_environments_are_open(out):
     config = turns_of(count=3, settings={"turns": 2}, steps=3)
     assert run_checked(config, out).environments.in_use_mean <= 3
-    opened = 0
-    for row in records(out):
-        opened += isinstance(row.command, OpenEnvironment)
-        opened -= isinstance(row.event, RolloutFinished | RolloutFailed)
-        assert opened <= 3 + 4  # a rollout is open until it is scored
+    opened = [isinstance(row.command, OpenEnvironment) for row in records(out)]
+    closed = [isinstance(row.event, RolloutFinished | RolloutFailed) for row in records(out)]
+    assert max(np.cumsum(opened) - np.cumsum(closed)) <= 3 + 4  # a rollout is open until it is scored
 
 
 @pytest.mark.parametrize(
