@@ -1,18 +1,15 @@
-"""How long threads and processes have worked, and how long a thread has been busy.
-
-An event loop has no time for anything else while its thread works or waits for a processor: it is busy.
-"""
+"""Busy time of an event loop: its thread works, or waits for a processor."""
 
 from __future__ import annotations
 
 import time
 
 SCHEDULER_STATISTICS = "/proc/thread-self/schedstat"
-"""Linux: nanoseconds that this thread has run, and has waited for a processor."""
+"""Linux: nanoseconds that this thread has run, and nanoseconds that it has waited for a processor."""
 
 
 def busy_s() -> float:
-    """Return the seconds that the calling thread has worked or, where the system tells, waited for a processor."""
+    """Return the seconds that the calling thread has worked or, if the system counts them, waited for a processor."""
     try:
         with open(SCHEDULER_STATISTICS, encoding="ascii") as file:
             run_ns, wait_ns, _ = map(int, file.read().split())

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.user_code import first_line
 
 PROMPTS_KEPT = 1024
 """Newest prompts whose tokens are kept: the rollouts of a group have one prompt."""
@@ -52,8 +53,3 @@ def load_codec(path: str) -> HuggingFaceCodec:
     if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= num_embeddings:  # beyond: made up by transformers
         raise ConfigError(f"train.model.path must have a tokenizer with an end token (eos_token), got {path!r}")
     return HuggingFaceCodec(tokenizer)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return str(error).strip().partition("\n")[0]

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from backends.driver.evaluation import evaluation_slots
-from backends.huggingface_codec import first_line, load_codec
+from backends.huggingface_codec import load_codec
 from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.vllm.version.arguments import check_arguments, check_version
-from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
-from pipelinerl.util.user_code import named_value
+from pipelinerl.util.user_code import first_line, named_value
 
 NEEDED = {"torch": "torch", "ray": "Ray", "transformers": "transformers"}
-"""Of every real run: name of the import, name of the package."""
+"""Packages of every real run: name of the import, name of the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,7 @@ class RayBackend:
 
     def check(self, config: RunConfig) -> None:
         """Check packages, settings and model; see ``interface.Backend``."""
-        train = config.train
-        assert train is not None
+        train = config.train_table
         missing = self.missing()
         if missing:
             raise ConfigError(f"train needs {', '.join(missing)}, not installed: {install(f'train-{train.device}')}")
@@ -59,10 +58,9 @@ class RayBackend:
         from backends.ray.cluster import ray_cluster
         from backends.ray.placement import accelerators, make_parts, shares, weights_folder
 
-        assert config.train is not None
-        address = config.train.ray_address
-        with ray_cluster(address) as lost, accelerators(config) as places, weights_folder(config) as folder:
-            if address is not None and config.train.device == "gpu":
+        train = config.train_table
+        with ray_cluster(train.ray_address) as lost, accelerators(config) as places, weights_folder(config) as folder:
+            if train.ray_address is not None and train.device == "gpu":
                 self.trainer.check_machines(config, shares(config, places))
             parts = make_parts(config, places, engine=self.engine, trainer=self.trainer, folder=folder, logs=logs)
             yield replace(parts, lost=lost)
@@ -111,8 +109,8 @@ def model_config(path: str) -> Any:
 
 
 def _check_vllm(config: RunConfig) -> None:
-    assert config.train is not None
-    train, model = config.train, model_config(config.train.model.path)
+    train = config.train_table
+    model = model_config(train.model.path)
     check_version()
     check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
     positions = getattr(model, "max_position_embeddings", None)
@@ -131,35 +129,30 @@ def _make_vllm(config: RunConfig, engine_id: int, place: Place) -> Engine:
     from backends.ray.actors import RayEngine
     from backends.vllm.process import VLLMSettings
 
-    train, each = config.train, config.cluster.tensor_parallel
-    assert train is not None
+    train, each = config.train_table, config.cluster.tensor_parallel
+    environment = config.environment
+    caches_off = environment is not None and environment.prefix_cache is PrefixCaching.OFF
     settings = VLLMSettings(
         engine_id=engine_id,
         model_path=train.model.path,
         num_slots=config.scheduler.generation_batch_size + evaluation_slots(config),
         max_tokens=config.room_tokens,
         device=train.device,
-        transport=train.chosen_transport(colocated=config.colocated),
+        transport=config.train_transport,
         tensor_parallel=each,
         gpu_memory_utilization=train.engine.gpu_memory_utilization,
         colocated=config.colocated,
         cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
-        request_times=config.environment is not None,
+        request_times=environment is not None,
         cpu_cores=cores_of(engine_id, each) if train.device == "cpu" else None,
         log_file=None if place.logs is None else str(place.logs / f"engine-{engine_id}.log"),
         start_timeout_s=train.engine.start_timeout_s,
         update_timeout_s=train.engine.update_timeout_s,
         generate_timeout_s=train.engine.generate_timeout_s,
-        arguments=train.engine.vllm | _caching(config.environment),
+        arguments=train.engine.vllm | ({"enable_prefix_caching": False} if caches_off else {}),
     )
     (options,) = place.options
     return RayEngine(settings, {**options, "max_concurrency": 2 * settings.num_slots + 64})
-
-
-def _caching(environment: EnvironmentConfig | None) -> dict[str, Any]:
-    """Return vLLM's arguments for the KV cache between two turns."""
-    off = environment is not None and environment.prefix_cache is PrefixCaching.OFF
-    return {"enable_prefix_caching": False} if off else {}
 
 
 def cores_of(engine_id: int, workers: int) -> str:
@@ -178,8 +171,7 @@ ENGINES = {kind.name: kind for kind in (VLLM,)}
 def _check_deepspeed(config: RunConfig) -> None:
     from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
 
-    train = config.train
-    assert train is not None
+    train = config.train_table
     if train.device == "gpu" and train.trainer.zero_stage == 0:
         raise ConfigError("train.trainer.zero_stage must be at least 1 on device='gpu' (DeepSpeed's bfloat16), got 0")
     if train.device == "gpu" and config.colocated and train.trainer.zero_stage == 1:
@@ -198,8 +190,7 @@ def _check_deepspeed(config: RunConfig) -> None:
 def _check_host_memory(config: RunConfig, shares: Sequence[Share]) -> None:
     from backends.trainer.footprint import check_host_memory
 
-    assert config.train is not None
-    check_host_memory(config, model_config(config.train.model.path), shares)
+    check_host_memory(config, model_config(config.train_table.model.path), shares)
 
 
 def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
@@ -207,8 +198,7 @@ def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
     from backends.trainer.deepspeed.rank import DeepSpeedRank
     from backends.trainer.deepspeed.settings import RankSettings
 
-    train = config.train
-    assert train is not None
+    train = config.train_table
     settings = RankSettings(
         num_ranks=len(place.options),
         device=train.device,
@@ -219,7 +209,7 @@ def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
         temperature=train.sampling.temperature,
         train_batch_size=config.scheduler.train_batch_size,
         optimizer_steps=config.optimizer_steps,
-        transport=train.chosen_transport(colocated=config.colocated),
+        transport=config.train_transport,
         weights_folder=str(place.weights_folder),
         logs=None if place.logs is None else str(place.logs),
         colocated=config.colocated,

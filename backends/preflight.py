@@ -55,10 +55,9 @@ def _check_environment(environment: EnvironmentConfig, train: TrainConfig) -> No
 
 def task_of(config: RunConfig) -> Task | None:
     """Return the task, or None where environments have problems and rewards; ``ConfigError`` if it cannot be made."""
-    assert config.train is not None
     if config.environment is None:
-        return load_task(config.train.task)
-    load_environment(config.train.task)
+        return load_task(config.train_table.task)
+    load_environment(config.train_table.task)
     return None
 
 
@@ -68,7 +67,7 @@ def trainer_ranks(config: RunConfig) -> int:
 
 
 def evaluation_task_config(train: TrainConfig) -> TaskConfig:
-    """Return the table of the task of evaluations: that of training, with some settings changed."""
+    """Return the table of the evaluation task: the training task with some settings changed."""
     return train.task.model_copy(update={"settings": train.task.settings | train.evaluation.settings})
 
 
@@ -79,8 +78,7 @@ def evaluation_task(config: RunConfig, task: Task | None) -> Task | None:
         ConfigError: If it has fewer held-out problems than are asked for, it cannot be made, or its answers would be
             longer than those of training.
     """
-    train = config.train
-    assert train is not None
+    train = config.train_table
     if train.evaluation.every is not None and not train.evaluation.problems:
         raise ConfigError("train.evaluation.every needs train.evaluation.problems of at least 1, got problems=0")
     longest, most = train.evaluation.max_tokens, config.workload.length.max

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +76,14 @@ def drive(
         RunFailedError: If the run could not reach its end; the folder holds all until then.
         BackendError: If the trainer, the reference model, or too many engines, were lost; likewise.
     """
-    assert config.train is not None
-    limit = config.train.trainer.restarts
+    limit = config.train_table.trainer.restarts
     before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
+    attempt = partial(
+        _attempt, config, parts=parts, task=task, out=out, evaluation_task=evaluation_task, on_step=on_step, trial=trial
+    )
     for restarts in range(limit + 1):
         try:
-            return _drive_on(
-                config,
-                parts=parts,
-                task=task,
-                out=out,
-                evaluation_task=evaluation_task,
-                checkpoint=checkpoint,
-                on_step=on_step,
-                trial=trial,
-            )
+            return attempt(checkpoint=checkpoint)
         except TrainerLostError as error:
             lost = error
         if restarts < limit:
@@ -102,7 +96,7 @@ def drive(
     raise TrainerLostError(f"{lost} (train.trainer.restarts={limit} are used up)")
 
 
-def _drive_on(
+def _attempt(
     config: RunConfig,
     *,
     parts: Parts,
@@ -132,8 +126,7 @@ def _drive_on(
         samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
         recorder=recording.recorder,
         keeper=None if trial else CheckpointKeeper(out, config, recording),
-        state=None if checkpoint is None else checkpoint.state,
-        resume_from=None if checkpoint is None else checkpoint.trainer_folder,
+        checkpoint=checkpoint,
         export_to=None if trial else out / MODEL_FOLDER,
         when_up=trial,
     )
@@ -167,28 +160,16 @@ def train(
         check_vacant(out)
     with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports():
         return drive(
-            config,
-            parts=parts,
-            task=task,
-            evaluation_task=held_out,
-            out=out,
-            checkpoint=checkpoint,
-            on_step=on_step,
+            config, parts=parts, task=task, evaluation_task=held_out, out=out, checkpoint=checkpoint, on_step=on_step
         )
-
-
-async def _driven(driver: Driver) -> None:
-    with _interruptible(driver):
-        await driver.run()
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and the signal of job schedulers and ``timeout``."""
 
 
-@contextmanager
-def _interruptible(driver: Driver) -> Iterator[None]:
-    """Turn the first of ``ENDING`` into a clean end, where this thread may and the process does not ignore it."""
+async def _driven(driver: Driver) -> None:
+    """Run; the first of ``ENDING`` makes a clean end, where this thread may and the process does not ignore it."""
     signals = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         signals = []
@@ -205,6 +186,6 @@ def _interruptible(driver: Driver) -> Iterator[None]:
     for one in signals:
         loop.add_signal_handler(one, interrupt)
     try:
-        yield
+        await driver.run()
     finally:
         listen_no_more()

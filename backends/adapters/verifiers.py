@@ -56,7 +56,7 @@ class Verifiers:
             raise ConfigError("train.task.settings.environment.taskset must have an end")
         if held_out < 0:
             raise ConfigError(f"train.task.settings.held_out must be at least 0, got {held_out}")
-        self._held_out = held_out
+        self.num_held_out = held_out
         self._tokenizer = load_tokenizer(tokenizer)
         self._parse = load_parser(parser, self._tokenizer)
         self._tasks: list[Any] = []
@@ -64,20 +64,15 @@ class Verifiers:
         self._episode: asyncio.Task[Any] | None = None
         self._answered: asyncio.Future[Answer] | None = None
 
-    @property
-    def num_held_out(self) -> int:
-        """Tasks that are never trained on (count)."""
-        return self._held_out
-
     async def reset(self, index: int, *, held_out: bool) -> tuple[int, ...]:
         """Begin a new episode, and return the first messages of the harness."""
         await self._end_episode()
         if not self._tasks:
             await self._open()
-        number = self._held_out if held_out else len(self._tasks) - self._held_out
+        number = self.num_held_out if held_out else len(self._tasks) - self.num_held_out
         if number <= 0:
-            raise ValueError(f"the taskset has {len(self._tasks)} tasks, {self._held_out} of them held out")
-        task = self._tasks[index % number + (0 if held_out else self._held_out)]
+            raise ValueError(f"the taskset has {len(self._tasks)} tasks, {self.num_held_out} of them held out")
+        task = self._tasks[index % number + (0 if held_out else self.num_held_out)]
         self._requests: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Answer]]] = asyncio.Queue()
         self._episode = asyncio.create_task(self._environment.run_episode(task, self._model))
         if not await self._request():

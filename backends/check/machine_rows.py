@@ -18,7 +18,7 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_model, gpu_of
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training, derive_transport, ring_bytes_s
 from pipelinerl.hardware.transport import STREAMED, WeightTransferConfig
-from pipelinerl.records.check_report import CheckRow, Finding, unchecked, wrong
+from pipelinerl.records.check_report import CheckRow, compared, unchecked, wrong
 from pipelinerl.rl.segments import Segment, generated_tokens
 
 NOT_KNOWN = "nothing: the hardware catalogue does not have this device"
@@ -35,9 +35,8 @@ class Expected:
     @classmethod
     def of(cls, config: RunConfig, device_name: str) -> Self:
         """Return expectations for a run on devices with this driver name."""
-        assert config.train is not None
         try:
-            model = find_model(f"{config.train.model.path}/config.json")
+            model = find_model(f"{config.train_table.model.path}/config.json")
         except ConfigError:  # of a kind whose parameters the catalogue cannot count
             model = None
         return cls(config, gpu_of_device(device_name), model)
@@ -49,7 +48,7 @@ class Expected:
             return CheckRow(what=what, measured=text, expected=NOT_KNOWN)
         central, floor = (least(self.gpu, self._values(level)) / 1e9 for level in (Level.CENTRAL, Level.PESSIMISTIC))
         expected = f"{central:.3g} GB/s; slow below {floor:.3g}"
-        return _row(what, text, expected, slow=gb_s < floor, advice=advice)
+        return compared(what, text, expected, slow=gb_s < floor, advice=advice)
 
     def seconds(
         self, what: str, text: str, seconds: float, most: Callable[[Coefficients], float], advice: str
@@ -59,7 +58,7 @@ class Expected:
             return CheckRow(what=what, measured=text, expected=NOT_KNOWN)
         central, limit = (most(self._values(level)) for level in (Level.CENTRAL, Level.PESSIMISTIC))
         expected = f"{central:.3g} s; slow above {limit:.3g} s"
-        return _row(what, text, expected, slow=seconds > limit, advice=advice)
+        return compared(what, text, expected, slow=seconds > limit, advice=advice)
 
     def pack_s(self, lengths: list[int]) -> Callable[[Coefficients], float]:
         """Return the seconds of an optimizer step of one pack on every rank, without the fixed part (``step_s``)."""
@@ -76,15 +75,15 @@ class Expected:
 
     def weights(self, values: Coefficients) -> WeightTransferConfig:
         """Return the seconds of a weight update by the run's transport."""
-        assert self.gpu is not None and self.model is not None and self.config.train is not None  # noqa: PT018
+        assert self.gpu is not None and self.model is not None  # noqa: PT018
         return derive_transport(
             self.gpu,
             self.model,
-            self.config.train.chosen_transport(colocated=self.config.colocated),
+            self.config.train_transport,
             tensor_parallel=self.config.cluster.tensor_parallel,
             training_accelerators=trainer_ranks(self.config),
             colocated=self.config.colocated,
-            zero_stage=self.config.train.trainer.zero_stage,
+            zero_stage=self.config.train_table.trainer.zero_stage,
             coefficients=values,
         )
 
@@ -101,18 +100,12 @@ def reduce_bytes_s(*, one_node: bool) -> Callable[[Gpu, Coefficients], float]:
     return lambda gpu, values: values.allreduce_share * ring_bytes_s(gpu, one_node=one_node)
 
 
-def _row(what: str, text: str, expected: str, *, slow: bool, advice: str) -> CheckRow:
-    finding = Finding.SLOW if slow else Finding.OK
-    return CheckRow(what=what, measured=text, expected=expected, finding=finding, advice=advice if slow else "")
-
-
 ATTENTION_ERROR = {"cpu": 1e-5, "gpu": 2e-2}
 """Largest error of attention over its largest value: float32 and bfloat16 have 2^-24 and 2^-9, and some hops."""
 
 
 def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights_gb: float) -> list[CheckRow]:
     """Compare the reports of the machines; ``own`` are the driver's versions, ``weights_gb`` as engines hold them."""
-    assert config.train is not None
     others = {
         f"{one.machine}: {name} {one.versions.get(name)}"
         for one in test.places
@@ -130,7 +123,7 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
             wrong("--out", f"{blind} does not see it", "take a folder that all machines share: ranks write checkpoints")
         )
     free_gb = min(one.free_memory_gb for one in test.places)
-    if free_gb < weights_gb and not config.train.chosen_transport(colocated=config.colocated).standing_still:
+    if free_gb < weights_gb and not config.train_transport.standing_still:
         advice = f"weights of {weights_gb:.1f} GB lie there in every update; "
         advice += f"train.transport = {STREAMED.name!r} needs no room"
         rows.append(wrong("host memory", f"{free_gb:.1f} GB are free", advice))
@@ -154,9 +147,8 @@ def _machine_row(one: PlaceFacts) -> CheckRow:
 
 
 def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool) -> list[CheckRow]:
-    assert config.train is not None
     first, expected = ranks[0], Expected.of(config, ranks[0].device)
-    most, errors = ATTENTION_ERROR[config.train.device], [one.attention_error for one in ranks]
+    most, errors = ATTENTION_ERROR[config.train_table.device], [one.attention_error for one in ranks]
     error = math.nan if any(map(math.isnan, errors)) else max(errors)
     text = f"{first.kernel}; differs from plain attention by {error:.1e} of its largest value"
     kernel = CheckRow(what="attention kernel", measured=text, expected=f"at most {most:.0e}")
@@ -170,7 +162,7 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
     if first.reduce_gb_s is None:
         rows.append(unchecked("all-reduce", "the trainer has one rank"))
     else:
-        backend = "NCCL" if config.train.device == "gpu" else "gloo"
+        backend = "NCCL" if config.train_table.device == "gpu" else "gloo"
         advice = "look at NCCL_DEBUG=INFO: which network it takes, and whether over GPUDirect RDMA"
         reduced = [one.reduce_gb_s for one in ranks if one.reduce_gb_s is not None]
         sent = [one.broadcast_gb_s for one in ranks if one.broadcast_gb_s is not None]
@@ -191,8 +183,7 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
 
 def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample], list[int]]:
     """Return samples that fill every rank's longest row with repeated ``prompt``, and the lengths of a row (tokens)."""
-    assert config.train is not None
-    pack_tokens, prompts = config.train.trainer.pack_tokens, config.train.task.max_prompt_tokens
+    pack_tokens, prompts = config.train_table.trainer.pack_tokens, config.train_table.task.max_prompt_tokens
     longest = config.room_tokens
     lengths = [longest] * (pack_tokens // longest)
     if (rest := pack_tokens % longest) > 1:

@@ -12,6 +12,8 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +76,18 @@ def _weight_rows(
             "weights, trainer to all engines", text, way_s, lambda values: loading_s(expected.weights(values)), advice
         ),
         expected.seconds(
-            "  an engine stands still",
-            still,
-            sum(times.values()),
-            lambda values: expected.weights(values).pause_s,
-            advice,
+            "  an engine stands still", still, sum(times.values()), lambda of: expected.weights(of).pause_s, advice
         ),
     ]
 
 
 def _agreement(report: RunReport, config: RunConfig) -> list[CheckRow]:
-    assert config.train is not None
     floor = None if report.mismatch is None else report.mismatch.kl_at_lag_0
     if floor is None:
         return []
     most = -math.log(1 - MOST_LOST) / 2
     text = f"{floor:.1e} nats per token between engine and trainer, of the same weights"
-    if config.train.sampling.leaves_words_out:
+    if config.train_table.sampling.leaves_words_out:
         return [CheckRow(what="agreement", measured=text, expected="nothing: sampling leaves words out")]
     if not floor <= most:
         return [wrong("agreement", text, f"above {most:.2g} it is no rounding: engines have other weights or settings")]
@@ -149,7 +146,9 @@ def check(
     missing = backend.missing() if isinstance(backend, RayBackend) else []
     if not missing:
         backend.check(config)
-    _check_vacant(out)
+    check_vacant(out)
+    if (out / HARDWARE_FILE).exists():
+        raise ConfigError(f"--out must be a folder without a {HARDWARE_FILE}, got {out}")
     codec, why_not = _codec(train.model.path)
     rows = environment_rows(config, codec, why_not) if task is None else task_rows(config, task, codec, why_not)
     if missing:
@@ -158,17 +157,12 @@ def check(
         rows += [unchecked(what, why, advice) for what in ("machines and links", "training", "engines and weights")]
     else:
         make_folder(out)
-        rows += _Trial(config, task, out, shared=shared, backend=backend, on_step=on_step).rows()
+        weights_gb = sum(file.stat().st_size for file in Path(train.model.path).glob("*.safetensors")) / 1e9
+        rows += _Trial(config, task, out, shared, backend, on_step, weights_gb).run()
     report = CheckReport(rows=rows)
     make_folder(out)
     write_json(out / CHECK_FILE, report.to_dict())
     return report
-
-
-def _check_vacant(out: Path) -> None:
-    check_vacant(out)
-    if (out / HARDWARE_FILE).exists():
-        raise ConfigError(f"--out must be a folder without a {HARDWARE_FILE}, got {out}")
 
 
 def _codec(path: str) -> tuple[Codec | None, str]:
@@ -183,90 +177,78 @@ def _codec(path: str) -> tuple[Codec | None, str]:
         return None, str(error)
 
 
+@dataclass(slots=True)
 class _Trial:
-    """A run of a few steps with measurements before it."""
+    """A run of a few steps with measurements before it (mutable)."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        task: Task | None,
-        out: Path,
-        *,
-        shared: bool,
-        backend: Backend,
-        on_step: Callable[[StepRow, dict[str, float]], None] | None,
-    ) -> None:
-        assert config.train is not None
-        self._config, self._train, self._task, self._out, self._shared = config, config.train, task, out, shared
-        self._backend, self._on_step = backend, on_step
-        self._rows: list[CheckRow] = []
-        self._device = "CPU"
-        self._weights_gb = sum(file.stat().st_size for file in Path(self._train.model.path).glob("*.safetensors")) / 1e9
+    config: RunConfig
+    task: Task | None
+    out: Path
+    shared: bool
+    backend: Backend
+    on_step: Callable[[StepRow, dict[str, float]], None] | None
+    weights_gb: float
+    rows: list[CheckRow] = field(default_factory=list)
+    device: str = "CPU"
 
-    def rows(self) -> list[CheckRow]:
+    def run(self) -> list[CheckRow]:
         """Run; return the findings, a failure last."""
-        short, began_s = check_config(self._config), time.monotonic()
+        short, began_s = check_config(self.config), time.monotonic()
         try:
-            with self._backend.open(short, logs=self._out / LOGS_FOLDER) as parts:
-
-                async def when_up() -> None:
-                    up_s = time.monotonic() - began_s
-                    what = f"start of {len(parts.engines)} engines and {trainer_ranks(short)} ranks"
-                    self._rows.append(CheckRow(what=what, measured=f"{up_s:.0f} s"))
-                    await self._measure(parts)
-
-                report = drive(short, parts=parts, task=self._task, out=self._out, on_step=self._on_step, trial=when_up)
+            with self.backend.open(short, logs=self.out / LOGS_FOLDER) as parts:
+                measure = partial(self._measure, parts, began_s)
+                report = drive(short, parts=parts, task=self.task, out=self.out, on_step=self.on_step, trial=measure)
         except RunInterruptedError:
             raise RunInterruptedError("interrupted; the check is not complete") from None
         except (RunFailedError, BackendError) as error:
-            return [
-                *self._rows,
-                wrong("run", str(error), "mend this first; see docs/training_faults.md"),
-            ]
+            return [*self.rows, wrong("run", str(error), "mend this first; see docs/training_faults.md")]
         fitted = self._fitted()
         weights = {} if fitted is None else fitted.table.get("weights", {})
-        expected = Expected.of(self._config, self._device)
-        self._rows += run_rows(report, self._out, expected, weights=weights, weights_gb=self._weights_gb)
-        return [*self._rows, self._hardware_row(fitted)]
+        expected = Expected.of(self.config, self.device)
+        self.rows += run_rows(report, self.out, expected, weights=weights, weights_gb=self.weights_gb)
+        return [*self.rows, self._hardware_row(fitted)]
 
-    async def _measure(self, parts: Parts) -> None:
+    async def _measure(self, parts: Parts, began_s: float) -> None:
+        what = f"start of {len(parts.engines)} engines and {trainer_ranks(self.config)} ranks"
+        self.rows.append(CheckRow(what=what, measured=f"{time.monotonic() - began_s:.0f} s"))
         if parts.self_test is None:
-            self._rows.append(unchecked("machines and links", "this backend does not measure them"))
+            self.rows.append(unchecked("machines and links", "this backend does not measure them"))
             return
         from backends.ray.placement import versions
 
-        marker = self._out / MARKER
+        marker = self.out / MARKER
         marker.touch()
         try:
-            test = await parts.self_test(LINK_BYTES[self._train.device], str(marker) if self._shared else None)
+            link_bytes = LINK_BYTES[self.config.train_table.device]
+            test = await parts.self_test(link_bytes, str(marker) if self.shared else None)
         finally:
             marker.unlink()
-        self._device = test.ranks[0].device
-        self._rows += machine_rows(self._config, test, versions(), self._weights_gb)
-        samples, lengths = longest_pack(self._config, parts.codec.encode("0123456789"))
-        first = await parts.trainer.train(samples, completes_step=True)  # what is made once, is made now
+        self.device = test.ranks[0].device
+        self.rows += machine_rows(self.config, test, versions(), self.weights_gb)
+        samples, lengths = longest_pack(self.config, parts.codec.encode("0123456789"))
+        first = await parts.trainer.train(samples, completes_step=True)  # the first step allocates and compiles
         result = await parts.trainer.train(taught(samples, first), completes_step=True)
-        self._rows += pack_rows(self._config, result, lengths, test.ranks[0], self._preflight_gb())
+        self.rows += pack_rows(self.config, result, lengths, test.ranks[0], self._preflight_gb())
 
     def _preflight_gb(self) -> float | None:
-        if self._train.device == "cpu":
+        if self.config.train_table.device == "cpu":
             return None
         from transformers import AutoConfig
 
         from backends.trainer.footprint import footprint_of
 
-        return footprint_of(self._config, AutoConfig.from_pretrained(self._train.model.path)).total / 1e9
+        return footprint_of(self.config, AutoConfig.from_pretrained(self.config.train_table.model.path)).total / 1e9
 
     def _fitted(self) -> HardwareFit | None:
         try:
-            return calibrate_trace(self._out, self._config)
+            return calibrate_trace(self.out, self.config)
         except ConfigError:  # no step, or no rollout, that ended
             return None
 
     def _hardware_row(self, fitted: HardwareFit | None) -> CheckRow:
         if fitted is None:
             return unchecked(HARDWARE_FILE, "no optimizer step with a finished rollout was made")
-        write_hardware(self._out, hardware_toml(fitted, "train --check"))
+        write_hardware(self.out, hardware_toml(fitted, "train --check"))
         poor = doubts(fitted)
         text = "; ".join(part.what for part in fitted.parts)
         return CheckRow(what=HARDWARE_FILE, measured=f"fitted: {text}", advice="; ".join(poor))

@@ -16,7 +16,7 @@ from backends.workers.processes import WorkerFailedError
 from backends.workers.rewards import RewardThreads
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.check_report import CheckRow, Finding, unchecked, wrong
+from pipelinerl.records.check_report import CheckRow, compared, unchecked, wrong
 from pipelinerl.rl.environments import Content, Turn
 from pipelinerl.rl.problems import Problem, Task
 from pipelinerl.rl.tasks import load_environment
@@ -37,8 +37,9 @@ def task_rows(config: RunConfig, task: Task, codec: Codec | None, why_not: str =
         return [wrong("prompts", f"a problem raised {kind_and_line(error)}", "mend problem() of the task")]
     first = prompts[0] if len(prompts[0]) <= 60 else prompts[0][:60] + "..."
     text = f"{len(set(prompts))} different among {SAMPLE}; the first: {first!r}"
-    rows = [wrong("prompts", f"{empty} of {SAMPLE} are empty", "mend problem() of the task")] if empty else []
-    rows += [] if empty else [CheckRow(what="prompts", measured=text)]
+    rows = [CheckRow(what="prompts", measured=text)]
+    if empty:
+        rows = [wrong("prompts", f"{empty} of {SAMPLE} are empty", "mend problem() of the task")]
     rows.append(asyncio.run(_reward_row(config, task, problems)))
     if codec is None:
         rows.append(unchecked("lengths in tokens", why_not))
@@ -49,8 +50,7 @@ def task_rows(config: RunConfig, task: Task, codec: Codec | None, why_not: str =
 
 async def _reward_row(config: RunConfig, task: Task, problems: Sequence[Problem]) -> CheckRow:
     """Reward expected answers, plain and boxed, and empty ones: the expected must earn more."""
-    assert config.train is not None
-    threads, timeout_s = RewardThreads(), config.train.task.reward_timeout_s
+    threads, timeout_s = RewardThreads(), config.train_table.task.reward_timeout_s
     begin_s = time.perf_counter()
 
     async def reward(problem: Problem, answer: str) -> float | str:
@@ -93,8 +93,7 @@ def _number(earned: float | str) -> float:
 
 
 def _length_rows(config: RunConfig, problems: Sequence[Problem], codec: Codec) -> list[CheckRow]:
-    assert config.train is not None
-    longest, cut = config.train.task.max_prompt_tokens, config.workload.length.max
+    longest, cut = config.train_table.task.max_prompt_tokens, config.workload.length.max
     lengths = [len(codec.encode(one.prompt)) for one in problems]
     failing = sum(not 0 < length <= longest for length in lengths)
     rows = [lengths_row("prompt tokens", lengths, failing, f"1 to train.task.max_prompt_tokens = {longest}", "fail")]
@@ -127,10 +126,8 @@ def lengths_row(what: str, lengths: Sequence[int], num_wrong: int, expected: str
 
 EPISODES = 8
 """Played one after the other: nobody holds an environment up."""
-SLOW = 2.0
-"""Times the seconds of the run file from which on an environment is slow."""
-SHORT_S = 0.01
-"""Multiple of the run file's seconds above which an environment is slow."""
+SLOW, SHORT_S = 2.0, 0.01
+"""An environment is slow above this multiple of the run file's seconds, and these more."""
 
 
 @dataclass(slots=True)
@@ -170,11 +167,10 @@ def environment_rows(config: RunConfig, codec: Codec | None, why_not: str = "") 
 
 
 async def _played(config: RunConfig, environment: EnvironmentConfig) -> _Played:
-    assert config.train is not None
     played = _Played()
-    worked = getattr(load_environment(config.train.task), "worked_episode", None)
+    worked = getattr(load_environment(config.train_table.task), "worked_episode", None)
     played.given = worked is not None
-    pool = EnvironmentPool(config.train.task, environment, number=1)
+    pool = EnvironmentPool(config.train_table.task, environment, number=1)
     try:
         for index in range(EPISODES):
             turns = [text for text, own in worked(index) if own] if worked else [""] * environment.turns.max
@@ -233,13 +229,13 @@ def _episode_reward_row(played: _Played) -> CheckRow:
 
 
 def _time_rows(environment: EnvironmentConfig, played: _Played) -> list[CheckRow]:
-    """The seconds of the run file are used by ``simulate`` and ``plan``."""
-    stated: dict[str, tuple[list[float], float | None]] = {
-        "reset_s": (played.reset_s, environment.reset_s),
-        "step_s": (played.step_s, environment.step_s if environment.turns.kind == "lognormal" else None),
-    }
+    """Compare with the seconds of the run file, which ``simulate`` and ``plan`` use."""
+    step_s = environment.step_s if environment.turns.kind == "lognormal" else None
     rows = []
-    for key, (seconds, expected_s) in stated.items():
+    for key, seconds, expected_s in (
+        ("reset_s", played.reset_s, environment.reset_s),
+        ("step_s", played.step_s, step_s),
+    ):
         if not seconds:
             continue
         mean_s, what = float(np.mean(seconds)), f"seconds of a {key[:-2]}"
@@ -248,28 +244,20 @@ def _time_rows(environment: EnvironmentConfig, played: _Played) -> list[CheckRow
             rows.append(CheckRow(what=what, measured=text, expected="nothing: those of recorded turns differ"))
             continue
         limit_s = SLOW * expected_s + SHORT_S
-        slow = mean_s > limit_s
-        advice = f"environment.{key} = {mean_s:.2g} has simulate and plan reckon with that" if slow else ""
-        rows.append(
-            CheckRow(
-                what=what,
-                measured=text,
-                expected=f"environment.{key} = {expected_s:g}; slow above {limit_s:.2g} s",
-                finding=Finding.SLOW if slow else Finding.OK,
-                advice=advice,
-            )
-        )
+        expected = f"environment.{key} = {expected_s:g}; slow above {limit_s:.2g} s"
+        advice = f"environment.{key} = {mean_s:.2g} has simulate and plan reckon with that"
+        rows.append(compared(what, text, expected, slow=mean_s > limit_s, advice=advice))
     return rows
 
 
 def _episode_length_rows(config: RunConfig, codec: Codec, played: _Played) -> list[CheckRow]:
-    assert config.train is not None and config.environment is not None  # noqa: PT018  # not a test
+    assert config.environment is not None
     turns = config.environment.turns
 
     def tokens(content: Content) -> int:
         return len(codec.encode(content) if isinstance(content, str) else content)
 
-    longest, prompts = config.train.task.max_prompt_tokens, [tokens(one) for one in played.prompts]
+    longest, prompts = config.train_table.task.max_prompt_tokens, [tokens(one) for one in played.prompts]
     failing = sum(not 0 < one <= min(longest, turns.context_max - 1) for one in prompts)
     limit = f"1 to train.task.max_prompt_tokens = {longest}"
     if longest >= turns.context_max:

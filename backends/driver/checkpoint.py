@@ -2,8 +2,8 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
 not yet trained on, place in the trace) and ``manifest.json``. It is copied in one instant and written while the run
-goes on: under another name, fsynced, then renamed; only then is an older one of the same version removed. A broken
-checkpoint is named and passed over for the one before it; one of another format is refused before it is unpickled.
+goes on: under another name, fsynced, then renamed; only then is an older checkpoint of the same version removed. A
+resume warns of a broken checkpoint and takes the one before it; it refuses one of another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 
@@ -27,9 +27,13 @@ from pipelinerl.records.run_folder import METRICS_FILE
 from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.explain import writing
 
+LOG = logging.getLogger("pipelinerl")
+FORMAT = 3
+"""One more whenever a pickled class, or the trainer's part, changes."""
+
 # ------------------------------------------------------------------------------------- manifests
-# A manifest holds the format of a folder and the SHA-256 of every file below it. It is written last, after all files,
-# and the folders that name them, are fsynced.
+# A manifest holds the format and the SHA-256 of every file below its folder. It is written last, when all files are
+# fsynced; then the folders are.
 
 MANIFEST_FILE = "manifest.json"
 NUM_THREADS = 8
@@ -37,16 +41,16 @@ NUM_THREADS = 8
 
 
 class OtherFormatError(Exception):
-    """A folder has another version of the format."""
+    """A folder has another format."""
 
 
-def seal(folder: Path, *, format_number: int) -> None:
+def seal(folder: Path) -> None:
     """Fsync all files of a complete folder, then write its manifest with their SHA-256; ``OSError`` if one fails."""
     files = _files(folder)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         digests = dict(zip(files, pool.map(_settled, files.values()), strict=True))
     manifest = folder / MANIFEST_FILE
-    content = {"files": digests, "format": format_number}
+    content = {"files": digests, "format": FORMAT}
     manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     sync(manifest)
     for path in (*folder.rglob("*"), folder):
@@ -54,21 +58,15 @@ def seal(folder: Path, *, format_number: int) -> None:
             sync(path)
 
 
-def check_sealed(folder: Path, *, format_number: int) -> None:
-    """Check that a folder is unchanged since ``seal``.
-
-    Raises:
-        OtherFormatError: It is of another format; 0 stands for one from before there were numbers.
-        ValueError: A file differs; the message names file and difference.
-        OSError: A file cannot be read.
-    """
+def check_sealed(folder: Path) -> None:
+    """Check that a folder is unchanged since ``seal``; ``ValueError`` if a file differs, or ``OtherFormatError``."""
     files = _files(folder)
     manifest = files.pop(MANIFEST_FILE, None)
     if manifest is None:
         raise ValueError(f"{MANIFEST_FILE} is missing, so it was never complete")
     listed, found = _read(manifest)
-    if found != format_number:
-        raise OtherFormatError(f"was written by another version of pipelinerl: format {found}, not {format_number}")
+    if found != FORMAT:
+        raise OtherFormatError(f"was written by another version of pipelinerl: format {found}, not {FORMAT}")
     for name in sorted(listed.keys() ^ files.keys()):
         raise ValueError(f"{name} is {'missing' if name in listed else 'not in its manifest'}")
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -111,16 +109,13 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-LOG = logging.getLogger("pipelinerl")
 FOLDER = "checkpoints"
-FORMAT = 3
-"""One more whenever a pickled class, or the trainer's part, changes."""
 MAY_DIFFER = (
     ("hardware",),
     ("compare",),
     *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
 )
-"""Keys that may differ when a run is resumed; where they have accelerators of their own, ranks, too."""
+"""Keys that may differ when a run is resumed; so may the number of ranks, unless engines share their accelerators."""
 _TRAINER, _RUN, _PARTIAL, _BEFORE = "trainer", "run.pickle", "partial", ".before"
 
 
@@ -136,9 +131,8 @@ class CheckpointKeeper:
     """Writes the checkpoints of a run; ``recording`` has its ledger and trace."""
 
     def __init__(self, out: Path, config: RunConfig, recording: Recording) -> None:
-        assert config.train is not None
         self._out, self._folder, self._config, self._recording = out, out / FOLDER, config, recording
-        self._num_kept = config.train.checkpoint.keep
+        self._num_kept = config.train_table.checkpoint.keep
 
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
@@ -153,13 +147,13 @@ class CheckpointKeeper:
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 
     def keep(self, version: int, content: bytes) -> None:
-        """Complete the checkpoint from ``copy`` after the trainer's part has been written; forget the oldest."""
+        """Complete the checkpoint, whose trainer's part is written, by ``content`` from ``copy``; remove the oldest."""
         partial, whole = self._folder / _PARTIAL, self._folder / f"step_{version:06d}"
         with writing(partial):
             (partial / _RUN).write_bytes(content)
             for records in (STEPS_FILE, METRICS_FILE):
                 sync(self._out / records)
-            seal(partial, format_number=FORMAT)
+            seal(partial)
         before = whole.with_suffix(_BEFORE)
         if whole.exists():
             shutil.rmtree(before, ignore_errors=True)
@@ -181,7 +175,7 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
     faults = []
     for folder in reversed(_whole(out / FOLDER)):
         try:
-            check_sealed(folder, format_number=FORMAT)
+            check_sealed(folder)
             with (folder / _RUN).open("rb") as file:
                 content = pickle.load(file)
             was, state, recording = content["config"], content["state"], content["recording"]

@@ -1,9 +1,9 @@
 """The engines of a run by engine id: their weights, the restart of lost ones, the replacement of those given up.
 
 Theory of operation. The scheduler knows engine ids, each with room for H rollouts. Any call can find that an engine is
-lost; it is started again once, however many calls do, and gets the newest published weights before it is *up* again.
-Calls wait until their engine is up; rollouts also until its version is *confirmed*: after a resume engines have no
-weights that the scheduler knows of before the first publication.
+lost; it is restarted once, however many calls notice the loss, and gets the newest published weights before it is *up*
+again. Calls wait until their engine is up; rollouts also until its version is *confirmed*: after a resume, the
+scheduler knows the weights of an engine only from the first publication on.
 
 An engine that cannot be started is given up: the engine that serves the fewest ids serves its id, too. For the
 scheduler nothing changes; rollouts beyond an engine's room wait in it. Without any engine the run fails.
@@ -52,7 +52,7 @@ class EnginePool:
     """The engines of a run by engine id, not yet started.
 
     ``restarts_per_hour``: losses per engine and hour that the run survives. ``bring_back`` loads ``newest`` into a
-    restarted engine, then sets ``up``; ``on_restart`` is called then, ``on_update`` after every update.
+    restarted engine, then sets ``up``.
     """
 
     def __init__(
@@ -61,16 +61,13 @@ class EnginePool:
         *,
         restarts_per_hour: int,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        on_update: Callable[[UpdateTimes], None],
-        on_restart: Callable[[], None],
         bring_back: Callable[[EngineHandle], Coroutine[Any, Any, None]],
     ) -> None:
         self._serving = {engine_id: EngineHandle(engine_id, engine) for engine_id, engine in engines.items()}
         self._restarts_per_hour = restarts_per_hour
         self._confirmed = {engine_id: asyncio.Event() for engine_id in self._serving}
         self._losses_s: deque[float] = deque()  # the times of those within an hour
-        self._spawn, self._on_update, self._on_restart = spawn, on_update, on_restart
-        self._bring_back = bring_back
+        self._spawn, self._bring_back = spawn, bring_back
         self.newest: Weights | None = None
         self._closing = False
 
@@ -81,9 +78,6 @@ class EnginePool:
         """Yield the engines that have not been given up."""
         return (handle for engine_id, handle in self._serving.items() if handle.engine_id == engine_id)
 
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
     @property
     def engine_ids(self) -> tuple[int, ...]:
         """Engine ids that the scheduler knows."""
@@ -93,7 +87,7 @@ class EnginePool:
         """Start all engines, at version 0; one that fails twice is given up. ``EngineLostError`` if all do."""
         handles = list(self)
         lost = await _start(handles)
-        if 0 < len(lost) < len(handles):  # what ails all of them is not tried twice
+        if 0 < len(lost) < len(handles):  # if all fail, a second start would, too
             for handle, error in lost.items():
                 LOG.warning("engine %d is started once more: %s", handle.engine_id, error)
                 await handle.engine.shutdown()
@@ -124,7 +118,7 @@ class EnginePool:
     async def load(self, weights: Weights) -> None:
         """Give all engines these weights, outside of the schedule; nothing is in progress."""
         self.newest = weights
-        await asyncio.gather(*(self._bring_to(engine_id, weights, WeightUpdate.KEEP) for engine_id in self.engine_ids))
+        await asyncio.gather(*(self.update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self.engine_ids))
 
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
@@ -137,36 +131,10 @@ class EnginePool:
                     raise
                 self.lost(handle, error)
 
-    async def update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> float:
-        """Bring the engine of an id to a version, unless it is lost; return how long it stood still (s)."""
+    async def update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+        """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
         if weight_update is WeightUpdate.WAIT:
             await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
-        times = await self._bring_to(engine_id, weights, weight_update)
-        if times is None:
-            return 0.0
-        self.count_update(times)
-        return times.total_s
-
-    def has_version(self, engine_id: int, version: int) -> bool:
-        """Return whether the engine of an id is up and has at least this version."""
-        return self._serving[engine_id].up.is_set() and self._serving[engine_id].version >= version
-
-    def confirm(self, engine_id: int) -> None:
-        """Confirm the version of an id: its engine has it whenever it is up."""
-        self._confirmed[engine_id].set()
-
-    def count_update(self, times: UpdateTimes) -> None:
-        """Count an update of the schedule."""
-        self._on_update(times)
-
-    async def drained(self, engine_ids: Iterable[int] | None = None) -> None:
-        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None)."""
-        for engine_id in self.engine_ids if engine_ids is None else engine_ids:
-            while self._confirmed[engine_id].is_set() and not self._serving[engine_id].idle.is_set():
-                await self._serving[engine_id].idle.wait()
-
-    async def _bring_to(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
-        """Bring the engine of an id to a version; return None if another call or a restart has or will."""
         while (handle := self._serving[engine_id]).up.is_set():
             async with handle.updating:
                 if handle.version >= weights.version:
@@ -181,6 +149,20 @@ class EnginePool:
                 handle.version = weights.version
                 return times
         return None
+
+    def has_version(self, engine_id: int, version: int) -> bool:
+        """Return whether the engine of an id is up and has at least this version."""
+        return self._serving[engine_id].up.is_set() and self._serving[engine_id].version >= version
+
+    def confirm(self, engine_id: int) -> None:
+        """Confirm the version of an id: its engine has it whenever it is up."""
+        self._confirmed[engine_id].set()
+
+    async def drained(self, engine_ids: Iterable[int] | None = None) -> None:
+        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None)."""
+        for engine_id in self.engine_ids if engine_ids is None else engine_ids:
+            while self._confirmed[engine_id].is_set() and not self._serving[engine_id].idle.is_set():
+                await self._serving[engine_id].idle.wait()
 
     def lost(self, handle: EngineHandle, error: EngineLostError) -> None:
         """Restart a lost engine; further reports of the same loss do nothing."""
@@ -206,7 +188,6 @@ class EnginePool:
                 error = again
                 LOG.warning("engine %d lost again: %s", handle.engine_id, error)
                 continue
-            self._on_restart()
             return
 
     def _count_loss(self, error: EngineLostError) -> None:
@@ -218,7 +199,7 @@ class EnginePool:
         self._losses_s.append(now_s)
 
     async def _give_up(self, handle: EngineHandle, error: EngineLostError) -> None:
-        """Give the seats of an engine that cannot start to another; ``EngineLostError`` if there is none."""
+        """Give the ids of an engine that cannot start to another engine; ``EngineLostError`` if there is none."""
         others = [one for one in self if one is not handle]
         if not others:
             raise error
@@ -228,7 +209,7 @@ class EnginePool:
         self._serving = {engine_id: host if its is handle else its for engine_id, its in self._serving.items()}
         host.count(handle.num_in_flight)
         handle.count(-handle.num_in_flight)
-        handle.up.set()  # who waits for it looks again
+        handle.up.set()  # wakes the calls that wait for it: ``serving`` returns the new engine
         await handle.engine.shutdown()
 
     async def sleep(self) -> None:

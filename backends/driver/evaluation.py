@@ -1,10 +1,10 @@
-"""Held-out problems, answered by the engines of the run: before it, every so many optimizer steps beside it, after it.
+"""Evaluations on held-out problems by the engines of the run: before it, beside it every few optimizer steps, after it.
 
 Theory of operation. An evaluation is *due* when its optimizer step is done, and begins when all engines have loaded
 the weights of that step or newer ones. Its requests run beside the rollouts in slots of their own
 (``evaluation_slots``): no scheduler and no ledger counts them, no rollout waits for one, nothing is trained on them.
-Weights that arrive meanwhile are loaded as ever: so the versions that sampled an answer are reported with it.
-Where engines and trainer take turns, the next training waits for it. Ctrl-C drops one in progress.
+Engines load new weights meanwhile, as always: an evaluation reports the versions that sampled its answers. Where
+engines and trainer take turns, the next training waits for the evaluation. Ctrl-C drops one in progress.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from backends.driver.engines import EnginePool
 from backends.driver.metrics import SamplesLog
 from backends.driver.rollouts import RolloutData
 from backends.driver.state import DriverState
 from backends.driver.tasks import RunTasks
-from backends.interface import GenerateRequest
 from backends.workers.environments import Turns
 from backends.workers.rewards import TaskClient
 from pipelinerl.config.run import RunConfig
@@ -38,12 +36,6 @@ def evaluation_slots(config: RunConfig) -> int:
     return math.ceil(config.scheduler.generation_batch_size / SHARE_OF_SLOTS) if beside else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    data: RolloutData
-    reward: float
-
-
 class Evaluation:
     """The evaluations of a run; ``turns`` are environments for evaluations only (None: rollouts have no turns)."""
 
@@ -56,10 +48,9 @@ class Evaluation:
         turns: Turns | None,
         pool: EnginePool,
         tasks: RunTasks,
-        samples: SamplesLog | None,
+        samples: SamplesLog,
     ) -> None:
-        assert config.train is not None
-        self._run, self._config, self._state = config, config.train.evaluation, state
+        self._run, self._config, self._state = config, config.train_table.evaluation, state
         self._client, self._turns, self._pool, self._tasks, self._samples = client, turns, pool, tasks, samples
         self._due: int | None = None
         self._running: asyncio.Task[None] | None = None
@@ -106,42 +97,40 @@ class Evaluation:
             handle, aborted = handles[index % len(handles)], True
             async with room[handle.engine_id]:
                 while aborted:  # by an update of that kind
-                    generated = await self._pool.generate(handle, self._request(index, data))
+                    request = self._client.request(
+                        _rollout_id(index), data, longest=self._config.max_tokens, temperature=self._config.temperature
+                    )
+                    generated = await self._pool.generate(handle, request)
                     data.extend(generated)
                     self._state.metrics.decoded(generated.decode_steps)
                     aborted = generated.aborted
 
-        async def answer(index: int) -> _Answer | None:
+        async def answer(index: int) -> tuple[RolloutData, float] | None:
             data = RolloutData(Problem(""), ()) if self._turns else self._client.begin(index, held_out=True)
             try:
                 if self._turns is not None:
                     await self._play(self._turns, index, data, generate)
-                    return _Answer(data, data.reward)
+                    return data, data.reward
                 await generate(index, data)
-                return _Answer(data, await self._client.reward(data))
+                return data, await self._client.reward(data)
             except (Exception, SystemExit) as error:
                 self._client.log_failure(f"held-out problem {index} counts as not solved: {kind_and_line(error)}")
                 return None
 
         answers = await asyncio.gather(*(answer(index) for index in range(self._config.problems)))
         given = [one for one in answers if one is not None]
-        if self._samples is not None:
-            self._samples.evaluated(step, [(one.data, one.reward) for one in given])
-        versions = [version for one in given for version in one.data.spans.versions] or [step]
+        self._samples.evaluated(step, given)
+        versions = [version for data, _ in given for version in data.spans.versions] or [step]
         return EvaluationPoint(
             step=step,
-            success=sum(one.reward >= 1.0 for one in given) / self._config.problems,
+            success=sum(reward >= 1.0 for _, reward in given) / self._config.problems,
             version_min=min(versions),
             version_max=max(versions),
             seconds=time.monotonic() - begin_s,
         )
 
     async def _play(
-        self,
-        turns: Turns,
-        index: int,
-        data: RolloutData,
-        generate: Callable[[int, RolloutData], Awaitable[None]],
+        self, turns: Turns, index: int, data: RolloutData, generate: Callable[[int, RolloutData], Awaitable[None]]
     ) -> None:
         rollout_id = _rollout_id(index)
         await turns.open(rollout_id, data, index, held_out=True)
@@ -151,10 +140,6 @@ class Evaluation:
                 await generate(index, data)
         finally:
             turns.environments.release(rollout_id)
-
-    def _request(self, index: int, data: RolloutData) -> GenerateRequest:
-        longest, temperature = self._config.max_tokens, self._config.temperature
-        return self._client.request(_rollout_id(index), data, longest=longest, temperature=temperature)
 
 
 def _rollout_id(index: int) -> int:

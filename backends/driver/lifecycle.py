@@ -1,7 +1,7 @@
 """The life of a real run: start, run, stop, interruption, evaluation, checkpoints, resume.
 
 Theory of operation. ``Driver`` owns the parts of a run and their order; between start and end ``loop.py`` carries out
-the scheduler's commands, ``training.py`` those to the trainer, and ``weight_sync.py`` brings weights to the engines.
+the scheduler's commands, and ``weight_sync.py`` brings weights to the engines.
 
 Invariant: no engine generates before it has weights that were published under the version that it reports.
 """
@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from backends.driver.checkpoint import Checkpoint, CheckpointKeeper
 from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.evaluation import SHARE_OF_SLOTS, Evaluation
 from backends.driver.loop import EventLoop
 from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
-from backends.driver.state import DriverState, Keeper, fresh_state
+from backends.driver.state import fresh_state
 from backends.driver.tasks import RunTasks
-from backends.driver.training import Training
 from backends.driver.weight_sync import WeightSync
 from backends.interface import Parts
 from backends.preflight import evaluation_task_config
@@ -52,21 +52,20 @@ TRAINER_POLL_S = 0.1
 ENVIRONMENTS_LOG, REWARDS_LOG = "environments.log", "rewards.log"
 
 
-def _reward_processes(task: TaskConfig, parts: Parts, logs: Path | None) -> RewardProcesses | None:
+def _reward_processes(task: TaskConfig, parts: Parts, logs: Path) -> RewardProcesses | None:
     if task.reward_workers is None:
         return None
-    log = None if logs is None else logs / REWARDS_LOG
-    return RewardProcesses(task, number=task.reward_workers, log=log, launch=parts.launch)
+    return RewardProcesses(task, number=task.reward_workers, log=logs / REWARDS_LOG, launch=parts.launch)
 
 
 class Driver:
     """One real run, with ``[train]``.
 
     ``task`` None: the environments have problems and rewards. ``evaluation_task`` None: the held-out problems of
-    ``task``. ``logs``: folder for output of environments and rewards (None: this process's). ``recorder`` is called
-    with every event and command, in order. ``state`` None: a new run. ``resume_from``: folder of the trainer's state.
-    ``export_to``: folder for the trained model. ``when_up`` is awaited once before the first rollout, when all parts
-    are up and the trainer has its memory.
+    ``task``. ``logs``: folder for output of environments and rewards. ``recorder`` is called with every event and
+    command, in order. ``keeper`` None: no checkpoints are written. ``checkpoint`` None: a new run. ``export_to``:
+    folder for the trained model, if any. ``when_up`` is awaited once before the first rollout, when all parts are up
+    and the trainer has its memory.
     """
 
     def __init__(
@@ -75,44 +74,44 @@ class Driver:
         *,
         parts: Parts,
         task: Task | None,
+        evaluation_task: Task | None,
         recorder: Recorder,
-        evaluation_task: Task | None = None,
-        logs: Path | None = None,
-        samples: SamplesLog | None = None,
-        keeper: Keeper | None = None,
-        state: DriverState | None = None,
-        resume_from: Path | None = None,
-        export_to: Path | None = None,
-        when_up: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        logs: Path,
+        samples: SamplesLog,
+        keeper: CheckpointKeeper | None,
+        checkpoint: Checkpoint | None,
+        export_to: Path | None,
+        when_up: Callable[[], Coroutine[Any, Any, None]] | None,
     ) -> None:
-        assert config.train is not None  # the caller has seen to it
         assert sorted(parts.engines) == list(range(config.num_engines))
-        assert (parts.reference is not None) is (config.train.loss.kl_coefficient > 0)
-        self._config, self._train_config = config, config.train
+        self._config, self._train = config, config.train_table
+        assert (parts.reference is not None) is (self._train.loss.kl_coefficient > 0)
         self._trainer, self._keeper, self._lost = parts.trainer, keeper, parts.lost
-        self._resumed = state is not None
-        self._state = state or fresh_state(config)
+        self._checkpoint, self._export_to, self._when_up = checkpoint, export_to, when_up
+        self._state = fresh_state(config) if checkpoint is None else checkpoint.state
         self.metrics = self._state.metrics
-        self._resume_from, self._export_to, self._when_up = resume_from, export_to, when_up
         self._interrupted = False
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint
         self._tasks = RunTasks()
-        self._client = TaskClient(config, task, parts.codec, _reward_processes(config.train.task, parts, logs))
+        self._client = TaskClient(config, task, parts.codec, _reward_processes(self._train.task, parts, logs))
         evaluation_client = self._client
         if evaluation_task not in (None, task):
-            processes = _reward_processes(evaluation_task_config(config.train), parts, logs)
+            processes = _reward_processes(evaluation_task_config(self._train), parts, logs)
             evaluation_client = TaskClient(config, evaluation_task, parts.codec, processes)
         self._clients = {self._client, evaluation_client}
         self._pool = EnginePool(
             parts.engines,
-            restarts_per_hour=config.train.engine.restarts_per_hour,
+            restarts_per_hour=self._train.engine.restarts_per_hour,
             spawn=self._tasks.spawn,
-            on_update=self.metrics.updated,
-            on_restart=self.metrics.restarted,
             bring_back=self._bring_back,
         )
         self._sync = WeightSync(
-            trainer=parts.trainer, pool=self._pool, group=parts.group, colocated=config.colocated, tasks=self._tasks
+            trainer=parts.trainer,
+            pool=self._pool,
+            group=parts.group,
+            colocated=config.colocated,
+            tasks=self._tasks,
+            metrics=self.metrics,
         )
         self._preprocessing = Preprocessing(
             parts.reference, limit=config.scheduler.ready_queue_limit, spawn=self._tasks.spawn
@@ -120,10 +119,9 @@ class Driver:
         self._turns = self._evaluation_turns = None
         if config.environment is not None:
             count = config.environment.count
-            log = None if logs is None else logs / ENVIRONMENTS_LOG
-            turns = partial(Turns, config, codec=parts.codec, log=log, launch=parts.launch)
-            self._turns = turns(config.train.task, number=count)
-            self._evaluation_turns = turns(evaluation_task_config(config.train), number=-(-count // SHARE_OF_SLOTS))
+            turns = partial(Turns, config, codec=parts.codec, log=logs / ENVIRONMENTS_LOG, launch=parts.launch)
+            self._turns = turns(self._train.task, number=count)
+            self._evaluation_turns = turns(evaluation_task_config(self._train), number=-(-count // SHARE_OF_SLOTS))
         self._evaluation = Evaluation(
             config,
             self._state,
@@ -133,26 +131,20 @@ class Driver:
             tasks=self._tasks,
             samples=samples,
         )
-        training = Training(
-            config,
-            self._state,
-            trainer=parts.trainer,
-            sync=self._sync,
-            evaluation=self._evaluation,
-            samples=samples,
-            keep_checkpoint=self._keep,
-        )
         self._loop = EventLoop(
             config,
             self._state,
             tasks=self._tasks,
-            training=training,
+            trainer=parts.trainer,
+            sync=self._sync,
             pool=self._pool,
             client=self._client,
             turns=self._turns,
             preprocessing=self._preprocessing,
             evaluation=self._evaluation,
+            samples=samples,
             recorder=recorder,
+            keep_checkpoint=self._keep,
         )
 
     async def _bring_back(self, handle: EngineHandle) -> None:
@@ -167,7 +159,7 @@ class Driver:
         """
         state, limit = self._state, self._config.scheduler.discard_limit
         before = "interrupted before the first optimizer step"
-        if self._resumed:
+        if self._checkpoint is not None:
             before = (
                 f"interrupted before anything new, after {state.version} optimizer steps; --resume goes on from there"
             )
@@ -177,7 +169,7 @@ class Driver:
             await self._tasks.unless_ended(self._bring_up(), before)
             if self._when_up is not None:
                 await self._tasks.unless_ended(self._measured(self._when_up), before)
-            if self._train_config.evaluation.problems and not self._resumed:
+            if self._train.evaluation.problems and self._checkpoint is None:
                 state.evaluation["success_before"] = await self._tasks.unless_ended(
                     self._evaluation.success_rate(), before
                 )
@@ -224,17 +216,17 @@ class Driver:
         scheduler = self._config.scheduler
         next_publishes = self._config.colocated or scheduler.schedule.publishes_each_step(scheduler)
         if state.version > state.published and next_publishes:
-            return  # they wait for the publication that comes first
-        if state.published:  # version 0 they have
+            return  # engines wait for the publication that comes first
+        if state.published:  # engines have version 0
             await self._sync.load_trained(state.published)
         self._pool.may_generate()
 
     async def _start_trainer(self) -> None:
         await self._trainer.start()
-        if self._resume_from is not None:
-            await self._trainer.load(self._resume_from)
+        if self._checkpoint is not None:
+            await self._trainer.load(self._checkpoint.trainer_folder)
         if self._keeper is not None:
-            await self._trainer.snapshot()  # it makes the memory of its copies, while engines start
+            await self._trainer.snapshot()  # allocates the memory of its copies while engines start
         if self._config.colocated:
             await self._trainer.offload()
 
@@ -242,14 +234,14 @@ class Driver:
         await self._sync.to_training()
         await when_up()
         for handle in self._pool:
-            handle.version = -1  # version 0 is what the trainer has made of it by now
-        # The first update makes memory and, the pack having changed weights, proves direct copies: it is not measured.
+            handle.version = -1  # the trainer has changed version 0: engines must load it again
+        # Not measured: the first update allocates memory and, as the pack has changed weights, proves direct copies.
         await self._sync.load_trained(self._state.version)
 
     # --------------------------------------------------------------------------------------- end
 
     async def _until_stopped(self) -> None:
-        await self._loop.start(resumed=self._resumed)
+        await self._loop.start(resumed=self._checkpoint is not None)
         await self._tasks.ended.wait()
         await self._wind_up()
 
@@ -260,14 +252,14 @@ class Driver:
             self._tasks.ended.clear()
         await self._tasks.unless_ended(self._evaluation.finished(), after)
         if self._export_to is not None:
-            if self._resumed:  # else the trainer has the memory
+            if self._checkpoint is not None:  # else the trainer has the memory
                 await self._tasks.unless_ended(self._sync.to_training(), after)
-            partial = self._export_to.with_name(self._export_to.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            await self._trainer.export(partial)
+            unfinished = self._export_to.with_name(self._export_to.name + ".partial")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            await self._trainer.export(unfinished)
             shutil.rmtree(self._export_to, ignore_errors=True)
-            partial.rename(self._export_to)
-        if self._train_config.evaluation.problems:
+            unfinished.rename(self._export_to)
+        if self._train.evaluation.problems:
             await self._tasks.unless_ended(self._sync.load_trained(self._state.version), after)
             self._state.evaluation["success_after"] = await self._tasks.unless_ended(
                 self._evaluation.success_rate(), after
@@ -279,18 +271,17 @@ class Driver:
             self._loop.frozen = True
             await self._keep_in_spite_of(self._tasks.failure)
             raise self._tasks.failure
-        if self._loop.stop is None:  # interrupted
-            await self._freeze()
-            if self._tasks.failure is not None:
-                raise self._tasks.failure
-            await self._keep()
-            await self._kept()
-            self._loop.record_interrupted()
-            raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
-        await self._loop.abort_all()
+        interrupted = self._loop.stop is None
+        if not interrupted:
+            await self._loop.abort_all()
         await self._freeze()
+        if interrupted and self._tasks.failure is not None:
+            raise self._tasks.failure
         await self._keep()
         await self._kept()
+        if interrupted:
+            self._loop.record_interrupted()
+            raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
 
     async def _keep_in_spite_of(self, failure: BaseException) -> None:
         """Keep a checkpoint although reference or engines are lost, if the trainer does not wait for an engine."""
@@ -298,17 +289,17 @@ class Driver:
         if not isinstance(failure, ReferenceLostError) and (waits or not isinstance(failure, EngineLostError)):
             return
         if self._loop.trainer_task is not None:
-            limit_s = self._train_config.trainer.step_timeout_s if waits else None
+            limit_s = self._train.trainer.step_timeout_s if waits else None
             _, unfinished = await asyncio.wait({self._loop.trainer_task}, timeout=limit_s)
             if unfinished:  # an engine was lost, too
                 return
         with contextlib.suppress(BackendError):
-            await self._sync.to_saving()
+            await self._sync.to_training(engines_end=True)
             await self._keep()
             await self._kept()
 
     async def _freeze(self) -> None:
-        """Deliver nothing any more, and wait until the trainer is done; colocated, it gets the memory to save from."""
+        """Deliver no more events, and wait until the trainer is done; colocated, it gets the memory to save from."""
         self._loop.frozen = True
         if self._loop.trainer_task is not None:
             done: set[asyncio.Task[None]] = set()
@@ -316,7 +307,7 @@ class Driver:
             while not done and (self._tasks.failure is None or self._loop.stop is not None):
                 done, _ = await asyncio.wait({self._loop.trainer_task}, timeout=TRAINER_POLL_S)
         if self._tasks.failure is None:
-            await self._sync.to_saving()
+            await self._sync.to_training(engines_end=True)
 
     async def _shut_down(self) -> None:
         self._loop.frozen = True
@@ -340,7 +331,7 @@ class Driver:
         writing = self._write(self._keeper, self._state.version, self._keeper.copy(self._state))
         self._writing = self._tasks.spawn(writing)
 
-    async def _write(self, keeper: Keeper, version: int, content: bytes) -> None:
+    async def _write(self, keeper: CheckpointKeeper, version: int, content: bytes) -> None:
         await self._trainer.save(await asyncio.to_thread(keeper.trainer_folder))
         await asyncio.to_thread(keeper.keep, version, content)
 

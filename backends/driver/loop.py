@@ -1,24 +1,24 @@
 """The event loop of a real run: it carries out the scheduler's commands and reports events.
 
 Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends with one event to
-``_deliver``, which asks the scheduler and starts the tasks of its answer. So events are handled one after the other, as
-in the simulator, without a lock.
+``_deliver``, which asks the scheduler and starts the tasks of the commands that it returns. So events are handled one
+after the other, as in the simulator, without a lock.
 
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
 ================  ===============================  ==================================  =========================
 ``_generate``     room before training, its engine H per engine (scheduler)            (turn) finished, aborted, failed
-``_act``          its environment                  its time-outs; so many (scheduler)  observation, finished, failed
-``_score``        a reward, the reference          their time-outs                     scored, failed
+``_act``          its environment                  time-outs; ``environment.count``    observation, finished, failed
+``_score``        a reward, the reference model    time-outs                           scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
 a transfer        trainer and engines beside work  ``update_timeout_s``; one at a time an update of each engine
 an update         its engine, unless it is lost    ``update_timeout_s``; one a engine  weights loaded
 ================  ===============================  ==================================  =========================
 
-Rollouts on a lost engine are reported as aborted, and started again; tokens since their submission are lost.
+Rollouts on a lost engine are reported as aborted and started again; tokens since their submission are lost.
 
-When a run ends, the loop is *frozen*: it delivers nothing more and keeps the trainer's last event as ``pending``. After
+When a run ends, the loop is *frozen*: it delivers no more events and keeps the trainer's last one as ``pending``. After
 a resume it reports rollouts in progress as aborted, loading engines as loaded, and last the pending event. Environments
 end with the run: their rollouts fail at their next action or turn.
 """
@@ -34,11 +34,13 @@ from typing import assert_never
 from backends.busy import busy_s
 from backends.driver.engines import EnginePool
 from backends.driver.evaluation import Evaluation
+from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
-from backends.driver.rollouts import RolloutData
+from backends.driver.rollouts import RolloutData, samples_of
 from backends.driver.state import DriverState
 from backends.driver.tasks import RunTasks
-from backends.driver.training import Training
+from backends.driver.weight_sync import WeightSync
+from backends.interface import Sample, Trainer
 from backends.workers.environments import Turns
 from backends.workers.processes import WorkerFailedError
 from backends.workers.rewards import TaskClient, why_no_reward
@@ -52,6 +54,7 @@ from pipelinerl.scheduler.events import (
     DiscardRollouts,
     EngineSeconds,
     EnvironmentFailed,
+    EnvironmentFault,
     Event,
     ObservationReady,
     OpenEnvironment,
@@ -75,7 +78,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class EventLoop:
-    """Commands in, events out; ``recorder`` gets both in order. ``state`` is changed here."""
+    """Carries out commands and reports events; ``recorder`` gets both in order. Changes ``state``."""
 
     def __init__(
         self,
@@ -83,17 +86,21 @@ class EventLoop:
         state: DriverState,
         *,
         tasks: RunTasks,
-        training: Training,
+        trainer: Trainer,
+        sync: WeightSync,
         pool: EnginePool,
         client: TaskClient,
         turns: Turns | None,
         preprocessing: Preprocessing,
         evaluation: Evaluation,
+        samples: SamplesLog,
         recorder: Recorder,
+        keep_checkpoint: Callable[[], Awaitable[None]],
     ) -> None:
-        assert config.train is not None
-        self._max_prompt_tokens = config.train.task.max_prompt_tokens
-        self._state, self._tasks, self._training, self._pool = state, tasks, training, pool
+        self._max_prompt_tokens = config.train_table.task.max_prompt_tokens
+        self._checkpoint_every, self._group_size = config.train_table.checkpoint.every, config.workload.group_size
+        self._state, self._tasks, self._trainer, self._sync, self._pool = state, tasks, trainer, sync, pool
+        self._samples, self._keep_checkpoint = samples, keep_checkpoint
         self._client, self._turns, self._preprocessing = client, turns, preprocessing
         self._evaluation, self._recorder = evaluation, recorder
         self.trainer_task: asyncio.Task[None] | None = None
@@ -102,7 +109,7 @@ class EventLoop:
         self._submitted: set[int] = set()  # rollouts that an engine knows
 
     async def start(self, *, resumed: bool) -> None:
-        """Begin a new run or go on with a resumed one."""
+        """Begin a new run, or continue a resumed one."""
         self._began_s = time.monotonic() - self._state.time_s
         self._state.metrics.driver_busy(busy_s())
         if resumed:
@@ -115,7 +122,9 @@ class EventLoop:
         published = state.published  # the answer to the last report may be a publication
         for engine in state.in_flight.values():
             self._pool[engine].count(+1)
-        await self._training.repeat_micro_batches()
+        for micro_batch in state.micro_batches:  # of an unfinished step: a checkpoint holds no gradients
+            await self._sync.to_training()
+            await self._trainer.train(self._samples_of(micro_batch), completes_step=False)
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
         for rollout_id in sorted(state.scoring):
             self._tasks.spawn(self._score(rollout_id))
@@ -131,7 +140,7 @@ class EventLoop:
             self._deliver(pending)
 
     def now(self) -> float:
-        """Return the seconds since the start of the run, while it ran."""
+        """Return the seconds that the run has run, before a resume, too."""
         return time.monotonic() - self._began_s
 
     def _deliver(self, event: Event) -> None:
@@ -245,7 +254,7 @@ class EventLoop:
         except WorkerFailedError as error:
             if self.frozen or rollout_id not in state.acting:
                 return
-            again = retries > 0 and error.can_be_tried_again
+            again = retries > 0 and error.fault is not EnvironmentFault.EXPIRED
             self._deliver(EnvironmentFailed(rollout_id, error.fault, again))
             if again:
                 await self._act(rollout_id, act, retries=retries - 1)
@@ -309,7 +318,7 @@ class EventLoop:
         except (Exception, SystemExit) as error:
             self._failed(rollout_id, why_no_reward(error))
             return
-        if self.frozen:  # a cancellation that comes with the reward is lost, so the next call would not be ended
+        if self.frozen:  # a cancellation that arrives with the reward is lost: the next call would not be cancelled
             return
         reference_logprob_T = await self._preprocessing.reference_logprobs(data)
         if self.frozen:
@@ -336,9 +345,37 @@ class EventLoop:
         for rollout_id, engine in list(self._state.in_flight.items()):
             self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
 
+    # -------------------------------------------------------------------------------------- the trainer's commands
+
     async def _train(self, command: StartTraining) -> None:
-        self._deliver(await self._training.train(command))
-        self._state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
+        """Train on a micro-batch; keep a checkpoint if it completes a step after which one is due."""
+        state = self._state
+        if self._sync.takes_turns:
+            await self._evaluation.finished()
+        await self._sync.to_training()
+        samples = self._samples_of(command)
+        begin_s = time.monotonic()
+        result = await self._trainer.train(samples, completes_step=command.completes_step)
+        train_s = time.monotonic() - begin_s
+        state.count_trained(samples, result, command.version, turns=self._turns is not None)
+        state.micro_batches.append(command)
+        if command.completes_step:
+            state.version = command.version + 1
+            self._evaluation.step_done(state.version)
+            self._samples.trained(state.version, state.take_trained())
+        event = TrainingFinished(state.version, train_s)
+        every = self._checkpoint_every
+        if command.completes_step and every is not None and state.version % every == 0:
+            state.pending = event
+            await self._keep_checkpoint()
+            state.pending = None
+        self._deliver(event)
+        state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
+
+    def _samples_of(self, command: StartTraining) -> list[Sample]:
+        return samples_of(self._state.rollouts, command.rollout_ids, self._group_size)
 
     async def _publish(self, command: PublishWeights) -> None:
-        self._deliver(await self._training.publish(command, on_loaded=self._deliver))
+        begin_s = time.monotonic()
+        await self._sync.publish(command, on_loaded=self._deliver)
+        self._deliver(WeightsPublished(command.version, time.monotonic() - begin_s))

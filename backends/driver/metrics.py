@@ -1,4 +1,4 @@
-"""What a real run logs: metrics per optimizer step and over the run, and some answers for people to read."""
+"""Logs of a real run: metrics per optimizer step and over the run, and some answers for people to read."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def check_logging(train: TrainConfig) -> None:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl, TensorBoard, Weights & Biases, a step when it is done; steps to ``go_on_after`` stay."""
+    """Writes metrics.jsonl, TensorBoard, Weights & Biases after each step; keeps steps up to ``go_on_after``."""
 
     def __init__(self, out: Path, config: RunConfig, *, go_on_after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        assert config.train is not None
         self._out, path = out, out / METRICS_FILE
         if go_on_after:
             keep_lines(path, go_on_after)
         self._file = path.open("a" if go_on_after else "w", encoding="utf-8", buffering=1)
         self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
         self._wandb: Any = None
-        if config.train.logging.wandb_project is not None:
+        project = config.train_table.logging.wandb_project
+        if project is not None:
             import wandb
 
             self._wandb = wandb.init(
-                project=config.train.logging.wandb_project,
+                project=project,
                 dir=out,
                 config=config.model_dump(mode="json", exclude_none=True),
                 id=_run_id(out, fresh=not go_on_after),
@@ -143,7 +143,7 @@ def _step_of(line: str) -> float:
 
 
 SIZES_PER_DOUBLING = 4
-"""Sizes of decode steps that are told apart per doubling of their sequences (count)."""
+"""Bins of decode steps per doubling of their number of sequences (count)."""
 
 
 class StepMetrics:
@@ -202,18 +202,18 @@ class StepMetrics:
         self._num_rollouts += num_rollouts
 
     def answered(self, engine: int, seconds: float) -> None:
-        """Add an answer, and how long its engine's front end has been busy so far (s)."""
+        """Count an answer; ``seconds``: busy time of its engine's front end since its start (s)."""
         self._num_answers += 1
         self._add_busy(engine, seconds, 1)
 
     def driver_busy(self, seconds: float) -> None:
-        """Add how long the driver has been busy so far (s), for the answers since the last call."""
+        """Count the answers since the last call; ``seconds``: busy time of the driver since its start (s)."""
         self._add_busy(None, seconds, self._num_answers)
         self._num_answers = 0
 
     def _add_busy(self, engine: int | None, seconds: float, num_answers: int) -> None:
         last_s, busy_s, num = self._busy.get(engine, (math.inf, 0.0, 0))
-        if seconds >= last_s:  # else it is the first, or began anew
+        if seconds >= last_s:  # else it is the first reading, or the process has restarted
             busy_s, num = busy_s + seconds - last_s, num + num_answers
         self._busy[engine] = (seconds, busy_s, num)
 

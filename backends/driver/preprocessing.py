@@ -1,11 +1,11 @@
 """The stage between the reward of a rollout and its training: reference log-probabilities.
 
-Theory of operation. A free reference model gets all finished rollouts that wait, as one batch, beside generation and
-training; there is one batch at a time, with the time-out of ``ReferenceSettings``. With ``kl_coefficient = 0`` there is
-none and nothing waits. The scheduler bounds rollouts in flight and ready ones, not those between: when ``limit`` of
-them wait, no rollout is submitted to an engine until the next batch is taken; so at most these, and rollouts in flight
-or being rewarded then, wait. A lost reference model is started again and gets the same batch, ``RESTARTS`` times in a
-run; then the run ends.
+Theory of operation. A free reference model gets all waiting rollouts as one batch, while engines generate and the
+trainer trains; one batch at a time, with the time-out of ``ReferenceSettings``. With ``kl_coefficient = 0`` there is no
+reference model and nothing waits. The scheduler bounds rollouts in flight and ready rollouts, but not the ones between:
+when ``limit`` rollouts wait here, no rollout is submitted to an engine until the next batch is taken. So at most
+``limit`` and the rollouts then in flight or being rewarded wait. A lost reference model is restarted and gets the same
+batch, ``RESTARTS`` times in a run; then the run ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESTARTS = 1
 
 
 class Preprocessing:
-    """The stage before training: generation pauses when ``limit`` rollouts wait; ``reference`` None: nothing to do."""
+    """The stage before training: generation pauses when ``limit`` rollouts wait. ``reference`` None: none waits."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Preprocessing:
             await self._reference.start()
 
     async def room(self) -> None:
-        """Wait until fewer rollouts wait than may."""
+        """Wait until fewer than ``limit`` rollouts wait."""
         await self._room.wait()
 
     async def reference_logprobs(self, data: RolloutData) -> NDArray[np.float32] | None:

@@ -1,10 +1,9 @@
-"""The state of a run: all that is needed to resume it, besides the trainer's own checkpoint."""
+"""The state of a run: with the trainer's own checkpoint, enough to resume it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,7 @@ class DriverState:
         """Count a micro-batch that has been trained on at a version: ratios and lags of its tokens, other metrics."""
         for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
             lag_T = lag_of_tokens(self.rollouts[sample.rollout_id].spans, version)
-            if np.isfinite(logprob_T).all():  # otherwise the gradient is not finite either, and the step is skipped
+            if np.isfinite(logprob_T).all():  # else the gradient is not finite either, and the step is skipped
                 turn_T = turn_of_tokens(sample.segments) if turns else ()
                 self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T, turn_T)
         self.metrics.add_trainer_metrics(result.metrics)
@@ -60,20 +59,6 @@ class DriverState:
         return [self.rollouts.pop(one) for one in ids]
 
 
-class Keeper(Protocol):
-    """Where checkpoints go."""
-
-    def trainer_folder(self) -> Path:
-        """Return a new folder for the trainer's part of the next checkpoint."""
-
-    def copy(self, state: DriverState) -> bytes:
-        """Return the content of a checkpoint beside the trainer's part."""
-
-    def keep(self, version: int, content: bytes) -> None:
-        """Complete the checkpoint, whose trainer's part is written; blocks, and may be called in a thread."""
-
-
 def fresh_state(config: RunConfig) -> DriverState:
-    """Return the state of a run that begins; ``config.train`` must be there."""
-    assert config.train is not None
-    return DriverState(new_scheduler(config), StepMetrics(truncation=config.train.loss.truncation))
+    """Return the state of a run that begins."""
+    return DriverState(new_scheduler(config), StepMetrics(truncation=config.train_table.loss.truncation))

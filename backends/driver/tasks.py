@@ -33,7 +33,7 @@ class RunTasks:
         self.ended.set()
 
     async def unless_ended(self, work: Coroutine[Any, Any, T], interrupted: str) -> T:
-        """Return the result of work outside of commands; if the run ends, raise why or ``RunInterruptedError``."""
+        """Return the result of work; if the run ends first, raise its failure or ``RunInterruptedError``."""
         task = asyncio.ensure_future(work)
         ended = asyncio.ensure_future(self.ended.wait())
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)

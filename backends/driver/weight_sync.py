@@ -1,15 +1,14 @@
 """Transfer of new weights from the trainer to the engines; colocated, also the turns in using the memory.
 
-Theory of operation. The trainer stands still until it has made a version ready, a *snapshot*; then it is free. The
-snapshot is brought to where engines load it from while they generate and the trainer trains: files lie there already,
-through a group of processes it is sent. Then every engine loads it, in its own time. The scheduler publishes nothing
-before all engines have loaded, and then the newest: there is one transfer at a time, and none that waits. *Streamed*
-weights are not kept: engines load them while the trainer sends, and all stand still until then.
+Theory of operation. The trainer stands still until it has prepared a version, a *snapshot*; then it is free. While
+engines generate and the trainer trains, the snapshot travels to the machines of the engines: files lie there already,
+a group of processes sends it. Then every engine loads it, in its own time. The scheduler publishes nothing before all
+engines have loaded, and then the newest version: one transfer runs at a time, and none waits. *Streamed* weights are
+not kept: engines load them while the trainer sends, and all stand still until then.
 
-Where a transfer fails, lost engines are left out and it is tried again. An engine without the weights in the end
-counts as lost when it is to load them. Nobody waits for a lost engine: it gets the newest weights before it
-generates again. So its id is reported to have a version once the others have; whichever engine serves that id then
-generates with nothing older.
+When a transfer fails, it is tried again without the lost engines. An engine that has no weights when it is to load
+them counts as lost. Nothing waits for a lost engine: it gets the newest weights before it generates again. So its id
+is reported to have a version once the other engines have it: no engine serves that id with an older one.
 
 Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate.
 
@@ -32,6 +31,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from backends.driver.engines import EngineHandle, EnginePool
+from backends.driver.metrics import StepMetrics
 from backends.driver.tasks import RunTasks
 from backends.interface import TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
 from backends.transfer.transport import is_mismatch
@@ -71,8 +71,6 @@ class WeightSyncGroup:
         if members == self._members:
             return {}
         self._members = None
-        if not members:
-            return {}
         self._rendezvous = await self._trainer.open_group()
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
         joins = [
@@ -128,12 +126,19 @@ class WeightSyncGroup:
 
 
 class WeightSync:
-    """Brings weights to the engines (``group`` None: they find files); colocated, also switches the memory."""
+    """Brings weights to the engines (``group`` None: as files); colocated, also hands the memory over."""
 
     def __init__(
-        self, *, trainer: Trainer, pool: EnginePool, group: GroupMembers | None, colocated: bool, tasks: RunTasks
+        self,
+        *,
+        trainer: Trainer,
+        pool: EnginePool,
+        group: GroupMembers | None,
+        colocated: bool,
+        tasks: RunTasks,
+        metrics: StepMetrics,
     ) -> None:
-        self._trainer, self._pool, self._tasks = trainer, pool, tasks
+        self._trainer, self._pool, self._tasks, self._metrics = trainer, pool, tasks, metrics
         self.takes_turns = colocated
         self._group = None if group is None else WeightSyncGroup(group)
         self._standing_still = group is not None and group.standing_still
@@ -144,13 +149,8 @@ class WeightSync:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
         weights = await self._snapshot(command.version)
         await self.to_generation()
-        pauses = None
-        if self._standing_still:
-            times = await self._stream(weights, command.weight_update)
-            pauses = {engine: one.total_s for engine, one in times.items()}
-            for one in times.values():
-                self._pool.count_update(one)
-        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, pauses))
+        streamed = await self._stream(weights, command.weight_update) if self._standing_still else None
+        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, streamed))
 
     async def load_trained(self, version: int) -> None:
         """Load the trainer's weights into all engines, labelled ``version``, outside of the schedule.
@@ -158,7 +158,7 @@ class WeightSync:
         A run resumed between two publications has newer weights than that version: its reported lag is too large.
         """
         await self.to_training()
-        if self._bringing is not None:  # what is being loaded must stay as it is
+        if self._bringing is not None:  # weights must not change while engines load them
             await asyncio.wait({self._bringing})
         weights = await self._snapshot(version)
         await self.to_generation()
@@ -169,9 +169,9 @@ class WeightSync:
         await self._pool.load(weights)
 
     async def bring_back(self, handle: EngineHandle) -> None:
-        """Have an engine that has been started again load the newest weights; then it is up.
+        """Make a restarted engine load the newest weights; then it is up.
 
-        Weights that are not kept may have been trained since: it gets those, and its reported lag is too large.
+        Streamed weights may have been trained since their version: the reported lag of the engine is then too large.
         """
         async with self._turn():
             loaded: Weights | None = None
@@ -188,6 +188,7 @@ class WeightSync:
                     await handle.engine.update(newest, WeightUpdate.KEEP)
                 handle.version, loaded = newest.version, newest
             handle.up.set()
+        self._metrics.restarted()
 
     async def _snapshot(self, version: int) -> Weights:
         async with self._turn():
@@ -200,17 +201,19 @@ class WeightSync:
         weights: Weights,
         weight_update: WeightUpdate,
         on_loaded: Callable[[WeightsLoaded], None],
-        pauses: dict[int, float] | None,
+        streamed: dict[int, UpdateTimes] | None,
     ) -> None:
-        """Make every engine load; ``pauses``: stand-still seconds of engines that have loaded. None: none has."""
-        if pauses is None:
+        """Make every engine load; ``streamed``: times of engines that have loaded a stream. None: no stream."""
+        if streamed is None:
             await self._transfer(weights)
         lost: list[int] = []
 
         async def update(engine_id: int) -> None:
-            pause_s = await self._pool.update(engine_id, weights, weight_update)
+            times = await self._pool.update(engine_id, weights, weight_update) or (streamed or {}).get(engine_id)
+            if times is not None:
+                self._metrics.updated(times)
             if self._pool.has_version(engine_id, weights.version):
-                report(engine_id, (pauses or {}).get(engine_id, pause_s))
+                report(engine_id, 0.0 if times is None else times.total_s)
             else:
                 lost.append(engine_id)
 
@@ -223,7 +226,7 @@ class WeightSync:
             report(engine_id, 0.0)
 
     async def _transfer(self, weights: Weights) -> None:
-        """Bring the weights to where the engines load them from; an engine without them says so when it is to load."""
+        """Send the weights to the machines of the engines; an engine without them raises when it is to load."""
         if self._group is None:
             await self._trainer.send(weights)
             return
@@ -231,8 +234,10 @@ class WeightSync:
         while num_failed < TRANSFER_ATTEMPTS:
             async with self._turn():
                 takers = [one.engine_id for one in self._pool if one.up.is_set() and one.version < weights.version]
+                if not takers:
+                    return
                 lost = await self._group.form(takers)
-                if not takers or (not lost and await self._group.send(weights)):
+                if not lost and await self._group.send(weights):
                     return
             for engine, error in lost.items():
                 self._pool.lost(self._pool[engine], error)
@@ -297,10 +302,10 @@ class WeightSync:
 
     # ------------------------------------------------------------------------- memory, where it is shared
 
-    async def to_training(self) -> None:
-        """Colocated: have the engines give their memory to the trainer."""
+    async def to_training(self, *, engines_end: bool = False) -> None:
+        """Colocated: have the engines give their memory to the trainer; ``engines_end``: nothing generates any more."""
         if self.takes_turns and self._engines_have_memory:
-            await self._pool.sleep()
+            await (self._pool.shutdown() if engines_end else self._pool.sleep())
             await self._trainer.reload()
             self._engines_have_memory = False
 
@@ -310,13 +315,6 @@ class WeightSync:
             await self._trainer.offload()
             await self._pool.wake()
             self._engines_have_memory = True
-
-    async def to_saving(self) -> None:
-        """Colocated: have the trainer take the memory to save from; nothing is generated any more."""
-        if self.takes_turns and self._engines_have_memory:
-            await self._pool.shutdown()
-            await self._trainer.reload()
-            self._engines_have_memory = False
 
 
 def _incomplete(handle: EngineHandle, weights: Weights) -> EngineLostError:

@@ -23,10 +23,12 @@ import os
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -276,7 +278,8 @@ def measure(
     bench = Bench(chosen, sizes)
     engine = "vllm" if model is not None and _version("vllm") is not None else "torch"
     conditions = _conditions(bench, shape, model, engine)
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    complete = False
     write_json(out / CONDITIONS_FILE, conditions)
     began_s = time.monotonic()
     with (out / STEP_TIMES_FILE).open("w", encoding="utf-8", newline="", buffering=1) as file:
@@ -285,14 +288,13 @@ def measure(
         with suppress(KeyboardInterrupt):  # what has been measured is kept
             for row in _rows(bench, shape, model if engine == "vllm" else None, out):
                 rows.writerow({**row, "accelerators": 1})
-                kind = str(row["kind"])
-                counts[kind] = counts.get(kind, 0) + 1
+                counts[row["kind"]] += 1
                 what = ", ".join(f"{name} {value}" for name, value in row.items() if name != "kind")
-                on_progress(f"{kind}: {what}")
-            counts["complete"] = 1
+                on_progress(f"{row['kind']}: {what}")
+            complete = True
     conditions |= {
-        "rows": {kind: count for kind, count in counts.items() if kind != "complete"},
-        "complete": "complete" in counts,
+        "rows": dict(counts),
+        "complete": complete,
         "seconds": round(time.monotonic() - began_s, 1),
         "load_after": round(os.getloadavg()[0], 2),
     }
@@ -339,15 +341,11 @@ def _utilisation_rows(bench: Bench, shape: PlainShape, out: Path) -> Iterator[di
 
 def _decode_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
     for batch, ctx in bench.sizes.decode:
-        token_B = torch.zeros(batch, dtype=torch.long, device=bench.device)
-
-        def seconds(batch: int = batch, ctx: int = ctx, token_B: torch.Tensor = token_B) -> float:
-            cache = plain.empty_cache(batch, ctx)
-            return bench.seconds(lambda: plain.decode(token_B, cache))
-
-        found = _if_it_fits(seconds)
-        if found is not None:
-            yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{found:.6g}"}
+        token_B, seconds = torch.zeros(batch, dtype=torch.long, device=bench.device), None
+        with torch.inference_mode(), suppress(torch.OutOfMemoryError):
+            seconds = bench.seconds(partial(plain.decode, token_B, plain.empty_cache(batch, ctx)))
+        if seconds is not None:
+            yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{seconds:.6g}"}
 
 
 def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
@@ -391,20 +389,11 @@ def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
 
 def _prefill_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
     for batch, tokens in bench.sizes.prefill:
-        token_BL = torch.zeros(batch, tokens, dtype=torch.long, device=bench.device)
-
-        def seconds(token_BL: torch.Tensor = token_BL) -> float:
-            return bench.seconds(lambda: plain.hidden(token_BL))
-
-        found = _if_it_fits(seconds)
-        if found is not None:
-            yield {"kind": "prefill", "batch": batch, "tokens": batch * tokens, "seconds": f"{found:.6g}"}
-
-
-def _if_it_fits(seconds: Callable[[], float]) -> float | None:
-    with torch.inference_mode(), suppress(torch.OutOfMemoryError):
-        return seconds()
-    return None
+        token_BL, seconds = torch.zeros(batch, tokens, dtype=torch.long, device=bench.device), None
+        with torch.inference_mode(), suppress(torch.OutOfMemoryError):
+            seconds = bench.seconds(partial(plain.hidden, token_BL))
+        if seconds is not None:
+            yield {"kind": "prefill", "batch": batch, "tokens": batch * tokens, "seconds": f"{seconds:.6g}"}
 
 
 def _train_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:

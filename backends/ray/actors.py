@@ -1,14 +1,14 @@
 """Engines and trainer ranks as Ray actors: the objects that the driver calls.
 
-Theory of operation of ``RayEngine``. The actor supervises vLLM's processes, and this object the actor. Placing it has a
-time limit, which ends the wait for a machine that is gone, and its start has another; the first placing has that of the
-start, as machines read all packages for the first time. From then on it is asked for a sign of life every ``BEAT_S``:
-after ``generate_timeout_s`` without one it hangs, and every call in progress ends. Ray reports a dead actor.
+Theory of operation of ``RayEngine``. The actor supervises vLLM's processes, and ``RayEngine`` the actor. Placing the
+actor has a time limit, as its machine may be gone, and starting vLLM has another; the first placing has the limit of
+the start, as machines read all packages for the first time. Later the actor is asked for a sign of life every
+``BEAT_S``: without one for ``generate_timeout_s`` it hangs, and every call in progress ends. Ray reports a dead actor.
 
 Theory of operation of ``RayTrainer``. Every call goes to all ranks and returns when all have returned. Ranks carry out
-calls in order, one at a time; but rank 0 sends weights, and all write their copies of a checkpoint, in threads beside
-training. The first rank that fails, or the time-out, ends the call for all: the others may hang in a collective that
-stays incomplete. So only ``shutdown`` can follow.
+calls in order, one at a time; but rank 0 sends weights, and all ranks write checkpoints, in threads beside training.
+The first rank that fails, or the time-out, ends the call for all: the others may hang in a collective that stays
+incomplete. So only ``shutdown`` can follow.
 
 ========================  ============================  =====================================
 call of the trainer       waits for                     limit
@@ -46,7 +46,7 @@ from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import VLLMSettings, remove_shared_memory
 from pipelinerl.errors import BackendError, EngineLostError, PipelineRLError, TrainerLostError, TransferError
 from pipelinerl.scheduler.events import WeightUpdate
-from pipelinerl.util.user_code import kind_and_line
+from pipelinerl.util.user_code import first_line, kind_and_line
 
 RANKS_SHUTDOWN_TIMEOUT_S = 10.0
 BLAME_TIMEOUT_S = 3.0
@@ -199,7 +199,7 @@ class RayTrainer:
         futures = [future_of(call) for call in calls]
         timeout_s = timeout_s or self._settings.trainer.step_timeout_s
         done, pending = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        if any(future.exception() for future in done) and pending:  # a complaint may come before the death it is about
+        if any(future.exception() for future in done) and pending:  # an error may come before the death that caused it
             await asyncio.wait(pending, timeout=BLAME_TIMEOUT_S)
         faults = {
             rank: fault
@@ -214,7 +214,7 @@ class RayTrainer:
             raise TrainerLostError(f"trainer hangs: phase={phase} ranks={silent} {seconds}")
         rank = min(faults, key=lambda rank: (not isinstance(faults[rank], RayActorError), rank))
         what, reason = explain_fault(faults[rank])
-        error = BackendError if isinstance(faults[rank], PipelineRLError) else TrainerLostError  # Ray keeps the kind
+        error = BackendError if isinstance(faults[rank], PipelineRLError) else TrainerLostError  # Ray keeps the class
         raise error(f"trainer {what}: phase={phase} rank={rank} {seconds}: {reason}") from faults[rank]
 
 
@@ -264,10 +264,7 @@ class RayEngine:
                 await self._call("__ray_call__", lambda _: gc.freeze())  # imports are no garbage
                 self._shared_memory = await self._call("shared_memory")
         except TimeoutError:
-            raise EngineLostError(
-                f"engine {self._settings.engine_id} lost: phase={phase}: no answer for {limit_s:g} s; "
-                "its accelerators may be gone"
-            ) from None
+            raise self._loss(phase, f"no answer for {limit_s:g} s; its accelerators may be gone") from None
         self._watcher = asyncio.create_task(self._watch())
 
     async def generate(self, request: GenerateRequest) -> Generated:
@@ -326,10 +323,8 @@ class RayEngine:
         try:
             await asyncio.wait({call, hung}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise EngineLostError(
-                    f"engine {self._settings.engine_id} lost: phase={method}: no sign of life of its process for "
-                    f"{self._settings.generate_timeout_s:g} s"
-                )
+                silent_s = self._settings.generate_timeout_s
+                raise self._loss(method, f"no sign of life of its process for {silent_s:g} s")
             return call.result()
         except RayTaskError as error:
             if isinstance(error.cause, EngineLostError):
@@ -337,11 +332,13 @@ class RayEngine:
             raise error.cause from None
         except RayError as error:
             lost.set()
-            what = str(error).strip().partition("\n")[0]
-            raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}: {what}") from None
+            raise self._loss(method, first_line(error)) from None
         finally:
             call.cancel()
             hung.cancel()
+
+    def _loss(self, phase: str, why: str) -> EngineLostError:
+        return EngineLostError(f"engine {self._settings.engine_id} lost: phase={phase}: {why}")
 
     async def _watch(self) -> None:
         """Find that the actor's process hangs, or that it or vLLM is lost while nobody calls it."""
@@ -353,7 +350,7 @@ class RayEngine:
             except TimeoutError:
                 self._hung.set()
                 self._lost.set()
-            except RayError:  # who calls it is told
+            except RayError:  # calls in progress raise it, too
                 self._lost.set()
 
 

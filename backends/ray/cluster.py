@@ -1,10 +1,10 @@
 """A Ray of our own, or the one that the run file names: started, closed to strangers, watched, and ended.
 
 Theory of operation. A Ray of our own listens on this machine's loopback address only, and asks for a token of this run.
-Its files go into one temporary folder. In the end its processes, and theirs, are ended, whatever has become of it, and
-the folder is removed. Ray reads most of this from the environment, which is then as it was.
+Its files go into one temporary folder. At the end its processes and their children are killed, in whatever state they
+are, and the folder is removed. Ray reads most of its settings from the environment, which is restored.
 
-Ray ends this process without a word a minute after its head, the GCS, is gone: so the head is watched.
+Ray kills this process silently a minute after its head, the GCS, is gone: so the head is watched.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import getpass
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -54,7 +52,14 @@ def ray_cluster(address: str | None) -> Iterator[Callable[[], str | None]]:
         processes = _RaysProcesses()
         if address is None:
             stack.callback(processes.end)
-            folder = stack.enter_context(_temporary_folder())
+            base = tempfile.gettempdir()
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(
+                    prefix="pipelinerl-",
+                    dir=base if len(base) <= LONGEST_TEMPORARY_FOLDER else "/tmp",
+                    ignore_cleanup_errors=True,
+                )
+            )
             environment, options = _own(folder)
             stack.enter_context(_environment(environment))
         else:
@@ -97,7 +102,7 @@ def _lost_head() -> str | None:
     return None
 
 
-def _own(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def _own(folder: str) -> tuple[dict[str, str], dict[str, Any]]:
     cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     environment = {
         # What a killed actor has started must not outlive it: vLLM's processes are children of their actor.
@@ -105,7 +110,7 @@ def _own(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",  # no machine but this one: so Ray takes the loopback address
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "TMPDIR": str(folder),
+        "TMPDIR": folder,
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHINDUCTOR_CACHE_DIR": cache,  # compiled kernels stay for the next run
     }
@@ -117,7 +122,7 @@ def _own(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
         "num_cpus": os.cpu_count(),
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
-        "_temp_dir": str(folder),
+        "_temp_dir": folder,
     }
     return environment | {name: os.environ[name] for name in users}, options
 
@@ -146,18 +151,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
         read_anew(one_machine=False)
 
 
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    base = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="pipelinerl-", dir=base if len(base) <= LONGEST_TEMPORARY_FOLDER else "/tmp"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 class _RaysProcesses:
-    """The processes of a Ray of our own, and all that they start; this process may have other children."""
+    """The processes of a Ray of our own, and their children; this process may have other children."""
 
     def __init__(self) -> None:
         self._me = psutil.Process()

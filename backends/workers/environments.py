@@ -88,14 +88,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        task: TaskConfig,
-        codec: Codec,
-        *,
-        number: int,
-        log: Path | None = None,
-        launch: Launch = LocalWorker.launched,
+        self, config: RunConfig, task: TaskConfig, codec: Codec, *, number: int, log: Path, launch: Launch
     ) -> None:
         assert config.environment is not None
         self._limits, self._codec, self._longest_prompt = config.environment.turns, codec, task.max_prompt_tokens

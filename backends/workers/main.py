@@ -2,7 +2,7 @@
 
 Both are lines of JSON. The first line is the table ``train.task``, answered when the environment or task is there; then
 each request is answered before the next one is read. When standard input closes, an environment is closed, and the
-process ends, also if what it serves hangs.
+process ends, even if the environment or task hangs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     """Serve until standard input closes; arguments: ``ENVIRONMENT`` or ``REWARDS``, and perhaps a file for output."""
     kind, *log = sys.argv[1:]
     answers = os.dup(1)
-    os.dup2(2, 1)  # what it prints does not reach the answers
+    os.dup2(2, 1)  # so that prints do not mix with answers
     log_to(log[0] if log else None)
     config = TaskConfig.model_validate_json(sys.stdin.buffer.readline())
     if kind == ENVIRONMENT:

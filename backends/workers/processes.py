@@ -1,9 +1,9 @@
-"""Processes that serve environments or rewards, and what becomes of one that fails.
+"""Processes that serve environments or rewards; a failed one is replaced.
 
-Theory of operation. A process is started when it is first needed, and serves one request after the other. One that
-dies, or does not answer in time, is killed with all that it has started, and its place is free: who comes next gets a
-new process. As many start at a time as there are processors. ``take`` waits for a free place, then ``START_LIMIT_S``
-for the start; ``ask`` the caller's time-out for an answer of at most ``LONGEST_ANSWER``.
+Theory of operation. A process is started when it is first needed, and serves one request after the other. A process
+that dies, or does not answer in time, is killed with all that it has started, and its place is free: the next caller
+gets a new process. As many start at a time as there are processors. ``take`` waits for a free place, then
+``START_LIMIT_S`` for the start; ``ask`` waits the caller's time-out for an answer of at most ``LONGEST_ANSWER``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ class WorkerFailedError(BackendError):
     def __init__(self, fault: EnvironmentFault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
-
-    @property
-    def can_be_tried_again(self) -> bool:
-        """Whether a retry may succeed."""
-        return self.fault is not EnvironmentFault.EXPIRED
 
 
 class Worker(Protocol):
@@ -76,22 +71,15 @@ async def ask(worker: Worker, request: dict[str, Any], what: str, *, timeout_s: 
     except TimeoutError:
         worker.kill()
         raise WorkerFailedError(EnvironmentFault.TIMEOUT, f"its {what} took more than {timeout_s:g} s") from None
-    except (ValueError, OSError) as error:  # nothing more comes, or what is no answer
+    except (ValueError, OSError) as error:  # the process has ended, or its reply is no JSON
         worker.kill()
         raise WorkerFailedError(EnvironmentFault.ERROR, f"its process ended in its {what}") from error
-    except BaseException:  # cancelled: its next answer would be that to this request
+    except BaseException:  # cancelled: its next reply would answer this request
         worker.kill()
         raise
     if "fault" in answer:
         raise WorkerFailedError(EnvironmentFault.ERROR, f"its {what} {answer['fault']}")
     return dict(answer)
-
-
-def command(kind: str, log: Path | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a process, and its environment."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    words = [sys.executable, "-P", "-m", worker_main.__name__, kind, *([] if log is None else [str(log)])]
-    return words, os.environ | {"PYTHONPATH": path}
 
 
 class LocalWorker:
@@ -104,10 +92,11 @@ class LocalWorker:
     @classmethod
     async def launched(cls, kind: str, log: Path | None) -> LocalWorker:
         """Return a launched process; its first request must be the table of its task."""
-        words, environment = command(kind, log)
+        words = [sys.executable, "-P", "-m", worker_main.__name__, kind, *([] if log is None else [str(log)])]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE, env=environment,
-            process_group=0,  # so that Ctrl-C reaches only the caller
+            *words, stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE, env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # so that Ctrl-C reaches only the caller
         )  # fmt: skip
         return cls(process)
 
@@ -158,7 +147,7 @@ class WorkerPool:
         await self._places.acquire()
         try:
             while self._idle and not self._idle[-1].alive:
-                self._idle.pop()  # its process was killed by somebody else
+                self._idle.pop()  # killed from outside
             return self._idle.pop() if self._idle else await self._started()
         except BaseException:
             self._places.release()

@@ -123,14 +123,11 @@ FAILURES_LOGGED = 5
 class TaskClient:
     """Asks the problems of a task (None: an environment's) and its rewards (``processes`` None: in threads)."""
 
-    def __init__(
-        self, config: RunConfig, task: Task | None, codec: Codec, processes: RewardProcesses | None = None
-    ) -> None:
-        assert config.train is not None
-        self._config, self._train = config, config.train
+    def __init__(self, config: RunConfig, task: Task | None, codec: Codec, processes: RewardProcesses | None) -> None:
+        self._config, self._train = config, config.train_table
         self._task, self._codec, self._processes = task, codec, processes
         self._problem = lru_cache(PROBLEMS_KEPT)(self._new_problem)
-        self._sampling = config.train.sampling.model_dump()
+        self._sampling = config.train_table.sampling.model_dump()
         self._rewards = RewardThreads()
         self._num_failed = 0
 

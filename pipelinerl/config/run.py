@@ -10,6 +10,7 @@ from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.scheduler import SchedulerConfig, find_schedule
 from pipelinerl.config.train import Temperature, TrainConfig
 from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.transport import WeightTransport
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.drift import DriftModel
 from pipelinerl.scheduler.kinds import CONVENTIONAL, PIPELINE, ScheduleKind
@@ -297,12 +298,22 @@ class RunConfig(StrictModel):
         return self.workload.length.max + (0 if elsewhere else self.workload.prompt_tokens)
 
     @property
+    def train_table(self) -> TrainConfig:
+        """The table ``train``, which every real run has."""
+        assert self.train is not None
+        return self.train
+
+    @property
+    def train_transport(self) -> WeightTransport:
+        """The weight transport of a real run."""
+        return self.train_table.chosen_transport(colocated=self.colocated)
+
+    @property
     def room_tokens(self) -> int:
         """Longest rollout, prompt included, that engines and trainer of a real run have room for (tokens)."""
-        assert self.train is not None  # the caller has seen to it
         if self.environment is not None:
             return self.environment.turns.context_max
-        return self.train.task.max_prompt_tokens + self.workload.length.max
+        return self.train_table.task.max_prompt_tokens + self.workload.length.max
 
     @property
     def room_key(self) -> str:

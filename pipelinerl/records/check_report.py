@@ -51,6 +51,12 @@ def unchecked(what: str, why: str, advice: str = "") -> CheckRow:
     return CheckRow(what=what, measured=why, finding=Finding.UNCHECKED, advice=advice)
 
 
+def compared(what: str, measured: str, expected: str, *, slow: bool, advice: str) -> CheckRow:
+    """Return a row of the check with the finding *slow*, and the advice, or *ok*."""
+    finding = Finding.SLOW if slow else Finding.OK
+    return CheckRow(what=what, measured=measured, expected=expected, finding=finding, advice=advice if slow else "")
+
+
 def wrong(what: str, measured: str, advice: str) -> CheckRow:
     """Return a row of the check with the finding *wrong*."""
     return CheckRow(what=what, measured=measured, finding=Finding.WRONG, advice=advice)

@@ -51,10 +51,10 @@ def named_value(name: str, shipped: Mapping[str, T], kind: type[T], *, key: str)
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
+    return str(error).strip().partition("\n")[0].rstrip()
 
 
 def kind_and_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, if any."""
-    line = first_line(error).strip()
+    line = first_line(error)
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -19,9 +19,9 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_rank() -> Iterator[None]:
-    """What a rank in this process says of itself is not said to what other modules start, which come by chance.
+    """Remove the environment variables of a rank in this process, which processes of later modules would inherit.
 
-    What Ray says stays: once this process has asked for a token, it does so of every Ray.
+    Ray's variables stay: a process that has asked one Ray for a token asks every Ray.
     """
     yield
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -51,7 +51,7 @@ def own_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def files_of_processes() -> Iterator[None]:
-    """What processes that tests start write for a while, sockets included, goes with the session."""
+    """Remove the temporary files of the processes that tests start, sockets included, after the session."""
     tempfile.gettempdir()  # this process keeps its own
     folder = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
     with pytest.MonkeyPatch.context() as patch:

@@ -27,14 +27,11 @@ def test_a_thread_is_busy_while_it_works_and_not_while_it_sleeps() -> None:
     assert 0.05 - TICK_S <= busy_s <= passed_s - 0.2 + TICK_S
 
 
-def test_without_the_systems_statistics_work_alone_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(busy, "SCHEDULER_STATISTICS", str(tmp_path / "none"))
+def test_waits_for_a_processor_count_where_the_system_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    statistics = tmp_path / "statistics"
+    monkeypatch.setattr(busy, "SCHEDULER_STATISTICS", str(statistics))
     assert time.thread_time() <= busy.busy_s() <= time.thread_time()
-
-
-def test_waits_for_a_processor_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "statistics").write_text("2000000000 500000000 7\n")
-    monkeypatch.setattr(busy, "SCHEDULER_STATISTICS", str(tmp_path / "statistics"))
+    statistics.write_text("2000000000 500000000 7\n")
     assert busy.busy_s() == 2.5
 
 

@@ -56,22 +56,20 @@ def contracts(
 ) -> Iterator[Contracts]:
     folder = tmp_path_factory.mktemp("contracts")
     contracts = fake_contracts(folder) if request.param == "fake" else real_contracts(folder)
+    parts = (contracts.engine.engine, contracts.reference.reference, contracts.trainer.trainer)
+
+    async def on_each(call: str) -> None:
+        await asyncio.gather(*(getattr(part, call)() for part in parts))
+
     try:
-        run(start(contracts))
+        run(on_each("start"))
         yield contracts
     finally:
-        run(contracts.engine.engine.shutdown())
-        run(contracts.reference.reference.shutdown())
-        run(contracts.trainer.trainer.shutdown())
+        run(on_each("shutdown"))
         if request.param == "real":
             import ray
 
             ray.shutdown()
-
-
-async def start(contracts: Contracts) -> None:
-    parts = (contracts.engine.engine, contracts.reference.reference, contracts.trainer.trainer)
-    await asyncio.gather(*(part.start() for part in parts))
 
 
 def fake_contracts(folder: Path) -> Contracts:
@@ -88,8 +86,8 @@ def fake_contracts(folder: Path) -> Contracts:
 
 def real_contracts(folder: Path) -> Contracts:
     import ray
-    import torch
     import transformers
+    import vllm_engine
     from character_model import make_model
     from safetensors.torch import load_file
     from tiny_trainer import settings
@@ -97,37 +95,20 @@ def real_contracts(folder: Path) -> Contracts:
     from backends.ray.actors import RayTrainer
     from backends.trainer.deepspeed.rank import DeepSpeedRank
     from backends.trainer.reference import RayReference, ReferenceSettings
-    from backends.transfer.file import write_weights
     from backends.transfer.verify import checksums
     from backends.vllm.engine import VLLMEngine
-    from backends.vllm.process import VLLMSettings
     from pipelinerl.config.train import OptimizerConfig
 
     make_model(folder, seed=0, end_token=None)
-    made: dict[int, Weights] = {}
+    engine = VLLMEngine(vllm_engine.settings(folder, num_slots=NUM_SLOTS, request_times=True, cpu_in_place=False))
+    subject = vllm_engine.Subject(engine, folder, [transformers.AutoModelForCausalLM.from_pretrained(folder)])
+    made: list[Weights] = []
 
     def weights_of(version: int) -> Weights:
-        if version not in made:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-            torch.manual_seed(version)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-            path = folder / f"weights-{version}"
-            made[version] = Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
-        return made[version]
+        while len(made) < version:
+            made.append(subject.next_weights())
+        return made[version - 1]
 
-    engine = VLLMEngine(
-        VLLMSettings(
-            engine_id=0,
-            model_path=str(folder),
-            num_slots=NUM_SLOTS,
-            max_tokens=512,
-            device="cpu",
-            cpu_cores="0",
-            request_times=True,
-        )
-    )
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = RayTrainer(DeepSpeedRank, given, [{"num_cpus": 1}])
@@ -150,19 +131,12 @@ def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability() -> N
     assert np.concatenate(before) - np.concatenate(after) == pytest.approx(DRIFT, abs=1e-6)
 
 
-@pytest.mark.parametrize("promise", promises(EngineContract))
-def test_an_engine_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(contracts.engine, promise)(), TIMEOUT_S))
+KINDS = {"engine": EngineContract, "reference": ReferenceContract, "trainer": TrainerContract}
 
 
-@pytest.mark.parametrize("promise", promises(ReferenceContract))
-def test_a_reference_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(contracts.reference, promise)(), TIMEOUT_S))
-
-
-@pytest.mark.parametrize("promise", promises(TrainerContract))
-def test_a_trainer_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(contracts.trainer, promise)(), TIMEOUT_S))
+@pytest.mark.parametrize(("part", "promise"), [(part, one) for part, kind in KINDS.items() for one in promises(kind)])
+def test_every_part_keeps_its_promises(contracts: Contracts, run: Run, part: str, promise: str) -> None:
+    run(asyncio.wait_for(getattr(getattr(contracts, part), promise)(), TIMEOUT_S))
 
 
 def test_a_published_version_is_what_an_engine_samples_with(contracts: Contracts, run: Run) -> None:

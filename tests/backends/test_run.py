@@ -4,8 +4,6 @@ One run takes about 45 seconds to start, so a test asks as much of it as it can.
 ``test_run_losses.py``: so that two workers of the tests have as much to do.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -30,7 +28,6 @@ from pipelinerl.calibration.measured import of_its_arm  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.records.check_report import CheckReport, Finding  # noqa: E402
-from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import (  # noqa: E402
     DiscardRollouts,
     RolloutAborted,
@@ -173,9 +170,7 @@ def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind):
     run.wait_for_step(1)
     gives_back = [STREAMED_ENVIRONMENT.items() <= one.environ().items() for one in run.named("VLLM::Worker")]
     assert gives_back == [transport == "streamed"] * workers
-    status, stdout, stderr = run.end()
-    assert status == 0, stderr
-    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
+    summary = run.summary()
     assert summary.evaluation.success_before <= 0.45
     assert summary.evaluation.success_after >= 0.80
     during = summary.evaluation.during
@@ -222,9 +217,7 @@ def test_the_tiny_model_learns_to_call_a_calculator(fitted_calculator, tmp_path)
     run = Process(fitted_calculator, tmp_path / "run", *sets, example=TOOLS)
     run.wait_for_step(2)
     assert run.shared  # so that what is left of it would be found
-    status, stdout, stderr = run.end()
-    assert status == 0, stderr
-    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
+    summary = run.summary()
     assert summary.evaluation.success_before <= 0.45  # 0.28 +- 0.045: one in 10,000 runs is beyond it
     # 0.82 in a recorded run, 0.79 +- 0.05 the rewards of its last five steps: four standard deviations of 100 problems
     # and as much from run to run, together 0.07.

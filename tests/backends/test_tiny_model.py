@@ -20,10 +20,7 @@ from backends.huggingface_codec import HuggingFaceCodec  # noqa: E402
 from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
 from pipelinerl.rl.sums import Arithmetic  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def test_an_unfitted_model_loads_and_is_never_right(tmp_path: Path) -> None:
@@ -76,12 +73,9 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_negative_fit_steps_are_refused(tmp_path: Path) -> None:
+def test_negative_fit_steps_and_a_task_without_a_recipe_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fit_steps must be at least 0, got -1"):
         make_tiny_model(tmp_path, fit_steps=-1)
-
-
-def test_a_task_without_a_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="task must be arithmetic or chain or calculator, got 'math'"):
         make_tiny_model(tmp_path, task="math")
 

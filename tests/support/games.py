@@ -15,8 +15,10 @@ from pipelinerl.rl.problems import Problem
 class Game:
     """So many turns, each answered by its length and its number; the reward of a turn is its share of the letter b.
 
-    Keeps a file with its process id while it is there, so that a test sees what is left of a run.
+    While it is open there is a file named as its process in the folder ``pids``.
     """
+
+    num_held_out: int | None = None
 
     def __init__(
         self, *, turns: int = 3, as_tokens: bool = False, delay_s: float = 0.0, pids: str | None = None
@@ -24,10 +26,6 @@ class Game:
         self.turns, self.as_tokens, self.delay_s = turns, as_tokens, delay_s
         self.pid_file = None if pids is None else Path(pids) / str(os.getpid())
         self.turn = 0
-
-    @property
-    def num_held_out(self) -> int | None:
-        return None
 
     async def reset(self, index: int, *, held_out: bool) -> Content:
         if self.pid_file is not None:
@@ -48,11 +46,7 @@ class Game:
 
 
 class Three(Game):
-    """Holds out three problems."""
-
-    @property
-    def num_held_out(self) -> int | None:
-        return 3
+    num_held_out = 3
 
 
 class Sleepy(Game):
@@ -69,16 +63,11 @@ class Sleepy(Game):
         return await super().reset(index, held_out=held_out)
 
 
-def NEVER() -> object:
-    """Return what is no environment."""
-    return object()
+NEVER = object  # makes no environment
 
 
 class Hostile(Game):
-    """Fails in one way or another at so large a share of all resets and steps, whoever makes them and whenever.
-
-    Without one it fails at every step of the first problem.
-    """
+    """Fails in one of these ways at a share ``rate`` of resets and steps; None: at all steps of the first problem."""
 
     def __init__(self, *, ways: str, rate: float | None = None, **settings: object) -> None:
         super().__init__(**settings)

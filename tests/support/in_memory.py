@@ -1,7 +1,5 @@
 """A real driver on engines and a trainer in memory: builders that several test modules share."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -48,9 +46,10 @@ def config_of(*, steps=6, batch=8, group=4, slots=6, engines=2, kind="pipeline",
 
 
 def turns_of(*, count=4, most=4, context_max=200, observation_max=10, settings=None, name="Game", train=None, **keys):
-    """A run whose rollouts play a game of ``tests/support/games.py``."""
+    """A run whose rollouts play a game of ``tests/support/games.py``, unless ``train`` has another task."""
     limits = keys.pop("limits", {})
-    config = config_of(**keys, train={**(train or {}), "task": {"name": f"games:{name}", "settings": settings or {}}})
+    task = {"name": f"games:{name}", "settings": settings or {}}
+    config = config_of(**keys, train={"task": task, **(train or {})})
     table = {"kind": "lognormal", "mean": 2.0, "max": most}
     table |= {"observation_max": observation_max, "context_max": context_max}
     data = json.loads(config.model_dump_json(exclude_none=True))
@@ -59,15 +58,19 @@ def turns_of(*, count=4, most=4, context_max=200, observation_max=10, settings=N
 
 
 class Letters:
-    """Rewards an answer with its share of the letter b, or as a function of the problem; some prompts raise."""
+    """Rewards an answer with its share of the letter b, or as a function of the problem; some problems raise.
+
+    ``odd_prompt``: of all problems of odd index.
+    """
 
     num_held_out = None
 
-    def __init__(self, *, raises_every=0, reward=None):
-        self.raises_every, self.given = raises_every, reward
+    def __init__(self, *, raises_every=0, reward=None, odd_prompt=None):
+        self.raises_every, self.given, self.odd_prompt = raises_every, reward, odd_prompt
 
     def problem(self, index, *, held_out):
-        return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
+        usual = f"{'held out' if held_out else 'problem'} {index}"
+        return Problem(usual if self.odd_prompt is None or index % 2 == 0 else self.odd_prompt, index)
 
     def reward(self, problem, answer):
         if self.raises_every and problem.expected % self.raises_every == 0:
@@ -93,6 +96,20 @@ class Interrupts(Letters):
         return super().reward(problem, answer)
 
 
+class Asked(FakeEngine):
+    """Keeps its requests and answers."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.requests, self.answers = [], []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        answer = await super().generate(request)
+        self.answers.append(answer)
+        return answer
+
+
 @dataclass
 class Parts:
     """What a test changes before it runs; the engines' ids are their places."""
@@ -105,13 +122,13 @@ class Parts:
     lost: Callable[[], str | None] | None = None
 
 
-def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine):
+def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine, reference=None):
     slots = config.scheduler.generation_batch_size
     engines = [engine(num_slots=slots, step_s=step_s) for _ in range(config.num_engines)]
     kl_coefficient = config.train.loss.kl_coefficient
     if trainer is None:
         trainer = FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient)
-    return Parts(engines, trainer, task or Letters(), FakeReference() if kl_coefficient else None)
+    return Parts(engines, trainer, task or Letters(), reference or (FakeReference() if kl_coefficient else None))
 
 
 def run(config, out, parts, *, resume=False):

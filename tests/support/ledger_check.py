@@ -1,7 +1,5 @@
 """What must hold of the folder of any finished real run, whatever happened in it."""
 
-from __future__ import annotations
-
 import csv
 import json
 

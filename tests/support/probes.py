@@ -10,9 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_engine import settings
+
 from backends.interface import GenerateRequest
 from backends.vllm.engine import VLLMEngine
-from backends.vllm.process import VLLMSettings
 
 NUM_PROBES = 4
 TOKENS = 6
@@ -72,19 +73,11 @@ def probed(folder: Path) -> list[str]:
 
 def started_with(model: Path, *, workers: int) -> list[Any]:
     """What an engine answers that is started with the model."""
-    cores = "|".join(str(worker) for worker in range(workers))
-    settings = VLLMSettings(
-        engine_id=9,
-        model_path=str(model),
-        num_slots=4,
-        max_tokens=64,
-        device="cpu",
-        tensor_parallel=workers,
-        cpu_cores=cores,
-    )
+    cores = "|".join(map(str, range(workers)))
+    changed = {"num_slots": 4, "max_tokens": 64, "tensor_parallel": workers, "cpu_cores": cores, "cpu_in_place": False}
 
     async def fresh():
-        engine = VLLMEngine(settings)
+        engine = VLLMEngine(settings(model, **changed))
         await engine.start()
         try:
             return await answers(engine)

@@ -1,7 +1,5 @@
 """`pipelinerl train` as a user runs it: a process of its own, whose whole tree dies with the test."""
 
-from __future__ import annotations
-
 import atexit
 import getpass
 import json
@@ -13,9 +11,10 @@ import time
 from pathlib import Path
 
 import psutil
-from command_line import program
+from command_line import program, sets
 
 from backends.vllm.process import shared_memory_of
+from pipelinerl.records.reports import RunReport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
 TOOLS = EXAMPLE.with_name("tiny_tools.toml")
@@ -29,11 +28,6 @@ LEFT_OVER_LIMIT_S = 60.0
 """Longest wait for what is about to go: Ray ends its processes behind the run's back."""
 
 
-def options(model, *sets):
-    overrides = (f"train.model.path={model}", *sets)
-    return [part for one in overrides for part in ("--set", one)]
-
-
 def python_path(folder):
     """Where a run finds modules: in this folder, here, and where this process does."""
     here = str(Path(__file__).parent)
@@ -43,14 +37,9 @@ def python_path(folder):
 class Process:
     """A run in a process of its own; all that it starts dies with the test."""
 
-    def __init__(self, model, out, *sets, resume=False, check=False, env=None, example=EXAMPLE):
-        command = [*program(UNDRAWN), "train", str(example), "--out", str(out)]
-        command += [
-            *options(model, *sets),
-            "--json",
-            *(["--resume"] if resume else []),
-            *(["--check"] if check else []),
-        ]
+    def __init__(self, model, out, *overrides, resume=False, check=False, env=None, example=EXAMPLE, first=UNDRAWN):
+        command = [*program(first), "train", str(example), "--out", str(out), "--json"]
+        command += sets(f"train.model.path={model}", *overrides) + resume * ["--resume"] + check * ["--check"]
         self.out = out
         self.temporary = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
         atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
@@ -118,6 +107,12 @@ class Process:
     def end(self):
         out, _ = self.process.communicate(timeout=LIMIT_S)
         return self.process.returncode, out, self.err.read_text()
+
+    def summary(self):
+        """Wait for the end of a run that must succeed; return its report."""
+        status, out, err = self.end()
+        assert status == 0, out + err
+        return RunReport.from_dict(json.loads(out), name="stdout")
 
     def left_over(self):
         """What is left of it: processes, shared memory, temporary files; those that are about to go have their time."""

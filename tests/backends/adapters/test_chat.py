@@ -7,9 +7,9 @@ import pytest
 from chat_tokenizers import CHATML, FORGETS_REASONING, TEMPLATES, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import message
 
 from backends.adapters.chat import ChatTokens, load_tokenizer
-from pipelinerl.errors import ConfigError
 
 TOKENIZERS = {name: chat_tokenizer(template, end) for name, (template, end) in TEMPLATES.items()}
 WORDS = st.text(st.sampled_from("aeinst .,\n{}<>"), min_size=1, max_size=12).filter(lambda text: text == text.strip())
@@ -54,15 +54,14 @@ def test_the_ways_to_spell_an_answer_differ() -> None:
     assert spelled(tokenizer, "station", [True] * 6) != tokenizer.encode("station", add_special_tokens=False)
 
 
+HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+
+
 @pytest.mark.parametrize(
     ("name", "ended", "cut"),
     [
         ("chatml", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
-        (
-            "llama",
-            "<|start_header_id|>tool<|end_header_id|>\n\n4<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-            "<|eot_id|>",
-        ),
+        ("llama", f"{HEADER.format('tool')}4<|eot_id|>{HEADER.format('assistant')}", "<|eot_id|>"),
         ("plain", "\ntool: 4\nassistant: ", "</s>"),
     ],
 )
@@ -93,27 +92,20 @@ def test_tools_are_in_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "words"),
     [
         (None, "must have a chat template"),
         ("{{ raise_exception('no users') }}", "its chat template cannot be used: no users"),
-        (
-            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-            "it leaves answers of the model out",
-        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m }}{% endfor %}", "it leaves answers of the model out"),
     ],
 )
-def test_a_tokenizer_without_a_usable_template_is_one_line(template: str | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        ChatTokens(chat_tokenizer(template, "<|im_end|>"))
-    assert "\n" not in str(caught.value)
+def test_a_tokenizer_without_a_usable_template_is_one_line(template: str | None, words: str) -> None:
+    assert words in message(ChatTokens, chat_tokenizer(template, "<|im_end|>"))
 
 
 def test_a_tokenizer_is_loaded_from_a_folder(tmp_path: Any) -> None:
     chat_tokenizer(CHATML, "<|im_end|>").save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).chat_template == CHATML
-    with pytest.raises(ConfigError, match="tokenizer must be a folder, got 'no/such'"):
-        load_tokenizer("no/such")
+    assert "tokenizer must be a folder, got 'no/such'" in message(load_tokenizer, "no/such")
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match="tokenizer cannot be loaded from"):
-        load_tokenizer(str(tmp_path))
+    assert "tokenizer cannot be loaded from" in message(load_tokenizer, str(tmp_path))

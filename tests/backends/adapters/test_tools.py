@@ -1,12 +1,14 @@
-"""Tool calls of a chat model: parsers, and an episode through the fake engine."""
+"""Tool calls of a chat model: parsers, and an episode of turns."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_tokenizers import CHATML, chat_tokenizer
 from environment_episodes import played
+from refusals import message
 
 from backends.adapters.tools import Answer, ToolCall, ToolEnvironment, hermes, load_parser
 from pipelinerl.errors import ConfigError
@@ -52,12 +54,8 @@ def folder(tmp_path: Path) -> str:
 
 
 def environment(folder: str, **settings: Any) -> ToolEnvironment:
-    usual = {
-        "tokenizer": folder,
-        "task": {"name": f"{__name__}:Five"},
-        "tools": [f"{__name__}:add", f"{__name__}:wait"],
-    }
-    return ToolEnvironment(**{**usual, **settings})
+    tools = [f"{__name__}:add", f"{__name__}:wait"]
+    return ToolEnvironment(**{"tokenizer": folder, "task": {"name": f"{__name__}:Five"}, "tools": tools, **settings})
 
 
 @pytest.mark.parametrize(
@@ -79,20 +77,16 @@ def test_calls_in_json_are_read_and_anything_else_is_text(text: str, answer: Ans
 
 @pytest.mark.slow  # imports vLLM
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("text", ["5", f"Let me see. {ADD}", ADD + ADD, "<tool_call>add 2 3</tool_call>"])
-def test_vllm_reads_the_same(text: str) -> None:
+def test_vllm_reads_the_same_and_its_parsers_are_named() -> None:
     pytest.importorskip("vllm")
-    parse = load_parser("vllm:hermes", chat_tokenizer(CHATML, "<|im_end|>"))
-    theirs, ours = parse(text), hermes(text)
-    assert (theirs.calls, theirs.content.strip()) == (ours.calls, ours.content)
-
-
-@pytest.mark.slow  # imports vLLM
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_an_unknown_parser_of_vllm_is_one_line() -> None:
-    pytest.importorskip("vllm")
-    with pytest.raises(ConfigError, match=r"must be vllm: and one of .*hermes.*, got 'harmes'"):
-        load_parser("vllm:harmes", chat_tokenizer(CHATML, "<|im_end|>"))
+    tokenizer = chat_tokenizer(CHATML, "<|im_end|>")
+    parse = load_parser("vllm:hermes", tokenizer)
+    for text in ("5", f"Let me see. {ADD}", ADD + ADD, "<tool_call>add 2 3</tool_call>"):
+        theirs, ours = parse(text), hermes(text)
+        assert (theirs.calls, theirs.content.strip()) == (ours.calls, ours.content)
+    assert re.search(
+        "must be vllm: and one of .*hermes.*, got 'harmes'", message(load_parser, "vllm:harmes", tokenizer)
+    )
 
 
 def test_an_episode_calls_a_tool_and_answers(folder: str) -> None:
@@ -109,10 +103,7 @@ def test_an_episode_calls_a_tool_and_answers(folder: str) -> None:
     [
         ('{"name": "wait"}', "waited"),
         ('{"name": "sub"}', "error: no tool 'sub'; there are add, wait"),
-        (
-            '{"name": "add", "arguments": {"a": 1}}',
-            "error: TypeError: add() missing 1 required positional argument: 'b'",
-        ),
+        ('{"name": "add", "arguments": {"a": 1}}', "error: TypeError: add() missing 1 required positional argument: "),
         ('{"name": "add", "arguments": [1, 2]}', "error: TypeError:"),
         ('{"name": "add", "arguments": {"a": 1, "b": "x"}}', "error: TypeError: unsupported operand"),
     ],
@@ -125,19 +116,16 @@ def test_what_a_tool_returns_or_raises_is_read_by_the_model(folder: str, call: s
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "words"),
     [
         ({"tokenizer": "no/such"}, "train.task.settings.tokenizer must be a folder, got 'no/such'"),
-        (
-            {"task": {"nam": "math"}},
-            "^train.task.settings.task.name is missing\ntrain.task.settings.task.nam is an unk",
-        ),
+        ({"task": {"nam": "math"}}, "^train.task.settings.task.name is missing\ntrain.task.settings.task.nam is an un"),
         ({"tools": ["add"]}, "train.task.settings.tools must be module:attribute, got 'add'"),
         ({"tools": [f"{__name__}:undescribed"]}, "train.task.settings.tools: undescribed cannot be described: "),
         ({"parser": "harmes"}, "train.task.settings.parser must be hermes or vllm:NAME, got 'harmes'"),
     ],
 )
-def test_wrong_settings_are_one_line(folder: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_wrong_settings_are_one_line(folder: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
         environment(folder, **settings)
     assert all(line.startswith("train.task.settings.") for line in str(caught.value).splitlines())

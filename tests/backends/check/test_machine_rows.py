@@ -34,10 +34,14 @@ def run(*sets: str) -> RunConfig:
 
 
 def rows(
-    place: dict[str, Any] | None = None, rank: dict[str, Any] | None = None, *more: PlaceFacts
+    place: dict[str, Any] | None = None,
+    rank: dict[str, Any] | None = None,
+    *sets: str,
+    more: tuple[PlaceFacts, ...] = (),
+    to_engines_gb_s: float | None = 2.0,
 ) -> dict[str, CheckRow]:
-    test = SelfTest((replace(PLACE, **place or {}), *more), (RANK, replace(RANK, **rank or {})), 2.0)
-    return {row.what: row for row in machine_rows(run(), test, OWN, 15.2)}
+    places, ranks = (replace(PLACE, **place or {}), *more), (RANK, replace(RANK, **rank or {}))
+    return {row.what: row for row in machine_rows(run(*sets), SelfTest(places, ranks, to_engines_gb_s), OWN, 15.2)}
 
 
 def test_machines_that_are_as_they_should_be() -> None:
@@ -61,21 +65,18 @@ def test_what_is_wrong_with_a_machine(place: dict[str, Any], rank: dict[str, Any
 
 
 def test_streamed_weights_need_no_room_on_the_host() -> None:
-    test = SelfTest((replace(PLACE, free_memory_gb=15.0),), (RANK,), None)
-    config = run("train.transport=streamed")
-    assert {row.finding for row in machine_rows(config, test, OWN, 15.2)} <= {Finding.OK, Finding.UNCHECKED}
-    assert "host memory" not in {row.what for row in machine_rows(config, test, OWN, 15.2)}
+    found = rows({"free_memory_gb": 15.0}, {}, "train.transport=streamed")
+    assert {row.finding for row in found.values()} == {Finding.OK}
+    assert "host memory" not in found
 
 
 def test_a_link_below_the_pessimistic_level_is_slow() -> None:
     """H100: NVLink 450 GB/s, 8 links of 50 GB/s between nodes; an all-reduce reaches 0.35 of it, 0.2 at worst."""
     name = "all-reduce of 2 ranks (NCCL)"
-    assert rows()[name].expected == "158 GB/s; slow below 90"
-    assert [rows(rank={"reduce_gb_s": speed})[name].finding for speed in (89.0, 91.0)] == [Finding.SLOW, Finding.OK]
-    sent = "broadcast of 1 GB to 2 ranks (NCCL)"
-    assert rows()[sent].expected == rows()[name].expected
-    assert [rows(rank={"broadcast_gb_s": speed})[sent].finding for speed in (89.0, 91.0)] == [Finding.SLOW, Finding.OK]
-    assert rows({}, {}, replace(PLACE, machine="b"))[name].expected == "140 GB/s; slow below 80"
+    for link, measured in ((name, "reduce_gb_s"), ("broadcast of 1 GB to 2 ranks (NCCL)", "broadcast_gb_s")):
+        assert rows()[link].expected == "158 GB/s; slow below 90"
+        assert [rows(rank={measured: speed})[link].finding for speed in (89.0, 91.0)] == [Finding.SLOW, Finding.OK]
+    assert rows(more=(replace(PLACE, machine="b"),))[name].expected == "140 GB/s; slow below 80"
     slow = rows(rank={"to_host_gb_s": 9.0})["GPU to pinned memory"]
     assert (slow.finding, slow.expected) == (Finding.SLOW, "25 GB/s; slow below 10")
 
@@ -83,10 +84,7 @@ def test_a_link_below_the_pessimistic_level_is_slow() -> None:
 def test_the_way_to_the_engines_is_compared_with_one_stream() -> None:
     """1.6e9 bytes/s, 1.0e9 at worst, of the catalogue's coefficients."""
     what = "broadcast of 1 GB to the engines' machines"
-    found = [
-        {row.what: row for row in machine_rows(run(), SelfTest((PLACE,), (RANK,), speed), OWN, 15.2)}
-        for speed in (1.1, 0.9, None)
-    ]
+    found = [rows(to_engines_gb_s=speed) for speed in (1.1, 0.9, None)]
     assert found[0][what].expected == "1.6 GB/s; slow below 1"
     assert [one[what].finding for one in found[:2]] == [Finding.OK, Finding.SLOW]
     assert what not in found[2]
@@ -112,14 +110,14 @@ def test_the_pack_takes_at_least_its_flop_at_the_peak_and_is_slow_when_it_takes_
 
 
 @given(
-    pack_tokens=st.integers(20, 3000), prompts=st.integers(1, 10), longest=st.integers(2, 10), ranks=st.integers(1, 5)
+    pack_tokens=st.integers(20, 3000), prompt=st.integers(1, 10), longest=st.integers(2, 10), ranks=st.integers(1, 5)
 )
 def test_the_longest_pack_is_one_full_row_on_every_rank(
-    pack_tokens: int, prompts: int, longest: int, ranks: int
+    pack_tokens: int, prompt: int, longest: int, ranks: int
 ) -> None:
     config = run(
         f"train.trainer.pack_tokens={pack_tokens}",
-        f"train.task.max_prompt_tokens={prompts}",
+        f"train.task.max_prompt_tokens={prompt}",
         "train.task.overlong_tokens=0",
         f"workload.length={{kind='fixed', max={longest}}}",
         f"cluster.accelerators={48 + ranks}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,16 +21,18 @@ from in_memory import Letters, Shared, config_of, interrupt, turns_of
 from refusals import message
 
 from backends.check.run_check import MARKER, check
-from backends.fake import FakeBackend
+from backends.fake import FakeBackend, FakeEngine
 from backends.interface import Parts, PlaceFacts, RankFacts, Sample, SelfTest, TrainResult, UpdateTimes, Weights
 from pipelinerl.calibration.measured import merged, of_its_arm
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import RunInterruptedError
+from pipelinerl.errors import RunInterruptedError, TrainerLostError
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
+from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's
 ROOT = Path(__file__).parents[3]
 
 
@@ -40,7 +41,6 @@ class Machines(FakeBackend):
 
     def __init__(self, *, at: int | None = None, do: Callable[[], None] | None = None) -> None:
         self.trainer = PackTrainer(train_batch_size=8, at=at, do=do)
-        self.updates: list[int] = []
 
     @contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
@@ -52,21 +52,11 @@ class Machines(FakeBackend):
             return SelfTest((place,), (RankFacts("CPU", "plain", 0.0, True, 1.0, 1.0, 0.064, None, None),), None)
 
         with super().open(config) as parts:
-            for engine in parts.engines.values():
-                engine.update = self.noting(engine.update)  # type: ignore[method-assign]
             yield replace(parts, trainer=self.trainer, self_test=self_test)
-
-    def noting(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        async def noted(weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
-            self.updates.append(weights.version)
-            times: UpdateTimes = await update(weights, weight_update)
-            return times
-
-        return noted
 
 
 class PackTrainer(Shared):
-    """Trains on what is no batch, too: the pack that is timed; if it has its memory."""
+    """Trains on the pack that is timed, which is no batch, too; only while it has its memory."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -81,28 +71,36 @@ class PackTrainer(Shared):
         return await super().train(samples, completes_step=completes_step)
 
 
-@pytest.fixture
-def letters(monkeypatch: pytest.MonkeyPatch) -> Letters:
-    task = Letters()
-    monkeypatch.setattr("backends.check.run_check.task_of", lambda _: task)
-    return task
+class Alike(Letters):
+    def reward(self, problem: Problem, answer: str) -> float:
+        return 1.0
 
 
-def checked(out: Path, backend: Machines, **changed: object) -> tuple[CheckReport, dict[str, CheckRow]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
-        report = check(config_of(**changed), out=out, backend=backend)
+LETTERS = {"task": {"name": "in_memory:Letters"}}
+
+
+def checked(out: Path, backend: Machines, config: RunConfig | None = None) -> tuple[CheckReport, dict[str, CheckRow]]:
+    report = check(config or config_of(train=LETTERS), out=out, backend=backend)
     return report, {row.what.strip(): row for row in report.rows}
 
 
-def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(out: Path, letters: Letters) -> None:
-    backend = Machines()
-    report, rows = checked(out, backend, steps=50)
+def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates, update = [], FakeEngine.update
+
+    async def noted(engine: FakeEngine, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        updates.append(weights.version)
+        return await update(engine, weights, weight_update)
+
+    monkeypatch.setattr(FakeEngine, "update", noted)
+    backend, config = Machines(), config_of(steps=50, train=LETTERS)
+    report, rows = checked(out, backend, config)
     assert not report.wrong
     assert len(backend.trainer.trained) == 4
-    engines = backend.updates.count(0)  # the first updates, which are slower, are not among those that are measured
-    assert engines == 2
-    assert backend.updates[:engines] == [0, 0]
+    # The first updates, which are slower, come before the run, and are not among the ones that are measured.
+    assert updates[:2] == [0, 0]
+    assert updates.count(0) == 2
     loaded = [one.event.version for one in Trace(out / TRACE_FILE).records() if isinstance(one.event, WeightsLoaded)]
     assert min(loaded) > 0
     made, timed = backend.trainer.packs  # the second one changes weights: on-policy, and all of it good
@@ -115,35 +113,27 @@ def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(out
     assert list(rows)[-1] == "hardware.toml"
     assert CheckReport.read(out / "check.json") == report
     assert not {"checkpoints", "model", MARKER} & {path.name for path in out.iterdir()}
-    config = config_of(steps=50)
     by_file, by_folder = (of_its_arm(config, [source]) for source in (out / "hardware.toml", out))
     assert by_file.hardware == by_folder.hardware != config.hardware
     assert merged(config, [out])[1].weights[False] == by_file.hardware.weights
 
 
-def test_where_engines_and_trainer_take_turns_the_pack_is_trained_on_in_the_trainers_turn(
-    out: Path, letters: Letters
-) -> None:
-    report, rows = checked(out, Machines(), kind="conventional")
+def test_where_engines_and_trainer_take_turns_the_pack_is_trained_on_in_the_trainers_turn(out: Path) -> None:
+    report, rows = checked(out, Machines(), config_of(kind="conventional", train=LETTERS))
     assert not report.wrong
     assert "a pack of 16384 tokens" in rows
 
 
 def test_a_run_with_environments_is_checked(out: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
-        report = check(turns_of(settings={"turns": 2}, steps=50), out=out, backend=Machines())
-    rows = {row.what.strip(): row for row in report.rows}
+    report, rows = checked(out, Machines(), turns_of(settings={"turns": 2}, steps=50))
     assert not report.wrong
     assert rows["seconds of a step"].measured.startswith("mean ")
     assert rows["rewards"].measured.startswith("0 of 8 episodes with empty answers")
     assert rows["optimizer steps"].measured.startswith("4, ")
 
 
-def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path, letters: Letters) -> None:
+def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path) -> None:
     def die() -> None:
-        from pipelinerl.errors import TrainerLostError
-
         raise TrainerLostError("trainer died: phase=train rank=3")
 
     report, rows = checked(out, Machines(at=1, do=die))
@@ -153,14 +143,13 @@ def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path, letters: Lette
     assert CheckReport.read(out / "check.json") == report
 
 
-def test_rewards_that_are_all_alike_teach_nothing(out: Path, letters: Letters) -> None:
-    letters.given = lambda problem: 1.0
-    report, rows = checked(out, Machines())
+def test_rewards_that_are_all_alike_teach_nothing(out: Path) -> None:
+    report, rows = checked(out, Machines(), config_of(train={"task": {"name": f"{__name__}:Alike"}}))
     assert rows["signal"].finding is Finding.WRONG
     assert report.wrong
 
 
-def test_a_folder_that_holds_a_check_is_refused_and_ctrl_c_is_one_line(out: Path, letters: Letters) -> None:
+def test_a_folder_that_holds_a_check_is_refused_and_ctrl_c_is_one_line(out: Path) -> None:
     with pytest.raises(RunInterruptedError, match="interrupted; the check is not complete"):
         checked(out, Machines(at=1, do=interrupt))
     assert not (out / "check.json").exists()

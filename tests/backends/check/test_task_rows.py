@@ -6,30 +6,19 @@ import re
 from typing import Any
 
 import pytest
-from command_line import TINY
-from in_memory import turns_of
+from in_memory import config_of, turns_of
 
 from backends.check.task_rows import SAMPLE, environment_rows, task_rows
 from backends.fake import FakeCodec
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import with_overrides
 from pipelinerl.records.check_report import CheckRow, Finding
 from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.sums import Arithmetic
 
 
-def config(longest_answer: int = 50, max_prompt_tokens: int = 8) -> RunConfig:
-    import json
-    import tomllib
-
-    train = {
-        "device": "cpu",
-        "model": {"path": "nowhere"},
-        "task": {"name": "arithmetic", "max_prompt_tokens": max_prompt_tokens, "reward_timeout_s": 600.0},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    data = with_overrides(tomllib.loads(TINY) | {"train": train}, [f"workload.length.max={longest_answer}"])
-    return RunConfig.model_validate_json(json.dumps(data))
+def config(max_prompt_tokens: int = 8) -> RunConfig:
+    task = {"name": "arithmetic", "max_prompt_tokens": max_prompt_tokens, "reward_timeout_s": 600.0}
+    return config_of(longest=50, train={"task": task})
 
 
 class Own:
@@ -107,26 +96,20 @@ def test_what_a_run_leaves_out_is_counted_and_is_no_fault() -> None:
 
 
 def test_without_a_tokenizer_lengths_are_not_checked() -> None:
-    *_, last = task_rows(config(), Arithmetic(), None, "transformers is not installed")
-    assert (last.what, last.finding) == ("lengths in tokens", Finding.UNCHECKED)
-    assert last.measured == "transformers is not installed"
+    for *_, last in (
+        task_rows(config(), Arithmetic(), None, "no transformers"),
+        environment_rows(turns_of(settings={"turns": 1}), None, "no transformers"),
+    ):
+        assert (last.what, last.finding, last.measured) == ("lengths in tokens", Finding.UNCHECKED, "no transformers")
 
 
 # The check of an environment: times against the run file, lengths against its limits, rewards, and what fails.
 
-pytest.importorskip("torch")  # of ``in_memory``
-pytest.importorskip("tensorboard")
 
-
-def calculator(**limits: Any) -> RunConfig:
+def calculator(*, delay_s: float = 0.0, step_s: float = 1.0, **keys: Any) -> RunConfig:
     """Sums of two: a call, its answer of two to three tokens, and the result."""
-    keys = {name: limits.pop(name) for name in ("context_max", "observation_max", "settings") if name in limits}
-    config = turns_of(**keys, limits={"step_s": 1.0, "reset_s": 1.0, **limits})
-    assert config.train is not None
-    task = config.train.task.model_copy(
-        update={"name": "calculator", "settings": {"most": 2, **(keys.get("settings") or {})}}
-    )
-    return config.model_copy(update={"train": config.train.model_copy(update={"task": task})})
+    task = {"name": "calculator", "settings": {"most": 2, "delay_s": delay_s}}
+    return turns_of(**keys, limits={"step_s": step_s, "reset_s": 1.0}, train={"task": task})
 
 
 def episode_rows(config: RunConfig) -> dict[str, CheckRow]:
@@ -144,7 +127,7 @@ def test_an_environment_that_is_right() -> None:
 
 def test_slower_than_the_run_file_says_cut_and_beyond_the_context() -> None:
     """A delay of 0.1 s against 0.01 s; contexts of 12 tokens hold no sum with its call, its answer and its result."""
-    found = episode_rows(calculator(step_s=0.01, observation_max=1, context_max=12, settings={"delay_s": 0.1}))
+    found = episode_rows(calculator(step_s=0.01, observation_max=1, context_max=12, delay_s=0.1))
     assert found["seconds of a step"].finding is Finding.SLOW
     seconds = re.match(r"environment\.step_s = (\S+) has", found["seconds of a step"].advice)
     assert seconds is not None
@@ -160,12 +143,7 @@ def test_slower_than_the_run_file_says_cut_and_beyond_the_context() -> None:
     [
         ({"rate": 1.0, "ways": "raises"}, {}, "environment", "it never opened: its reset raised RuntimeError: no game"),
         ({"ways": "raises"}, {}, "episodes", "1 of 8 episodes failed, the first: its step raised RuntimeError"),
-        (
-            {"ways": "hangs"},
-            {"step_timeout_s": 0.5},
-            "episodes",
-            "1 of 1 episodes failed, the first: its step took more",
-        ),
+        ({"ways": "hangs"}, {"step_timeout_s": 0.5}, "episodes", "1 of 1 episodes failed, the first: its step took"),
     ],
 )
 def test_what_fails_is_told(settings: dict[str, Any], limits: dict[str, Any], row: str, says: str) -> None:
@@ -180,10 +158,3 @@ def test_without_given_answers_turns_count_as_the_longest() -> None:
     assert found["rewards"].measured == "0 of 8 episodes with empty answers earn 1 or more"
     assert found["episode tokens"].measured.endswith("if all turns are the longest")
     assert 45 < int(found["episode tokens"].measured.split()[3]) < 66
-
-
-def test_without_a_tokenizer_lengths_of_episodes_are_not_checked() -> None:
-    *_, last = environment_rows(turns_of(settings={"turns": 1}), None, "transformers is not installed")
-    assert (last.what, last.finding, last.measured) == (
-        "lengths in tokens", Finding.UNCHECKED, "transformers is not installed",
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checkpoints are written while a run goes on, one at a time, and one that is not complete does not count."""
+"""Checkpoints are written while a run goes on, one at a time; an incomplete one is ignored."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ class Writer(FakeTrainer):
 
     def __init__(self, *, steps: int = 0, hangs_at: int | None = None) -> None:
         super().__init__(train_batch_size=8)
-        self.steps, self.hangs_at = steps, hangs_at
-        self.writing, self.copied_at = False, 0
+        self.steps, self.hangs_at, self.writing = steps, hangs_at, False
         self.trained_meanwhile: list[int] = []
 
     async def snapshot(self) -> None:
         assert not self.writing
-        self.copied_at = self.version
         await super().snapshot()
 
     async def save(self, folder: Path) -> None:
         assert not self.writing
-        self.writing, before = True, self.copied_at
+        self.writing, before = True, self._copied
         await super().save(folder)
         async with asyncio.timeout(60):
             while before == self.hangs_at or self.version < min(before + self.steps, CONFIG.optimizer_steps):

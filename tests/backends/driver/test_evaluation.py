@@ -1,13 +1,12 @@
 """Evaluations beside the run, on engines and a trainer in memory: they disturb nothing, and say what they measured."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
 import pytest
 from in_memory import (
     KINDS,
+    Asked,
     Killer,
     Letters,
     Shared,
@@ -23,7 +22,6 @@ from refusals import message
 
 from backends.driver.evaluation import evaluation_slots
 from backends.driver.metrics import PER_STEP
-from backends.fake import FakeEngine
 from backends.preflight import evaluation_task
 from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.sums import Arithmetic
@@ -42,18 +40,21 @@ class HalfRight(Letters):
         return float(problem.expected % 2 == 0) if problem.prompt == "held out" else super().reward(problem, answer)
 
 
-class Seen(FakeEngine):
-    """Keeps the requests of evaluations, for which it has a slot more; sleeps only when nothing is in progress."""
+class Seen(Asked):
+    """Has a slot more for evaluations, whose answers take longer; sleeps only when nothing is in progress."""
 
     def __init__(self, *, num_slots, **settings):
         super().__init__(num_slots=num_slots + 1, **settings)
-        self.held_out, self.most = [], 0
+
+    @property
+    def held_out(self):
+        return [one for one in self.requests if one.rollout_id < 0]
 
     async def generate(self, request):
+        answer = await super().generate(request)
         if request.rollout_id < 0:
-            self.held_out.append(request)
             await asyncio.sleep(0.005)
-        return await super().generate(request)
+        return answer
 
     async def sleep(self):
         assert not self._running
@@ -102,15 +103,14 @@ def test_an_evaluation_samples_in_its_own_way(out):
 
 
 def test_an_engine_that_is_lost_in_an_evaluation_answers_after_its_restart(out):
-    config = config_of(steps=9, train={"evaluation": {"problems": 8, "every": 3}, "engine": {"restarts_per_hour": 1}})
-    parts = seen(config)
-
     class Dies(Seen):
         async def generate(self, request):
             if len(self.held_out) == 6 and self.num_started == 1:  # 4 before the run
                 self.die()
             return await super().generate(request)
 
+    config = config_of(steps=9, train=EVERY_3)
+    parts = seen(config)
     parts.engines[0] = Dies(num_slots=6)
     summary = run_checked(config, out, parts)
     assert summary.engine_restarts == 1
@@ -130,8 +130,11 @@ def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it
     parts.engines[0] = Slow(num_slots=6)
     interrupted(config, out, parts)
     assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
-    summary = run_checked(config, out, seen(config), resume=True)
-    assert {one.step for one in summary.evaluation.during} <= {6, 9}
+    resumed = seen(config)
+    evaluation = run_checked(config, out, resumed, resume=True).evaluation
+    assert sum(len(engine.held_out) for engine in resumed.engines) == 8 * (len(evaluation.during) + 1)  # none before
+    assert evaluation.success_before == evaluation.success_after == 0.5
+    assert {one.step for one in evaluation.during} <= {6, 9}
 
 
 def test_engines_have_an_eighth_more_slots_for_evaluations_beside_the_run():

@@ -1,7 +1,5 @@
 """Faults in a run with parts in memory: what they cost, and what they do not."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
@@ -29,7 +27,6 @@ import backends.driver.lifecycle
 from backends.fake import FakeEngine, FakeTrainer
 from backends.workers.rewards import RewardThreads
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
-from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import RolloutFailed, RolloutFinished, StartRollout, WeightsLoaded
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
@@ -48,55 +45,39 @@ def test_a_run_survives_the_loss_of_an_engine(out, setting):
 def test_losses_count_for_an_hour_and_per_engine(out, monkeypatch):
     """Two engines may be lost twice within an hour, whichever they are; the third time ends the run, which goes on."""
     config = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=10, longest=40)
-    losses = iter([2, 4, 6])
 
-    def die():
-        parts.engines[1].die()
-        parts.trainer.at = next(losses, None)
+    def losing(*steps):
+        def die():
+            parts.engines[1].die()
+            parts.trainer.at = next(losses, None)
 
-    def parts_with_losses():
-        parts = parts_of(config)
+        parts, losses = parts_of(config), iter(steps)
         parts.trainer = Killer(train_batch_size=8, at=next(losses), do=die)
         return parts
 
-    parts = parts_with_losses()
-    monkeypatch.setattr(backends.driver.engines, "HOUR_S", 0.0)
-    assert run_checked(config, out, parts).engine_restarts == 3
-    monkeypatch.undo()
-    losses = iter([2, 4])
-    parts = parts_with_losses()
-    assert run_checked(config, out.with_name("two"), parts).engine_restarts == 2
-    losses = iter([2, 4, 6])
-    parts = parts_with_losses()
+    with monkeypatch.context() as patch:
+        patch.setattr(backends.driver.engines, "HOUR_S", 0.0)
+        assert run_checked(config, out, losing(2, 4, 6)).engine_restarts == 3
+    assert run_checked(config, out.with_name("two"), losing(2, 4)).engine_restarts == 2
     with pytest.raises(BackendError, match="engine lost"):
-        run(config, out.with_name("three"), parts)
+        run(config, out.with_name("three"), losing(2, 4, 6))
     run_checked(config, out.with_name("three"), resume=True)  # the trainer was well: nothing is lost
 
 
-class Publisher(Killer):
-    """Knows what it has published last."""
-
-    published = 0
-
-    async def publish(self, version):
-        self.published = version
-        return await super().publish(version)
-
-
 class Slow(FakeEngine):
-    """Comes back when the trainer has published three times more."""
+    """Comes back when another engine has loaded at least three more versions."""
 
-    def __init__(self, trainer, **settings):
+    def __init__(self, other, **settings):
         super().__init__(**settings)
-        self.trainer, self.back_at = trainer, 0
+        self.other, self.back_at = other, 0
 
     def die(self):
-        self.back_at = self.trainer.published + 3
+        self.back_at = self.other._weights.version + 3
         super().die()
 
     async def start(self):
         async with asyncio.timeout(300):
-            while self.trainer.published < self.back_at:
+            while self.other._weights.version < self.back_at:
                 await asyncio.sleep(0.001)
         await super().start()
 
@@ -105,11 +86,9 @@ class Slow(FakeEngine):
 def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out, weight_update):
     config = config_of(steps=16, weight_update=weight_update, longest=40, slots=16)
     parts = parts_of(config)
-    parts.trainer = Publisher(train_batch_size=8, at=2, do=None)
-    parts.engines[1] = Slow(parts.trainer, num_slots=16)
-    parts.trainer.do = parts.engines[1].die
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
+    parts.engines[1] = Slow(parts.engines[0], num_slots=16)
+    parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
     loaded, at_least = {0: [0], 1: [0]}, {}
     for row in records(out):
         match row.event or row.command:
@@ -119,11 +98,13 @@ def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out,
                 at_least.setdefault(rollout_id, loaded[engine][-1])
             case RolloutFinished(rollout_id=rollout_id, spans=spans):
                 assert spans.versions[0] >= at_least[rollout_id]
-    assert loaded[0] == loaded[1] == sorted(set(loaded[0]))  # the seat is said to have what its engine will have
+    assert (
+        loaded[0] == loaded[1] == sorted(set(loaded[0]))
+    )  # an id is reported to have the version that its engine will have
 
 
 class Unlucky(FakeEngine):
-    """Fails its next starts, so many of them, when it has been started so many times: the first one at once."""
+    """Fails ``fails`` times to start, once it has been started ``after`` times."""
 
     def __init__(self, *, after=0, fails=1, **settings):
         super().__init__(**settings)
@@ -154,49 +135,31 @@ def test_what_keeps_all_engines_from_starting_is_not_tried_twice(out):
 
 @pytest.mark.parametrize("times", [0, 1])
 @pytest.mark.parametrize("setting", SETTINGS, ids=[*KINDS, "asleep"])
-def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, times):
-    """The scheduler goes on as with two engines; the other one serves the rollouts of both seats."""
+def test_another_engine_serves_the_id_of_one_that_cannot_be_started(out, caplog, setting, times):
+    """The scheduler goes on as with two engines."""
     config = config_of(**setting, steps=20)
     parts = parts_of(config)
     parts.engines[1] = Unlucky(after=times, fails=9, num_slots=config.scheduler.generation_batch_size)
     if times:
         parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 0
+    assert run_checked(config, out, parts).engine_restarts == 0
     assert "engine 1 given up, engine 0 serves its id: engine start failed: no room" in caplog.text
     assert parts.engines[0].num_started == 1
-    on_seat = Counter(row.event.engine for row in records(out) if isinstance(row.event, RolloutFinished))
-    assert on_seat.keys() == {0, 1}
+    finished = Counter(row.event.engine for row in records(out) if isinstance(row.event, RolloutFinished))
+    assert finished.keys() == {0, 1}
     loads = [row.event for row in records(out) if isinstance(row.event, WeightsLoaded)]
-    versions = [[one.version for one in loads if one.engine == seat] for seat in (0, 1)]
+    versions = [[one.version for one in loads if one.engine == engine_id] for engine_id in (0, 1)]
     assert len(versions[0]) > 1
     assert all(one == other for one, other in zip(*versions, strict=False))  # the run may end between the newest two
 
 
-@pytest.mark.parametrize("times", [0, 1])
-def test_without_any_engine_the_run_fails(out, times):
+def test_without_any_engine_the_run_fails(out):
     config = config_of(steps=50)
     parts = parts_of(config)
-    parts.engines = [Unlucky(after=times, fails=9) for _ in range(2)]
-
-    def die():
-        for engine in parts.engines:
-            engine.die()
-
-    parts.trainer = Killer(train_batch_size=8, at=2, do=die)
+    parts.engines = [Unlucky(after=1, fails=9) for _ in range(2)]
+    parts.trainer = Killer(train_batch_size=8, at=2, do=lambda: [engine.die() for engine in parts.engines])
     with pytest.raises(EngineLostError, match="engine start failed: no room"):
         run(config, out, parts)
-
-
-class Odd(Letters):
-    """Odd problems have this prompt."""
-
-    def __init__(self, prompt):
-        super().__init__()
-        self.prompt = prompt
-
-    def problem(self, index, *, held_out):
-        return Problem(self.prompt if index % 2 else "some", index)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +167,8 @@ class Odd(Letters):
     [
         (Letters(raises_every=3), "no reward today"),
         (Letters(reward=lambda problem: math.nan if problem.expected % 2 else 1.0), "nan"),
-        (Odd("x" * 200), "its prompt has 200 tokens"),
-        (Odd(""), "its prompt has 0 tokens"),
+        (Letters(odd_prompt="x" * 200), "its prompt has 200 tokens"),
+        (Letters(odd_prompt=""), "its prompt has 0 tokens"),
     ],
     ids=["reward raises", "reward is no number", "prompt is too long", "prompt is empty"],
 )
@@ -303,7 +266,6 @@ def test_rewards_in_processes_that_die_cost_their_groups_only(out):
     started = [row.command for row in records(out) if isinstance(row.command, StartRollout)]
     prompts = {one.rollout_id: one.prompt_id for one in started}
     failed = {prompts[row.event.rollout_id] for row in records(out) if isinstance(row.event, RolloutFailed)}
-    assert failed
-    assert all(one % 7 == 0 for one in failed)
+    assert {one % 7 for one in failed} == {0}
     assert summary.rollouts.failed >= len(failed)
     assert summary.evaluation.success_after == 0.0  # held-out problems are asked there, too: that one dies

@@ -1,7 +1,5 @@
 """The driver on engines and a trainer in memory: nothing is lost, nothing counted twice, all replays."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import math

@@ -1,20 +1,19 @@
-"""Reference log-probabilities in a run with fakes: what waits for them, what does not, and what becomes of losses."""
-
-from __future__ import annotations
+"""Reference log-probabilities in a run with fakes: waits for them, and losses of the model."""
 
 import asyncio
 import math
 
 import numpy as np
 import pytest
-from in_memory import Interrupts, Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
+from in_memory import Asked, Interrupts, Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import metrics_of, records
 from virtual_clock import run as run_at_once
 
 from backends.driver.checkpoint import read_newest
 from backends.driver.preprocessing import Preprocessing
 from backends.driver.rollouts import RolloutData
-from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer, logprob
+from backends.driver.tasks import RunTasks
+from backends.fake import DRIFT, FakeReference, FakeTrainer, logprob
 from pipelinerl.errors import ReferenceLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
@@ -55,25 +54,16 @@ def asked(reference, *, at_s, gives_up=()):
         return logprob_T, asyncio.get_running_loop().time()
 
     async def all_of_them():
-        failed = asyncio.get_running_loop().create_future()
-
-        def spawn(work):
-            task = asyncio.create_task(work)
-            task.add_done_callback(lambda done: done.exception() and failed.set_exception(done.exception()))
-            return task
-
-        stage = Preprocessing(reference, limit=100, spawn=spawn)
+        tasks, loop = RunTasks(), asyncio.get_running_loop()
+        stage = Preprocessing(reference, limit=100, spawn=tasks.spawn)
         await stage.start()
-        start_s = asyncio.get_running_loop().time()
+        start_s = loop.time()
         asking = [asyncio.create_task(one(stage, number, delay_s)) for number, delay_s in enumerate(at_s)]
         for number in gives_up:
-            asyncio.get_running_loop().call_later(0.02, asking.pop(number).cancel)
-        answers = asyncio.gather(*asking)
-        await asyncio.wait({answers, failed}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
+            loop.call_later(0.02, asking.pop(number).cancel)
+        answers = await tasks.unless_ended(asyncio.gather(*asking), "")
         await stage.shutdown()
-        return [(logprob_T, done_s - start_s) for logprob_T, done_s in answers.result()]
+        return [(logprob_T, done_s - start_s) for logprob_T, done_s in answers]
 
     return run_at_once(all_of_them())
 
@@ -91,14 +81,27 @@ def test_a_rollout_that_is_given_up_does_not_keep_the_others_from_their_values()
     assert [logprob_T.tolist() for logprob_T, _ in answers] == [[-1.0] * 2, [-1.0] * 3]
 
 
-def test_without_a_reference_nothing_waits():
-    assert [logprob_T for logprob_T, _ in asked(None, at_s=[0.0])] == [None]
+def test_there_is_no_room_while_as_many_rollouts_as_the_limit_wait():
+    async def scenario():
+        tasks, loop = RunTasks(), asyncio.get_running_loop()
+        stage = Preprocessing(FakeReference(batch_s=0.2), limit=2, spawn=tasks.spawn)
+        await stage.start()
+        asking = []
+        for _ in range(3):
+            asking.append(asyncio.create_task(stage.reference_logprobs(rollout(1))))
+            await asyncio.sleep(0.02)  # the first one is the batch, the others wait
+        await stage.room()
+        room_s = loop.time()
+        await asyncio.gather(*asking)
+        return room_s
+
+    assert run_at_once(scenario()) == pytest.approx(0.2)
 
 
 class Mortal(FakeReference):
-    """Dies in some of its batches, by number, those that are asked again included; may not start a second time."""
+    """Dies in some of its batches, by number, repeated ones included; starts so many times only."""
 
-    def __init__(self, *, dies_in, starts=9, **changed):
+    def __init__(self, *, dies_in=(), starts=9, **changed):
         super().__init__(**changed)
         self.dies_in, self.starts, self.num_asked = dies_in, starts, 0
 
@@ -139,82 +142,48 @@ def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(out, k
     assert scored <= sum(parts.reference.batches) <= scored + 16  # each once; some were asked for when the run ended
 
 
-class Counting(FakeEngine):
-    """Counts its answers, and says whether it has anything to do."""
-
-    num_answers = 0
-
-    async def generate(self, request):
-        answer = await super().generate(request)
-        self.num_answers += 1
-        return answer
-
-    @property
-    def idle(self):
-        return not self._running and not self._waiting
-
-
 class Behind(FakeReference):
-    """Takes for its first batch until all answers wait for it and all engines have stood idle for a while, or until
-    they have given so many."""
+    """Takes for its first batch until the engines have given so many answers."""
 
-    def __init__(self, engines, *, most):
-        super().__init__()
-        self.engines, self.most, self.answers_before, self.num_waiting = engines, most, None, 0
+    engines, most = (), 0
 
     async def logprobs(self, samples):
-        idle = 0
-        while not self.batches and idle < 100 and self.num_answers < self.most:
+        while not self.batches and sum(len(engine.answers) for engine in self.engines) < self.most:
             await asyncio.sleep(0)
-            idle = idle + 1 if self.num_waiting == self.num_answers and all(one.idle for one in self.engines) else 0
-        self.answers_before = self.answers_before or self.num_answers
         return await super().logprobs(samples)
 
-    @property
-    def num_answers(self):
-        return sum(engine.num_answers for engine in self.engines)
 
-
-def behind(config, monkeypatch, *, most):
-    parts = parts_of(config, engine=Counting)
-    parts.reference = Behind(parts.engines, most=most)
-    logprobs = Preprocessing.reference_logprobs
-
-    async def counted(stage, data):
-        parts.reference.num_waiting += 1  # it has been rewarded, by a thread, in whatever time that took
-        return await logprobs(stage, data)
-
-    monkeypatch.setattr(Preprocessing, "reference_logprobs", counted)
-    return parts
-
-
-def test_a_slow_reference_delays_readiness_and_not_generation(out, monkeypatch):
+def test_a_slow_reference_delays_readiness_and_not_generation(out):
     config = kl_config(steps=4, slots=6, ready_queue_size=1000)
-    most = 5 * 6 * 2  # all slots of both engines, several times over
-    parts = behind(config, monkeypatch, most=most)
+    parts = parts_of(config, engine=Asked, reference=Behind())
+    parts.reference.engines, parts.reference.most = parts.engines, 5 * 6 * 2  # all slots several times over
     run(config, out, parts)
-    assert parts.reference.answers_before >= most
     kinds = [type(row.event or row.command) for row in records(out)]
     before = kinds[: kinds.index(RolloutScored)]
-    assert before.count(RolloutFinished) >= most
+    assert before.count(RolloutFinished) >= parts.reference.most
     assert StartTraining not in before
 
 
-def test_generation_waits_for_a_reference_that_falls_behind(out, monkeypatch):
+def test_every_request_waits_for_room_behind_the_reference(out, monkeypatch):
+    """The limit may wait, the rollouts in flight when it was reached, and their successors while they are rewarded."""
+    rooms, room = [], Preprocessing.room
+
+    async def counted(stage):
+        await room(stage)
+        rooms.append(stage)
+
+    monkeypatch.setattr(Preprocessing, "room", counted)
     config = kl_config(steps=3, slots=6, ready_queue_size=8)
-    parts = behind(config, monkeypatch, most=400)
+    parts = parts_of(config, engine=Asked, reference=FakeReference(batch_s=0.1))
     run_checked(config, out, parts)
-    assert parts.reference.answers_before < 8 + 2 * 12  # the engines had nothing to do
-    # The limit, what was in flight when it was reached, and what has taken its place while it was being rewarded.
-    assert 8 <= max(parts.reference.batches) <= 8 + 2 * 12
+    assert len(rooms) >= sum(len(engine.requests) for engine in parts.engines)
+    assert max(parts.reference.batches) <= 8 + 2 * 12
 
 
 def test_a_reference_that_does_not_start_ends_the_run_with_its_line(out):
     config = kl_config()
-    parts = parts_of(config)
-    parts.reference = Mortal(dies_in=set(), starts=0)
     with pytest.raises(ReferenceLostError, match="reference model failed: phase=start"):
-        run(config, out, parts)
+        run(config, out, parts_of(config, reference=Mortal(starts=0)))
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
@@ -231,8 +200,7 @@ def test_a_run_survives_one_loss_of_the_reference(out, kind):
 @pytest.mark.parametrize("steps_per_rl_step", [1, 2])
 def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(out, kind, steps_per_rl_step):
     config = kl_config(kind=kind, steps=12, longest=40, optimizer_steps_per_rl_step=steps_per_rl_step)
-    parts = parts_of(config)
-    parts.reference = Mortal(dies_in={4, 5})
+    parts = parts_of(config, reference=Mortal(dies_in={4, 5}))
     parts.trainer = Shared(train_batch_size=8, kl_coefficient=KL)  # has the memory only while it trains
     with pytest.raises(ReferenceLostError, match=r"; go on from a checkpoint$"):
         run(config, out, parts)
@@ -243,14 +211,8 @@ def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(out, kind
 
 def test_a_reference_lost_while_the_trainer_works_loses_no_step(out):
     config = kl_config(steps=20, longest=40)
-    parts = parts_of(config)
-    parts.reference = FakeReference(batch_s=0.002)
-
-    def die_for_good():
-        parts.reference.die()
-        parts.reference.start = parts.reference.shutdown
-
-    parts.trainer = Killer(train_batch_size=8, train_s=0.1, kl_coefficient=KL, at=2, do=die_for_good)
+    parts = parts_of(config, reference=Mortal(batch_s=0.002, starts=1))
+    parts.trainer = Killer(train_batch_size=8, train_s=0.1, kl_coefficient=KL, at=2, do=parts.reference.die)
     with pytest.raises(ReferenceLostError):
         run(config, out, parts)
     state = read_newest(out, config).state
@@ -260,19 +222,16 @@ def test_a_reference_lost_while_the_trainer_works_loses_no_step(out):
 
 def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(out):
     config = kl_config(steps=4, longest=40, train={"evaluation": {"problems": 4}})
-    parts = parts_of(config)
-    parts.reference = Mortal(dies_in=set(), batch_s=0.05)
+    parts = parts_of(config, reference=Mortal(batch_s=0.05, starts=1))
 
     class LastStep(FakeTrainer):
         async def save(self, folder):
-            parts.reference.starts = 1
             parts.reference.die()  # in a batch
             await asyncio.sleep(0.1)
             await super().save(folder)
 
     parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL)
-    summary = run(config, out, parts)
-    assert summary.complete
+    assert run(config, out, parts).complete
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
@@ -281,8 +240,7 @@ def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(out):
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_asks_again(out, kind):
     config = kl_config(kind=kind, steps=12, slots=16)
-    parts = parts_of(config, step_s=0.001)
-    parts.reference = FakeReference(batch_s=0.01)
+    parts = parts_of(config, step_s=0.001, reference=FakeReference(batch_s=0.01))
     parts.trainer = Killer(train_batch_size=8, train_s=0.05, kl_coefficient=KL, at=3, do=interrupt)
     interrupted(config, out, parts)
     state = read_newest(out, config).state
@@ -298,10 +256,8 @@ def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_
 
 def test_ctrl_c_while_rollouts_wait_for_the_reference(out):
     config = kl_config(steps=6)
-    parts = parts_of(config, task=Interrupts(when=lambda problem: problem.expected == 3))
-    parts.reference = FakeReference(batch_s=60.0)
-    interrupted(config, out, parts)
-    state = read_newest(out, config).state
-    assert state.scoring
+    task = Interrupts(when=lambda problem: problem.expected == 3)
+    interrupted(config, out, parts_of(config, task=task, reference=FakeReference(batch_s=60.0)))
+    assert read_newest(out, config).state.scoring
     run_checked(config, out, resume=True)
     check_divergence(out, steps=6)

@@ -1,21 +1,18 @@
 """Checkpoints of runs with parts in memory: a resumed run loses nothing and does nothing twice."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import signal
 from pathlib import Path
 
 import pytest
 from in_memory import KINDS, Interrupts, Killer, Letters, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import metrics_of, records
+from refusals import message
 
 from backends.driver.checkpoint import FOLDER, read_newest
-from backends.driver.lifecycle import Driver
 from backends.driver.loop import EventLoop
 from backends.fake import FakeEngine, FakeTrainer
-from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
+from pipelinerl.errors import BackendError, RunFailedError, TrainerLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
@@ -125,10 +122,8 @@ def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(
 def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_the_newest_weights(out):
     """Going on reports the late engine; the answer is a publication, which no engine may be said to have."""
     config = config_of(steps=12, longest=20, slots=16)
-    parts = parts_of(config)
+    parts = parts_of(config, task=Interrupts(when=lambda _: parts.trainer.version >= 2))
     parts.engines[0] = FakeEngine(num_slots=16, update_s=60.0)
-    trainer = parts.trainer
-    parts.task = Interrupts(when=lambda _: trainer.version >= 2)
     interrupted(config, out, parts)
     state = read_newest(out, config).state
     assert state.pending is None
@@ -138,22 +133,15 @@ def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_
 
 def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(out, monkeypatch):
     """Also of those that were started at the very instant it was written."""
-    config = config_of()
-    carry_out_all, run_driver = EventLoop._carry_out_all, Driver.run
-    drivers = []
-
-    async def run_known(driver):
-        drivers.append(driver)
-        await run_driver(driver)
+    config, carry_out_all = config_of(), EventLoop._carry_out_all
 
     def carried_out_and_interrupted(loop, commands):
         carry_out_all(loop, commands)
-        drivers[0].interrupt()
+        loop._tasks.ended.set()  # as Ctrl-C does
 
-    monkeypatch.setattr(Driver, "run", run_known)
-    monkeypatch.setattr(EventLoop, "_carry_out_all", carried_out_and_interrupted)
-    interrupted(config, out, parts_of(config))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(EventLoop, "_carry_out_all", carried_out_and_interrupted)
+        interrupted(config, out, parts_of(config))
     state = read_newest(out, config).state
     assert len(state.in_flight) == 12
     assert state.in_flight.keys() <= state.rollouts.keys()
@@ -165,10 +153,9 @@ def test_a_complete_run_that_goes_on_evaluates_and_exports_again(out):
     first = run(config, out, parts_of(config))
     (out / "model" / "fake.json").unlink()
     parts = parts_of(config)
-    again = run_checked(config, out, parts, resume=True)
+    assert run_checked(config, out, parts, resume=True) == first
     assert parts.trainer.trained == []
     assert (out / "model" / "fake.json").exists()
-    assert again == first
 
 
 def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on(out):
@@ -176,14 +163,6 @@ def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on
     for resume in (False, True):
         with pytest.raises(RunFailedError, match=r"stalled: .*discard_limit = 50"):
             run(config, out, parts_of(config, task=Letters(raises_every=1)), resume=resume)
-
-
-def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(out):
-    config = config_of(steps=8, train={"evaluation": {"problems": 4}})
-    interrupted(config, out)
-    assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
-    summary = run(config, out, parts_of(config), resume=True)
-    assert summary.evaluation.to_dict().keys() == {"success_before", "success_after"}
 
 
 def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, monkeypatch):
@@ -195,12 +174,11 @@ def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, m
             raise KeyboardInterrupt  # after Ctrl-C: its second one
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", killed)
-    parts = parts_of(config)
-    parts.trainer = Killer(train_batch_size=8, at=3, do=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(config, out, parts)
-    monkeypatch.undo()
+    killer = Killer(train_batch_size=8, at=3, do=interrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, out, parts_of(config, trainer=killer))
     assert read_newest(out, config).state.version >= 3
     run_checked(config, out, resume=True)
 
@@ -217,8 +195,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(out):
 def test_a_checkpoint_of_another_configuration_is_refused(out):
     config = config_of()
     interrupted(config, out)
-    with pytest.raises(ConfigError, match=r"step_00000\d was written with scheduler.train_batch_size=8, got 16"):
-        read_newest(out, config_of(batch=16))
+    assert "was written with scheduler.train_batch_size=8, got 16" in message(read_newest, out, config_of(batch=16))
     read_newest(out, config_of(train={"checkpoint": {"every": 7}}))  # may differ
 
 
@@ -254,5 +231,4 @@ def test_a_run_may_go_on_with_more_ranks_but_not_with_more_engines(out, kind, ma
     if may:
         run_checked(changed, out, resume=True)
     else:
-        with pytest.raises(ConfigError, match=r"was written with cluster.accelerators=2, got 4"):
-            read_newest(out, changed)
+        assert "was written with cluster.accelerators=2, got 4" in message(read_newest, out, changed)

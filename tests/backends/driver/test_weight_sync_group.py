@@ -1,19 +1,15 @@
 """Weights that are sent, to engines in memory: who is in the group, who stands still, what a lost member costs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
-from typing import Any
 
 import pytest
 from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import records
 
-from backends.driver.weight_sync import WeightSyncGroup
 from backends.fake import FakeEngine, FakeTrainer
-from backends.interface import GroupMembers, Weights
+from backends.interface import GroupMembers
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import WeightsLoaded
 
@@ -24,7 +20,7 @@ TRAIN_S = 0.02  # longer than a transfer, so that a run does not end before the 
 
 
 class Sending(FakeTrainer):
-    """Trains while it sends; a hook is called once when it begins something, from a version on.
+    """Trains while it sends; does something once, when a call of a name begins, from a version on.
 
     A transfer lasts until so many steps, ``awaited``, have begun in one.
     """
@@ -32,22 +28,21 @@ class Sending(FakeTrainer):
     def __init__(self, engines):
         super().__init__(train_batch_size=8, train_s=TRAIN_S)
         self.engines, self.members, self.groups, self.num_opened = engines, [], [], 0
-        self.hooks, self.busy = {}, set()
+        self.when, self.busy = (None, 0, None), set()
         self.trained_while_sending, self.awaited = 0, 0
 
-    def when(self, what, version, do):
-        self.hooks[what] = (version, do)
-
     @contextlib.contextmanager
-    def one_thing(self, what, version=0, *, but_not):
-        assert not self.busy & {what, *but_not}, f"{what} while {self.busy}"
-        self.busy.add(what)
+    def one_thing(self, name, version=0, *, but_not):
+        assert not self.busy & {name, *but_not}, f"{name} while {self.busy}"
+        self.busy.add(name)
         try:
-            if what in self.hooks and version >= self.hooks[what][0]:
-                self.hooks.pop(what)[1]()
+            at, least, do = self.when
+            if name == at and version >= least:
+                self.when = (None, 0, None)
+                do()
             yield
         finally:
-            self.busy.discard(what)
+            self.busy.discard(name)
 
     async def train(self, samples, *, completes_step):
         self.trained_while_sending += "send" in self.busy
@@ -73,13 +68,13 @@ class Sending(FakeTrainer):
     async def join_group(self, names, *, timeout_s):
         with self.one_thing("join", but_not=["send"]):
             joined = [engine for engine in self.engines if engine.joined_at is not None]
-            if len(joined) < len(names) - 1 or not all(engine.runs for engine in joined):
+            if len(joined) < len(names) - 1 or any(engine.gone.is_set() for engine in joined):
                 await self.silence()
             self.members = joined
             self.groups.append([engine.index for engine in joined])
 
     async def silence(self):
-        """Wait for an engine that says nothing, until somebody ends it."""
+        """Wait for an engine that does not answer, until the group is aborted."""
         raise TransferError(await asyncio.wait_for(self.aborted, SILENCE_S))
 
     async def send(self, weights):
@@ -88,7 +83,7 @@ class Sending(FakeTrainer):
             async with asyncio.timeout(60):
                 while self.trained_while_sending < self.awaited:
                     await asyncio.sleep(0.001)
-            if not all(engine.runs and engine.joined_at == engine.num_started for engine in self.members):
+            if any(engine.gone.is_set() or engine.joined_at != engine.num_started for engine in self.members):
                 await self.silence()
             for engine in self.members:
                 engine.arrives(weights.version)
@@ -106,7 +101,7 @@ class Streaming(Sending):
             return await super().train(samples, completes_step=completes_step)
 
     async def open_group(self):
-        self.cut("another group")
+        self.cut()
         return await super().open_group()
 
     async def send(self, weights):
@@ -117,31 +112,29 @@ class Streaming(Sending):
                     self.breaks -= 1
                     raise TransferError("no more of it")
                 await super().send(weights)
-            except TransferError as error:
-                self.cut(str(error))
+            except TransferError:
+                self.cut()
                 raise
 
-    def cut(self, why):
+    def cut(self):
         for engine in self.members:
-            engine.cut(why)
+            engine.cut()
 
 
 class Receiving(FakeEngine):
-    """Loads what it has been sent, nothing else."""
+    """Loads the version that it was sent last, no other."""
 
     def __init__(self, index, **options):
         super().__init__(**options)
-        self.index, self.staged, self.joined_at, self.runs = index, None, None, False
-        self.gone = asyncio.Event()
+        self.index, self.staged, self.joined_at, self.gone = index, None, None, asyncio.Event()
 
     def die(self):
         super().die()
-        self.runs = False
         self.gone.set()
 
     async def start(self):
         await super().start()
-        self.runs, self.staged, self.gone = True, None, asyncio.Event()
+        self.staged, self.gone = None, asyncio.Event()
 
     async def until_lost(self):
         await self.gone.wait()
@@ -168,11 +161,11 @@ class Loading(Receiving):
 
     def die(self):
         super().die()
-        self.cut("dead")
+        self.cut()
 
-    def cut(self, why):
+    def cut(self):
         if self.arriving is not None and not self.arriving.done():
-            self.arriving.set_exception(TransferError(why))
+            self.arriving.set_exception(TransferError("no more of it"))
 
     def arrives(self, version):
         super().arrives(version)
@@ -201,7 +194,8 @@ class Loading(Receiving):
 def wired(config, trainer=Sending, engine=Receiving):
     """Parts of a run whose engines and trainer are in a group."""
     parts = parts_of(config)
-    parts.engines = [engine(index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
+    slots = config.scheduler.generation_batch_size
+    parts.engines = [engine(index, num_slots=slots) for index in range(config.num_engines)]
     parts.trainer, standing_still = trainer(parts.engines), trainer is Streaming
     members = dict(enumerate(parts.engines))
     parts.group = GroupMembers(parts.trainer, members, timeout_s=TIMEOUT_S, standing_still=standing_still)
@@ -212,20 +206,18 @@ EVERYONE = [0, 1]
 TRANSPORTS = pytest.mark.parametrize("ends", [(Sending, Receiving), (Streaming, Loading)], ids=["sent", "streamed"])
 
 
-def test_an_engine_of_another_model_ends_the_run_at_once(out, caplog):
+def test_an_engine_of_another_model_ends_the_run_at_once(out):
     config = config_of(steps=50)
     parts = wired(config)
     refusal = "engine 0: weights to be received have unknown 1 of 3 parameters: x"
-    joined = []
 
     async def join_group(names, *, timeout_s):
-        joined.append(names)
         raise TransferError(refusal)
 
     parts.trainer.join_group = join_group
     with pytest.raises(WeightsRefusedError, match=f"^{refusal}$"):
         run(config, out, parts)
-    assert len(joined) == 1
+    assert parts.trainer.num_opened == 1
     assert [engine.num_started for engine in parts.engines] == [1, 1]
 
 
@@ -244,13 +236,18 @@ def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update, end
 def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(out, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, steps=30)
     parts = wired(config)
-    parts.trainer.when("train", 3, parts.engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
-    assert [engine.num_started for engine in parts.engines] == [1, 2]
-    groups = parts.trainer.groups
+    parts.trainer.when = ("train", 3, parts.engines[1].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
+    first, *groups, last = parts.trainer.groups
     assert [1] in groups
-    assert (groups[0], groups[-1]) == (EVERYONE, EVERYONE)
+    assert first == last == EVERYONE
+
+
+def test_the_only_engine_gets_another_group_after_its_restart(out):
+    config = config_of(engines=1, steps=12, longest=40, slots=16, publish_every=2)  # none is under way at step 3
+    parts = wired(config)
+    parts.trainer.when = ("train", 3, parts.engines[0].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
 
 
 @TRANSPORTS
@@ -258,13 +255,11 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(o
 def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version, ends):
     config = config_of(longest=40, slots=16, steps=30)
     parts = wired(config, *ends)
-    parts.trainer.when(what, version, parts.engines[1].die)
-    summary = run_checked(config, out, parts)
-    assert summary.engine_restarts == 1
+    parts.trainer.when = (what, version, parts.engines[1].die)
+    assert run_checked(config, out, parts).engine_restarts == 1
     assert [engine.num_started for engine in parts.engines] == [1, 2]
-    groups = parts.trainer.groups
-    assert groups[-1] == EVERYONE
-    assert what != "send" or [0] in groups  # the other one gets everything once more
+    assert parts.trainer.groups[-1] == EVERYONE
+    assert what != "send" or [0] in parts.trainer.groups  # the other one gets everything once more
 
 
 @pytest.mark.parametrize(("breaks", "restarts"), [(1, 0), (2, 2)])
@@ -273,7 +268,7 @@ def test_a_transfer_that_breaks_off_is_made_again_while_engines_stand_still_then
 ):
     config = config_of(longest=40, slots=16, steps=12)
     parts = wired(config, Streaming, Loading)
-    parts.trainer.when("send", 3, lambda: setattr(parts.trainer, "breaks", breaks))
+    parts.trainer.when = ("send", 3, lambda: setattr(parts.trainer, "breaks", breaks))
     assert run_checked(config, out, parts).engine_restarts == restarts
 
 
@@ -289,7 +284,7 @@ def test_the_trainer_trains_while_it_sends(out):
 def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out, ends):
     config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=20, longest=40)
     parts = wired(config, *ends)
-    parts.trainer.when("send", 3, parts.engines[1].die)
+    parts.trainer.when = ("send", 3, parts.engines[1].die)
     with pytest.raises(EngineLostError, match="engine lost"):
         run(config, out, parts)
     assert json.loads((out / "summary.json").read_text())["optimizer_steps"] >= 3
@@ -301,40 +296,6 @@ def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
     # Without a limit of the lag the run may end before engines that are slow to drain have loaded a first version.
     config = config_of(weight_update="wait", longest=40, slots=16, steps=8, max_lag=2)
     parts = wired(config)
-    parts.trainer.when("publish", 2, interrupt)
+    parts.trainer.when = ("publish", 2, interrupt)
     interrupted(config, out, parts)
     run_checked(config, out, wired(config), resume=True)
-
-
-def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():
-    async def scenario() -> None:
-        parts = wired(config_of())
-        engines, trainer, group = parts.engines, parts.trainer, WeightSyncGroup(parts.group)
-        weights = Weights(1, "memory:1")
-        for engine in engines:
-            await engine.start()
-        assert await group.form([0, 1]) == {}
-        await group.form([0, 1])
-        await group.form([0])
-        await group.form([])
-        assert not await group.send(weights)  # to nobody
-        assert trainer.groups == [EVERYONE, [0]]
-        await group.form([0, 1])
-        engines[0].die()
-        assert not await group.send(weights)
-        assert list(await group.form([0, 1])) == [0]
-        await engines[0].start()
-        await group.form([0, 1])
-        assert trainer.groups == [EVERYONE, [0], EVERYONE, EVERYONE]
-        assert await group.send(weights)
-        assert [engine.staged for engine in engines] == [1, 1]
-        trainer.when("open", 0, raises)  # what is not about the transfer is not kept quiet
-        with pytest.raises(RuntimeError, match="no trainer"):
-            await group.form([1])
-        for engine in engines:
-            await engine.shutdown()
-
-    def raises() -> Any:
-        raise RuntimeError("no trainer")
-
-    asyncio.run(scenario())

@@ -1,11 +1,13 @@
-"""An engine in a Ray actor, and processes of environments, on a machine that is not the driver's."""
+"""Engines in Ray actors, and processes of environments, on two machines: hangs, losses, and places that are taken."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +15,60 @@ import psutil
 import pytest
 from needs import need
 
-need("ray")
-ray = pytest.importorskip("ray")
-pytest.importorskip("torch")
+need("ray", "vllm", "deepspeed", "tensorboard")
 
+import ray  # noqa: E402
+from in_memory import config_of  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from refusals import message  # noqa: E402
+from vllm_engine import settings  # noqa: E402
 
 import backends.ray.actors  # noqa: E402
+from backends.interface import GenerateRequest  # noqa: E402
 from backends.ray.actors import RayEngine  # noqa: E402
 from backends.ray.placement import accelerators, shares  # noqa: E402
-from backends.vllm.process import VLLMSettings  # noqa: E402
 from backends.workers.hosts import Hosts  # noqa: E402
 from backends.workers.main import ENVIRONMENT  # noqa: E402
 from backends.workers.processes import LocalWorker, Worker, WorkerFailedError, WorkerPool, ask  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.errors import EngineLostError  # noqa: E402
 from pipelinerl.rl.config import TaskConfig  # noqa: E402
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny_reasoning.toml"
-
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
+REQUEST = GenerateRequest(0, prompt_tokens=(1,), max_new_tokens=1, seed=0, temperature=1.0)
 
 
-def leaves() -> type:
-    """Return the class; Ray sends what is made in a function as it is, and need not import it."""
+def stand_in() -> type[Any]:
+    """Return the class; Ray sends a class made in a function as it is, and need not import it."""
 
-    class Leaves:
-        """An engine that leaves a file, which says where it was, when it is killed."""
+    class StandIn:
+        """In the place of ``VLLMEngine``: hangs in ``generate``, dies in ``shutdown``, and leaves a file.
 
-        def __init__(self, settings: VLLMSettings) -> None:
-            self._path = f"/dev/shm/psm_{settings.engine_id}"
+        The file names the machine. All machines are this one.
+        """
 
-        def start(self) -> None:
-            Path(self._path).write_text(ray.get_runtime_context().get_node_id())
+        def __init__(self, settings: Any) -> None:
+            self._left = Path(settings.model_path)
 
-        def shared_memory(self) -> set[str]:
-            return {self._path}
+        async def start(self) -> None:
+            self._left.write_text(ray.get_runtime_context().get_node_id())
 
-        def is_there(self) -> None:
+        async def shared_memory(self) -> set[str]:
+            return {str(self._left)}
+
+        async def is_there(self) -> None:
             pass
 
-        def shutdown(self) -> None:
+        async def checksums(self) -> dict[str, str]:
+            return {}
+
+        async def generate(self, request: Any) -> None:
+            self._left.with_name("hangs").touch()
+            time.sleep(1000)
+
+        async def shutdown(self) -> None:
             os._exit(1)
 
-    return Leaves
+    return StandIn
 
 
 @pytest.fixture(scope="module")
@@ -70,41 +83,95 @@ def two_machines() -> Iterator[tuple[Cluster, Any]]:
 
 
 @pytest.fixture
-def elsewhere(two_machines: tuple[Cluster, Any]) -> str:
+def elsewhere(two_machines: tuple[Cluster, Any], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The other machine, on which engines are stand-ins."""
+    monkeypatch.setattr(backends.ray.actors, "VLLMEngine", stand_in())
     return two_machines[1].node_id
 
 
-def test_what_a_killed_engine_leaves_is_removed_on_its_machine(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both machines are this one, so removal says where it was."""
-    monkeypatch.setattr(backends.ray.actors, "VLLMEngine", leaves())
-    with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "removed"
+def engine_elsewhere(left: Path, **changed: Any) -> RayEngine:
+    return RayEngine(settings(left, **changed), {"num_cpus": 0, "resources": {"elsewhere": 1}})
 
-        def remove(paths: set[str]) -> None:
-            told.write_text(f"{ray.get_runtime_context().get_node_id()} {paths}")
 
-        monkeypatch.setattr(backends.ray.actors, "remove_shared_memory", remove)
-        settings = VLLMSettings(engine_id=os.getpid(), model_path="nowhere", num_slots=1, max_tokens=1, device="cpu")
-        engine = RayEngine(settings, {"num_cpus": 0, "resources": {"elsewhere": 1}})
+def test_what_a_killed_engine_leaves_is_removed_on_its_machine(
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    removed, left = tmp_path / "removed", tmp_path / "left"
 
-        async def live_and_die() -> None:
-            await engine.start()
+    def remove(paths: set[str]) -> None:
+        removed.write_text(f"{ray.get_runtime_context().get_node_id()} {paths}")
+
+    monkeypatch.setattr(backends.ray.actors, "remove_shared_memory", remove)
+    engine = engine_elsewhere(left)
+
+    async def live_and_die() -> None:
+        await engine.start()
+        await engine.shutdown()
+
+    asyncio.run(live_and_die())
+    assert left.read_text() == elsewhere
+    assert removed.read_text() == f"{elsewhere} {{'{left}'}}"
+
+
+def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(backends.ray.actors, "BEAT_S", 0.1)
+    engine = engine_elsewhere(tmp_path / "left", generate_timeout_s=600.0)
+
+    async def scenario() -> None:
+        await engine.start()
+        # Looking through what it had imported took its process 0.5 s every four seconds, and all requests with it.
+        assert await engine._call("__ray_call__", lambda _: gc.get_freeze_count() > len(gc.get_objects()))
+        engine._settings = replace(engine._settings, generate_timeout_s=5.0)  # not before: it may be slow to answer
+        generating = asyncio.create_task(engine.generate(REQUEST))
+        while not (tmp_path / "hangs").exists():
+            await asyncio.sleep(0.01)
+        for end in await asyncio.gather(generating, engine.checksums(), return_exceptions=True):
+            assert isinstance(end, EngineLostError)
+            assert "no sign of life of its process for 5 s" in str(end)
+        await engine.shutdown()
+        await engine.start()
+        await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_an_engine_is_placed_within_the_time_of_its_start_and_later_within_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends.ray.actors, "PLACING_S", 0.5)
+    monkeypatch.setattr(backends.ray.actors, "SHUTDOWN_TIMEOUT_S", 0.5)
+    engine = RayEngine(settings(Path("model"), start_timeout_s=0.75), {"num_cpus": 100})
+
+    async def scenario() -> None:
+        for limit in ("0.75", "0.5"):
+            with pytest.raises(EngineLostError, match=rf"engine 2 lost: phase=placing: no answer for {limit} s; "):
+                await engine.start()
             await engine.shutdown()
 
-        asyncio.run(live_and_die())
-        left = Path(f"/dev/shm/psm_{os.getpid()}")
-        assert left.read_text() == elsewhere
-        left.unlink()
-        assert told.read_text() == f"{elsewhere} {{'{left}'}}"
+    asyncio.run(scenario())
 
 
-def test_what_will_be_on_each_machine_is_known_before_engines_start(two_machines: tuple[Cluster, Any]) -> None:
-    """An engine and a rank of one accelerator each, on two machines of one; the tests below take one away."""
-    config = load_run(EXAMPLE, ["train.transport=broadcast"])
+@pytest.mark.usefixtures("two_machines")
+def test_machines_are_known_before_engines_start_and_accelerators_in_use_are_waited_for_and_then_named() -> None:
+    """An engine and a rank of one accelerator each, on two machines of one; the test below takes one away."""
+    config, impatient = (
+        config_of(engines=1, train={"placement_timeout_s": limit_s, "transport": "broadcast"})
+        for limit_s in (600.0, 1.0)
+    )
     with accelerators(config) as places:
         found = shares(config, places)
+        while ray.available_resources().get("CPU"):  # Ray's view of a machine is a little old
+            time.sleep(0.01)
+        refusal = message(accelerators(impatient).__enter__)
     assert sorted((one.workers, one.ranks, one.leads) for one in found) == [(0, 1, True), (1, 0, False)]
     assert all(one.memory == psutil.virtual_memory().total for one in found)
+    assert refusal == (
+        "cluster.accelerators=2 were not free in the Ray cluster within train.placement_timeout_s=1: CPUs asked for, "
+        "each number on one machine: 2 times 1; free by machine: 0, 0"
+    )
 
 
 def test_environments_come_up_on_all_machines_and_a_machine_that_is_gone_costs_its_own(

@@ -6,7 +6,6 @@ import asyncio
 import os
 import platform
 from collections import Counter
-from collections.abc import Generator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +17,16 @@ from needs import need
 need("ray", "torch", "deepspeed")
 
 from in_memory import config_of  # noqa: E402
+from refusals import message  # noqa: E402
 from tiny_trainer import settings as rank_settings  # noqa: E402
-from vllm_engine import settings as engine_settings  # noqa: E402
 
 import backends.ray.actors  # noqa: E402
 from backends.interface import Place  # noqa: E402
 from backends.kinds import DEEPSPEED  # noqa: E402
 from backends.ray import placement  # noqa: E402
-from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
+from backends.ray.actors import RayTrainer  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
-from pipelinerl.errors import ConfigError, EngineLostError, TrainerLostError  # noqa: E402
+from pipelinerl.errors import TrainerLostError  # noqa: E402
 
 PLACES: Any = object()
 GPUS = "NVIDIA H100 80GB HBM3, 580.65.06, 4 MiB, 81559 MiB"
@@ -58,9 +57,7 @@ def test_a_bundle_holds_all_that_is_placed_in_it(device: str, kind: str, kl_coef
 
 def test_files_in_the_memory_of_one_machine_are_refused_where_there_are_more() -> None:
     files = config_of(kind="conventional", train={"transport": "file"})
-    with pytest.raises(ConfigError) as refused:
-        placement._check_folder(files, ["one", "two", "one"])
-    assert str(refused.value) == (
+    assert message(placement._check_folder, files, ["one", "two", "one"]) == (
         "train.weights_folder must be a folder that the 2 machines of the run share, for train.transport='file', "
         "got '/dev/shm'"
     )
@@ -88,34 +85,15 @@ class Actor:
             future.set_result(None)
         return future
 
-    def __await__(self) -> Generator[Any, None, None]:
-        return asyncio.wrap_future(self.future()).__await__()
-
-
-def ray_with(*actors: Actor) -> Any:
-    """In the place of Ray: these are made, one after the other."""
-    making = iter(actors)
-    cls = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: next(making)))
-    return SimpleNamespace(remote=lambda *args, **_: cls if args else lambda _: cls)
-
 
 def test_a_rank_that_cannot_be_placed_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends.ray.actors, "ray", ray_with(Actor(answers=True), Actor(answers=False)))
+    making = iter([Actor(answers=True), Actor(answers=False)])
+    cls = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: next(making)))
+    monkeypatch.setattr(backends.ray.actors, "ray", SimpleNamespace(remote=lambda **_: lambda _: cls))
     given = rank_settings(Path("nowhere"), num_ranks=2, trainer=TrainerConfig(step_timeout_s=3600))
     trainer = RayTrainer(object, given, [{"num_cpus": 1}] * 2, placing_timeout_s=0.05)
     with pytest.raises(TrainerLostError, match=r"^trainer hangs: phase=placing ranks=\[1\] after \S+ s; their accel"):
         asyncio.run(trainer.start())
-
-
-def test_an_engine_is_placed_within_the_time_of_its_start_and_later_within_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(backends.ray.actors, "ray", ray_with(Actor(answers=False), Actor(answers=False)))
-    monkeypatch.setattr(backends.ray.actors, "PLACING_S", 0.02)
-    engine = RayEngine(engine_settings(Path("nowhere"), start_timeout_s=0.05), {})
-    for limit in ("0.05", "0.02"):
-        with pytest.raises(EngineLostError, match=rf"phase=placing: no answer for {limit} s"):
-            asyncio.run(engine.start())
 
 
 def test_a_machine_tells_its_memory_its_versions_and_whether_it_sees_a_file(tmp_path: Path) -> None:

@@ -45,23 +45,20 @@ def test_two_ranks_work_together_until_one_dies(tmp_path: Path, monkeypatch: pyt
     trainer = RayTrainer(DeepSpeedRank, given, options)
 
     async def live() -> None:
-        await trainer.start()
-        await the_ranks_meet_at_a_store_that_hears_no_stranger(trainer)
-        await logprobs_come_in_the_order_of_samples(trainer, tmp_path)
-        await links_and_kernels_are_measured(trainer)
-        await what_a_checkpoint_holds_comes_back(trainer, tmp_path)
-        await silence_and_failure_are_named(trainer, tmp_path)
-        monkeypatch.setattr(backends.ray.actors, "BLAME_TIMEOUT_S", 600.0)  # Ray may be slow to know of a death
-        await death_is_named(trainer)
-
-    async def live_and_end() -> None:
         try:
-            await live()
+            await trainer.start()
+            await the_ranks_meet_at_a_store_that_hears_no_stranger(trainer)
+            await logprobs_come_in_the_order_of_samples(trainer, tmp_path)
+            await links_and_kernels_are_measured(trainer)
+            await what_a_checkpoint_holds_comes_back(trainer, tmp_path)
+            await silence_and_failure_are_named(trainer, tmp_path)
+            monkeypatch.setattr(backends.ray.actors, "BLAME_TIMEOUT_S", 600.0)  # Ray may be slow to know of a death
+            await death_is_named(trainer)
         finally:
             await trainer.shutdown()
             await trainer.shutdown()
 
-    asyncio.run(live_and_end())
+    asyncio.run(live())
 
 
 async def the_ranks_meet_at_a_store_that_hears_no_stranger(trainer: RayTrainer) -> None:
@@ -98,10 +95,7 @@ async def links_and_kernels_are_measured(trainer: RayTrainer) -> None:
     for one in facts:
         assert (one.device, one.same_checksum, one.to_host_gb_s) == ("CPU", True, None)
         assert one.attention_error < 1e-5
-        assert one.reduce_gb_s is not None
-        assert one.reduce_gb_s > 0
-        assert one.broadcast_gb_s is not None
-        assert one.broadcast_gb_s > 0
+        assert min(one.reduce_gb_s, one.broadcast_gb_s) > 0
 
 
 async def what_a_checkpoint_holds_comes_back(trainer: RayTrainer, model_path: Path) -> None:

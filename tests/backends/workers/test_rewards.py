@@ -1,7 +1,5 @@
 """A user's reward function in threads: results, errors, and hanging ones that are given up."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
@@ -16,39 +14,24 @@ from backends.workers.rewards import RewardProcesses, RewardThreads
 from pipelinerl.rl.config import TaskConfig
 
 
-def test_what_the_function_returns_comes_back_as_a_float():
+def test_what_the_function_returns_comes_back_as_a_float_and_what_it_raises_is_raised():
     assert asyncio.run(RewardThreads(2).call(lambda a, b: a + b, 1, 2, timeout_s=600)) == 3.0
-
-
-def test_what_the_function_raises_is_raised():
-    def fail():
-        raise KeyError("no key")
-
     with pytest.raises(KeyError, match="no key"):
-        asyncio.run(RewardThreads(2).call(fail, timeout_s=600))
+        asyncio.run(RewardThreads(2).call({}.__getitem__, "no key", timeout_s=600))
 
 
 def test_no_more_calls_at_a_time_than_there_is_room_for():
-    """Each waits until three of them run; a fourth one would be seen."""
-    running, most = 0, 0
-    lock, three = threading.Lock(), threading.Barrier(3)
+    async def threads_of_21_calls():
+        before, over, threads = set(threading.enumerate()), threading.Event(), RewardThreads(3)
+        calls = [asyncio.create_task(threads.call(over.wait, timeout_s=600)) for _ in range(21)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        found = set(threading.enumerate()) - before
+        over.set()
+        assert await asyncio.gather(*calls) == [1.0] * 21
+        return len(found)
 
-    def count():
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        three.wait(60)
-        with lock:
-            running -= 1
-        return 1.0
-
-    async def all_of_them():
-        threads = RewardThreads(3)
-        return await asyncio.gather(*(threads.call(count, timeout_s=600) for _ in range(21)))
-
-    assert sum(asyncio.run(all_of_them())) == 21
-    assert most == 3
+    assert asyncio.run(threads_of_21_calls()) == 3
 
 
 def test_one_that_hangs_is_given_up_and_another_thread_takes_its_place():
@@ -76,14 +59,10 @@ def test_one_that_hangs_does_not_keep_the_process():
     program = """
 import asyncio, time
 from backends.workers.rewards import RewardThreads
-
-async def main():
-    try:
-        await RewardThreads(1).call(lambda: time.sleep(600), timeout_s=0.1)
-    except TimeoutError:
-        print("given up")
-
-asyncio.run(main())
+try:
+    asyncio.run(RewardThreads(1).call(time.sleep, 600, timeout_s=0.1))
+except TimeoutError:
+    print("given up")
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
     assert ended.stdout == "given up\n"
@@ -95,7 +74,7 @@ def processes(*, number=1, timeout_s=600.0, **settings):
 
 
 def rewards(pool, *calls):
-    """Rewards of (index, answer), or what is said where there is none."""
+    """Rewards of (index, answer), or the failure's message."""
 
     async def one(index, answer):
         try:
