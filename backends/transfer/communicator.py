@@ -19,7 +19,7 @@ import ctypes
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -191,39 +191,33 @@ def agree(
     for rank, connection in workers.items():
         connection.send(communicator=member.common, rank=rank, size=member.size, room_bytes=room_bytes)
     made, fault = _tried(member, list(workers.values()), timeout_s)
-    with _closed_on_error(made):
+    with contextlib.ExitStack() as unless_used:
+        if made is not None:
+            unless_used.callback(made.close)
         for connection in workers.values():
             connection.check_open()
         replies = {0: fault} | {rank: connection.recv()["fault"] for rank, connection in workers.items()}
         faults = {rank: fault for rank, fault in replies.items() if fault}
         for connection in workers.values():
             connection.send(use=not faults)
-    return _kept(made, use=not faults), faults
+        if faults:
+            return None, faults
+        unless_used.pop_all()
+    return made, {}
 
 
 def answer(sender: Connection, asked: Mapping[str, Any], device: torch.device, timeout_s: float) -> Communicator | None:
     """Join the sender's communicator; None if any member cannot. ``OSError`` if the sender has gone."""
     member = Member(asked["communicator"], asked["rank"], asked["size"], asked["room_bytes"], device)
     made, fault = _tried(member, [sender], timeout_s)
-    with _closed_on_error(made):
+    with contextlib.ExitStack() as unless_used:
+        if made is not None:
+            unless_used.callback(made.close)
         sender.send(fault=fault)
-        use: bool = sender.recv()["use"]
-    return _kept(made, use=use)
-
-
-@contextlib.contextmanager
-def _closed_on_error(made: Communicator | None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _kept(made, use=False)
-        raise
-
-
-def _kept(made: Communicator | None, *, use: bool) -> Communicator | None:
-    if made is not None and not use:
-        made.close()
-    return made if use else None
+        if not sender.recv()["use"]:
+            return None
+        unless_used.pop_all()
+    return made
 
 
 def _tried(member: Member, others: Sequence[Connection], timeout_s: float) -> tuple[Communicator | None, str]:
@@ -250,7 +244,7 @@ def _tried(member: Member, others: Sequence[Connection], timeout_s: float) -> tu
                 raise TimeoutError(f"no communicator of all after {limit_s:g} s")
         return tried.result(), ""
     except (BackendError, OSError, RuntimeError) as error:  # without memory torch raises a RuntimeError
-        tried.add_done_callback(_closed)  # of a thread that waits on in NCCL
+        tried.add_done_callback(close_result)  # of a thread that waits on in NCCL
         return None, kind_and_line(error)
 
 
@@ -270,9 +264,10 @@ def _right(member: Member, check: Callable[[], None], timeout_s: float) -> Commu
     return communicator
 
 
-def _closed(tried: Future[Communicator]) -> None:
-    if tried.exception() is None:
-        tried.result().close()
+def close_result(made: Future[Any]) -> None:
+    """Close the object that a thread has made, if any: a callback for its future."""
+    if made.exception() is None:
+        made.result().close()
 
 
 def settle(device: torch.device) -> None:

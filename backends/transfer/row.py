@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from numpy.typing import NDArray
 
 from backends.transfer.transport import Parameters
 from pipelinerl.errors import BackendError
@@ -118,7 +118,7 @@ class SharedRow:
     @classmethod
     def make(cls, num_bytes: int, device: torch.device) -> SharedRow:
         """Make a row; ``BackendError`` if there is not enough memory."""
-        free = _free_bytes()
+        free = psutil.virtual_memory().available
         if num_bytes > free:
             raise BackendError(f"the host has no memory for a copy: {num_bytes} bytes are needed, {free} are free")
         file = os.memfd_create("pipelinerl-weights")
@@ -167,19 +167,7 @@ def have_pages(file: int) -> None:
     first_bytes = np.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=np.uint8)[:: mmap.PAGESIZE]
     num_threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(_zero, np.array_split(first_bytes, num_threads)))
-
-
-def _zero(part: NDArray[np.uint8]) -> None:
-    part[:] = 0
-
-
-def _free_bytes() -> int:
-    """Memory of this machine that can be had without swapping."""
-    for connection in Path("/proc/meminfo").read_text().splitlines():
-        if connection.startswith("MemAvailable:"):
-            return int(connection.split()[1]) * 1024
-    raise BackendError("/proc/meminfo has no connection MemAvailable")
+        list(threads.map(lambda part: part.fill(0), np.array_split(first_bytes, num_threads)))
 
 
 def _check_cuda(status: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backends.transfer.checksum64 import as_bytes  # noqa: E402
-from backends.transfer.row import (  # noqa: E402  # noqa: E402
+from backends.transfer.row import (  # noqa: E402
     ALIGNMENT_BYTES,
     SharedRow,
     cuts,
@@ -79,9 +78,8 @@ def test_a_layout_is_in_the_order_given_and_aligned() -> None:
 
 def test_a_digest_is_of_names_types_shapes_and_checksums_however_they_came() -> None:
     parameters, sums = [("a", "float32", (2, 3)), ("b", "float32", (6,))], [1, -2]
-    assert digest(parameters, sums) == digest(
-        [["a", "float32", [2, 3]], ["b", "float32", [6]]], sums
-    )  # as JSON has them
+    from_json = [["a", "float32", [2, 3]], ["b", "float32", [6]]]
+    assert digest(parameters, sums) == digest(from_json, sums)
     others = [
         digest(parameters, [1, 2]),
         digest(parameters, [-2, 1]),
@@ -97,28 +95,23 @@ def test_a_digest_is_of_names_types_shapes_and_checksums_however_they_came() -> 
 
 def _in_another_process(path: str, results: Any) -> None:
     row = SharedRow.open(path, 100, CPU)
-    results.put((machine(), row.label, row.row.tolist()))
+    seen = machine(), row.label, row.row.tolist()
     row.row[0] = 77
     row.label = "from there"
     row.close()
+    results.put(seen)
 
 
-def test_a_row_is_seen_by_another_process_of_this_machine_and_has_no_name_in_a_file_system() -> None:
+def test_a_row_is_seen_by_another_process_of_this_machine_and_has_no_name_in_a_file_system(spawned: Any) -> None:
     row = SharedRow.make(100, CPU)
     assert row.label == ""
     row.row.copy_(torch.arange(100, dtype=torch.uint8))
     row.label = "7 abc"
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_in_another_process, args=(row.path, results))
-    process.start()
-    assert results.get(timeout=600) == (machine(), "7 abc", list(range(100)))
-    process.join(timeout=600)
+    assert spawned(_in_another_process, row.path).get(timeout=600) == (machine(), "7 abc", list(range(100)))
     assert (int(row.row[0]), row.label) == (77, "from there")
     assert os.readlink(row.path).startswith("/memfd:")
     row.close()
     row.close()
-    results.close()
     assert not os.path.exists(row.path)
 
 

@@ -44,7 +44,7 @@ from backends.trainer.step import PHASES  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
 from backends.transfer.row import label  # noqa: E402
-from backends.transfer.streamed import Streaming  # noqa: E402
+from backends.transfer.streamed import StreamReceiver  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
@@ -138,22 +138,28 @@ def test_what_is_published_and_exported_is_what_is_trained(
     assert list(folder.iterdir()) == []
 
 
+def first_worker(rank: DeepSpeedRank, model_path: Path) -> Membership:
+    """Open a group; return the membership of its first worker."""
+    shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
+    return Membership(rendezvous=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=600.0)
+
+
 def test_what_is_streamed_is_put_together_bucket_by_bucket(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.transfer.streamed, "STREAM_BYTES", 50_000)
     rank = started(model_path, zero_stage=3, transport=STREAMED)
     assert rank.publish(1) == Weights(1, "streamed:1")
     train(rank, samples())
     assert rank.send(1) == "no group"
-    shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
-    worker = Streaming(Membership(rendezvous=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=600.0))
+    worker = StreamReceiver("")
+    worker.join(first_worker(rank, model_path))
     with ThreadPoolExecutor(max_workers=1) as thread:
-        loading = thread.submit(lambda: {name: tensor.clone() for name, tensor in worker.arriving(1)})
+        loading = thread.submit(lambda: {name: one.clone() for name, one in worker.receive(Weights(1, "streamed:1"))})
         assert rank.join_group(["trainer", "engine 0"], 600.0) is None
         assert rank.send(1) is None
         got = loading.result()
     assert largest_difference(dict(sorted(parameters(rank).items())), dict(sorted(got.items()))) == 0
     rank.shutdown()
-    worker.abandon()
+    worker.close()
 
 
 def test_what_is_sent_is_what_was_trained_when_it_was_published(
@@ -170,12 +176,10 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
     assert weights.checksums == {"all parameters": checksum}
     train(rank, samples(1))
     assert rank.send(1) == "version 1 cannot be sent: no group"
-    rendezvous, shapes = rank.open_group(), checkpoint_shapes(model_path)
+    membership = first_worker(rank, model_path)
 
     def receive() -> Receiver:
-        cpu = torch.device("cpu")
-        joins = Membership(rendezvous=rendezvous, worker=1, shapes=shapes, device=cpu, timeout_s=600.0)
-        member = Receiver(joins, place="here")
+        member = Receiver(membership, place="here")
         for right in (False, False, False, True):
             notice = member.next_transfer()
             assert member.receive(notice if right else {**notice, "sums": []}) is right
