@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.vllm import request_times
-from backends.vllm.decode_steps import StepMeter
-from backends.vllm.request_times import RequestTimes
+from backends.vllm import times as module
+from backends.vllm.times import RequestTimes, StepMeter
 from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.scheduler.events import EngineSeconds
 
@@ -77,7 +76,7 @@ def test_sums_add_up() -> None:
 def times(monkeypatch: pytest.MonkeyPatch) -> RequestTimes:
     """Of an engine that stood still from 2.0 to 2.5 s, from 5 to 6 s, and from 9.5 to 20 s."""
     clock_s = iter((2.0, 2.5, 5.0, 6.0, 9.5, 20.0))
-    monkeypatch.setattr(request_times.time, "monotonic", lambda: next(clock_s))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock_s))
     times = RequestTimes()
     times.go_on()  # it did not stand still before
     for _ in range(3):
