@@ -56,8 +56,7 @@ class Seen(FakeEngine):
         return await super().generate(request)
 
     async def sleep(self):
-        assert not self._running
-        assert not self._waiting
+        assert not self._sequences
         await super().sleep()
 
 

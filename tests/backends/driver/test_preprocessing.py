@@ -151,7 +151,7 @@ class Counting(FakeEngine):
 
     @property
     def idle(self):
-        return not self._running and not self._waiting
+        return not self._sequences
 
 
 class Behind(FakeReference):
