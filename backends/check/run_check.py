@@ -253,9 +253,9 @@ class _Trial:
             return None
         from transformers import AutoConfig
 
-        from backends.trainer.footprint import footprint_of
+        from backends.trainer.footprint import footprint
 
-        return footprint_of(self._config, AutoConfig.from_pretrained(self._train.model.path)).total / 1e9
+        return footprint(self._config, AutoConfig.from_pretrained(self._train.model.path)).total / 1e9
 
     def _fitted(self) -> HardwareFit | None:
         try:

@@ -92,11 +92,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
 
 
 def load_policy(
-    model_path: str,
-    *,
-    device: Literal["cpu", "gpu"],
-    dtype: torch.dtype | None = None,
-    zero3: dict[str, Any] | None = None,
+    model_path: str, *, device: Literal["cpu", "gpu"], zero3: dict[str, Any] | None = None
 ) -> torch.nn.Module:
     """Load a causal language model in training mode, into the host's memory.
 
@@ -104,15 +100,15 @@ def load_policy(
     pages. Under ZeRO-3 none is ever whole on a rank, in whatever type it is stored; but rank 0 has experts whole that
     are fused while they are loaded. Dropout is turned off: the policy that is trained is the one that samples.
 
-    ``dtype`` None: from ``TRAINED_DTYPES``. ``zero3``: DeepSpeed's configuration to split it over the ranks, which load
-    it together. ``ConfigError`` if the GPU has no kernel for packed rows.
+    ``zero3``: DeepSpeed's configuration to split it over the ranks, which load it together. ``ConfigError`` if the GPU
+    has no kernel for packed rows.
     """
     if device == "gpu":
         check_kernel(torch.device("cuda:0"))
     config = AutoConfig.from_pretrained(model_path)
     if hasattr(config, "attention_dropout"):
         config.attention_dropout = 0.0
-    dtype, attention = dtype or TRAINED_DTYPES[device], register_packed_attention()
+    dtype, attention = TRAINED_DTYPES[device], register_packed_attention()
     if zero3 is None or torch.distributed.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(
             model_path,
