@@ -27,7 +27,7 @@ import torch
 from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.group import Receiver
-from backends.transfer.row import Place, SharedRow, digest, label, layout, machine, row_bytes, view_of
+from backends.transfer.row import SharedRow, digest, label, layout, machine, row_bytes, view_of
 from backends.transfer.transport import Membership, SenderContext, TransportEnds, WeightSource, place_of
 from pipelinerl.errors import BackendError
 from pipelinerl.hardware import transport
@@ -47,22 +47,23 @@ class BroadcastSender:
     def publish(self, source: WeightSource, version: int) -> Weights | None:
         """Copy the weights into the row; ``BackendError`` if the host has no memory for it."""
         self._held = None
-        places: dict[str, Place] = {place.name: place for place in layout(source.parameters)} if self._receives else {}
-        if self._receives and self._row is None:
+        if not self._receives:
+            for _ in source.buckets():  # a collective of all ranks
+                pass
+            return None
+        places = {place.name: place for place in layout(source.parameters)}
+        if self._row is None:
             self._row = SharedRow.make(row_bytes(list(places.values())), source.device)
         on_gpu = source.device.type == "cuda"
+        sums: dict[str, Any] = {}
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-            sums: dict[str, Any] = {}
             for bucket in source.buckets():
                 for name, weight in bucket.items():
-                    assert self._row is not None
                     kept, sent = view_of(self._row.row, places[name]), weight.detach()
                     kept.copy_(sent, non_blocking=on_gpu)
                     sums[name] = checksum64(sent) if on_gpu else threads.submit(checksum64, kept)
                 if on_gpu:
                     torch.cuda.synchronize()
-        if not self._receives:
-            return None
         in_order = [sums[name] if on_gpu else sums[name].result() for name in places]
         self._held = version, in_order
         checksum = digest(source.parameters, in_order)

@@ -231,8 +231,8 @@ class GroupHost:
         from backends.transfer.rendezvous import own_address  # Ray, which vLLM's workers do without
 
         with self._changing:
-            self._leave()
-            self._server = RendezvousServer.open(own_address())
+            self.close()
+            self.sender, self._server = None, RendezvousServer.open(own_address())
             self._rendezvous, self._why_aborted = self._server.rendezvous, ""
         return self._rendezvous
 
@@ -263,12 +263,8 @@ class GroupHost:
 
     def close(self) -> None:
         """Leave the group."""
-        self._leave(keep=True)
-
-    def _leave(self, *, keep: bool = False) -> None:
         if self.sender is not None:
             self.sender.leave()
-            self.sender = self.sender if keep else None
         if self._server is not None:
             self._server.close()
 

@@ -103,14 +103,13 @@ def check_names(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[
         UNKNOWN: sent.keys() - shapes.keys(),
         SHAPE: {name for name, shape in sent.items() if shape != shapes.get(name)},
     }
-    try:
-        _refuse(faults, len(shapes), source)
-    except BackendError as error:
-        raise WeightMismatchError(str(error)) from None
+    _refuse(faults, len(shapes), source, WeightMismatchError)
 
 
-def _refuse(faults: Mapping[str, Collection[str]], num_parameters: int, source: str) -> None:
+def _refuse(
+    faults: Mapping[str, Collection[str]], num_parameters: int, source: str, error: type[BackendError] = BackendError
+) -> None:
     for fault, names in faults.items():
         if names:
             listed = ", ".join(sorted(names)[:MAX_NAMES])
-            raise BackendError(f"{source} {fault} {len(names)} of {num_parameters} parameters: {listed}")
+            raise error(f"{source} {fault} {len(names)} of {num_parameters} parameters: {listed}")
