@@ -1,4 +1,4 @@
-"""What the tests of the real trainer share: a tiny model, rollouts, a rank, and a plain torch loop to compare with."""
+"""Parts of tests of the real trainer: a tiny model, a rank, and a plain torch loop to compare with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from backends.contract.engine import FOLLOWING
-from backends.contract.trainer import in_turns
+from backends.contract.engine import BATCH, FOLLOWING
+from backends.contract.trainer import samples
 from backends.interface import Sample, Weights
 from backends.trainer.deepspeed.rank import DeepSpeedRank
 from backends.trainer.deepspeed.settings import RankSettings
@@ -30,29 +30,8 @@ TEMPERATURE = 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, gradient_clip=0.5)
 LOSS = LossConfig(truncation=1.2)
 STEPS = 4
-BATCH = 8
-
-
-def samples(step: int = 0) -> list[Sample]:
-    """Return a batch of sequences of 3 to 48 tokens; two have two turns, with up to 8 tokens observed between."""
-    rng = np.random.default_rng(step)
-    made = []
-    for index in range(BATCH):
-        answer = int(rng.integers(1, 30))
-        made.append(
-            Sample(
-                rollout_id=index,
-                prompt_P=rng.integers(2, 64, rng.integers(2, 11)),
-                segments=in_turns(
-                    rng.integers(2, 64, answer),
-                    (-4.2 + 0.3 * rng.standard_normal(answer)).astype(np.float32),
-                    observed=rng.integers(2, 64, rng.integers(1, 9)) if index % 3 == 2 else rng.integers(2, 64, 0),
-                ),
-                reward=float(rng.random()),
-                advantage=float(rng.standard_normal()),
-            )
-        )
-    return made
+ROUNDING = 2e-5
+"""Largest difference of a parameter, with steps of up to 1e-3: sums in another order, made larger by Adam."""
 
 
 def settings(model_path: Path, **changed: Any) -> RankSettings:
@@ -73,10 +52,10 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
     return RankSettings(**(given | changed))
 
 
-def started(model_path: Path, *, zero_stage: int = 2, **changed: Any) -> DeepSpeedRank:
+def started(model_path: Path, *, zero_stage: int = 2, port: int | None = None, **changed: Any) -> DeepSpeedRank:
     trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 600})
     rank = DeepSpeedRank(settings(model_path, **({"trainer": trainer} | changed)))
-    rank.start(*rank.free_address())
+    rank.start(*(("127.0.0.1", port) if port else rank.free_address()))
     return rank
 
 
@@ -191,10 +170,7 @@ def plain_gradients(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the clipped gradient of each parameter, summed in float32, and the sum of its rows' sizes.
 
-    Args:
-        model_path: Folder of the model.
-        masters: The parameters, flat, which are rounded.
-        rows: All rows of all ranks.
+    ``masters``: the parameters, flat, which are rounded. ``rows``: of all ranks.
     """
     policy = load_policy(str(model_path), device="cpu")
     model = PolicyModel(policy, temperature=TEMPERATURE, value_head=False)

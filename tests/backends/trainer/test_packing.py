@@ -71,19 +71,26 @@ def test_rows_of_like_length_run_at_the_same_time() -> None:
     assert [[len(row.token_N) for row in rank] for rank in rows] == [[8, 3], [7, 2]]
 
 
-@given(lengths, st.integers(24, 80), st.integers(1, 4))
+@given(lengths, st.integers(24, 80), st.integers(1, 4), st.booleans())
 def test_every_sequence_is_in_one_row_whole_with_its_numbers(
-    lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int
+    lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int, with_reference: bool
 ) -> None:
-    rows = [row for rank in packed(lengths_B, pack_tokens, num_ranks) for row in rank]
+    samples = [sample(index, prompt, answer) for index, (prompt, answer) in enumerate(lengths_B)]
+    if with_reference:
+        samples = [replace(one, reference_logprob_T=one.behaviour_logprob_T - 5) for one in samples]
+    rows = [row for rank in pack(samples, pack_tokens=pack_tokens, num_ranks=num_ranks) for row in rank]
     assert sorted(index for row in rows for index in row.sample_index_S) == list(range(len(lengths_B)))
     for row in rows:
         assert np.array_equal(row.token_N[row.predictor_M + 1], row.answer_M)
         starts = np.flatnonzero(row.position_N == 0)
         sequences = np.split(row.token_N, starts[1:])
         answers, behaviour = row.split(row.answer_M), row.split(row.behaviour_logprob_M)
+        if row.sample_index_S and with_reference:
+            assert np.array_equal(row.reference_logprob_M, row.behaviour_logprob_M - 5)
+        elif row.sample_index_S:
+            assert row.reference_logprob_M is None
         for index, sequence in zip(row.sample_index_S, sequences, strict=False):
-            expected = sample(index, *lengths_B[index])
+            expected = samples[index]
             assert np.array_equal(sequence, np.concatenate([expected.prompt_P, expected.answer_T]))
             assert np.array_equal(answers[index], expected.answer_T)
             assert np.array_equal(behaviour[index], expected.behaviour_logprob_T)
@@ -104,18 +111,6 @@ def test_rows_keep_the_limit_and_ranks_are_even(
     totals, flat = [sum(rank) for rank in tokens], [length for rank in tokens for length in rank]
     assert sum(totals) == sum(prompt + answer for prompt, answer in lengths_B)
     assert max(totals) - min(totals) <= max(flat) - min(flat)
-
-
-def test_reference_log_probabilities_go_with_their_tokens() -> None:
-    samples = [sample(0, 2, 3), sample(1, 1, 1)]
-    rows = pack(
-        [replace(one, reference_logprob_T=one.behaviour_logprob_T - 5) for one in samples], pack_tokens=7, num_ranks=2
-    )
-    for ((row,),) in (rows[:1], rows[1:]):
-        assert row.reference_logprob_M is not None
-        assert row.reference_logprob_M.tolist() == (row.behaviour_logprob_M - 5).tolist()
-    ((row,),) = pack(samples, pack_tokens=7, num_ranks=1)
-    assert row.reference_logprob_M is None
 
 
 def scored(rollout_id: int, prompt: int, answer: int, scores: int) -> Sample:

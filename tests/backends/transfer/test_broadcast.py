@@ -99,18 +99,6 @@ def test_a_thread_that_is_joining_a_dead_group_is_waited_for_before_the_next_mak
     check_ends(stuck)  # it was abandoned
 
 
-def test_parameters_of_another_model_are_named_to_the_sender_and_when_they_are_to_be_loaded(
-    new_group: MakeGroup,
-) -> None:
-    group = new_group()
-    one = staging(group, shapes={"a": (40, 3), "b": (7,), "c": (1,)})
-    with pytest.raises(BackendError, match="weights to be sent lack 1 of 3 parameters: c"):
-        group.meet()
-    check_ends(one)
-    with pytest.raises(BackendError, match=r"no weights are staged: .*lack 1 of 3 parameters: c"):
-        one.staged("1 x")
-
-
 def test_the_thread_and_its_threads_have_a_lower_priority_than_the_rest_of_the_process(
     new_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_trainer import samples, settings  # noqa: E402
 from transfer_group import digest_of  # noqa: E402
+from vllm_engine import settings as engine_settings  # noqa: E402
 
 from backends.driver.weight_sync import WeightSyncGroup  # noqa: E402
 from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
@@ -39,7 +40,6 @@ from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
 from backends.ray.cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from backends.vllm.process import VLLMSettings  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
@@ -188,15 +188,14 @@ def impatient() -> Callable[[Any], None]:
 
 
 def engine(model_path: Path, index: int) -> RayEngine:
-    given = VLLMSettings(
+    given = engine_settings(
+        model_path,
         engine_id=index,
-        model_path=str(model_path),
         num_slots=16,
         max_tokens=256,
-        device="cpu",
         transport=BROADCAST,
         cpu_cores=str(index % (os.cpu_count() or 1)),
-        start_timeout_s=1200,
+        cpu_in_place=False,
         update_timeout_s=TIMEOUT_S,
         generate_timeout_s=TIMEOUT_S,
     )

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from character_model import make_model  # noqa: E402
 from tiny_trainer import (  # noqa: E402
     BATCH,
+    ROUNDING,
     largest_difference,
     parameters,
     path_of,
@@ -57,8 +58,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
 ]
 STAGES = (0, 1, 2, 3)
-ROUNDING = 2e-5
-"""Largest difference of a parameter, with steps of up to 1e-3: sums in another order, made larger by Adam."""
 
 
 @pytest.fixture(scope="module")
