@@ -34,7 +34,6 @@ from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, Up
 from backends.transfer.transport import is_mismatch, place_of
 from backends.vllm.process import (
     VLLMSettings,
-    check_model,
     end_processes,
     process_tree,
     remove_shared_memory,
@@ -75,12 +74,11 @@ class VLLMEngine:
         """Load the model and generate one token, which compiles everything that is compiled on first use.
 
         Raises:
-            ConfigError: If vLLM is not installed, or the model cannot be updated on this device.
+            ConfigError: If vLLM is not installed.
             EngineLostError: If the engine cannot be started, or not in ``start_timeout_s``.
         """
         settings = self._settings
         log_to(settings.log_file)
-        check_model(settings)
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
         began = time.perf_counter()
         self._before = set(multiprocessing.active_children())

@@ -16,9 +16,8 @@ from vllm_engine import real, settings
 import backends.vllm.engine
 from backends.interface import Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
-from backends.vllm.process import check_model
 from backends.vllm.version.client import Client, version_spans
-from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
+from pipelinerl.errors import BackendError, EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.hardware.transport import STREAMED
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -44,15 +43,6 @@ def test_spans_are_the_engines_with_its_first_label_as_version_0(
 def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
     with pytest.raises(BackendError, match="version spans end at token 3, but 4 tokens were generated"):
         version_spans(reported(("1", 0, 3)), 4)
-
-
-def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json is not there"):
-        check_model(settings(tmp_path))
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    with pytest.raises(ConfigError, match="without tied embeddings on CPU"):
-        check_model(settings(tmp_path))
-    check_model(settings(tmp_path, device="gpu"))
 
 
 class Salted:
@@ -121,9 +111,8 @@ def test_a_hang_is_time_in_which_the_engine_could_have_reported(monkeypatch: pyt
     asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
-def test_an_engine_that_ends_well_leaves_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ends_well_leaves_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are looked up while its processes live, which vLLM's own shutdown ends, and removed after that."""
-    (tmp_path / "config.json").write_text("{}")
     client, removed = Salted(), list[tuple[bool, set[str]]]()
     module = backends.vllm.engine
     monkeypatch.setattr(module, "start_client", lambda _: client)
@@ -131,7 +120,7 @@ def test_an_engine_that_ends_well_leaves_no_shared_memory(tmp_path: Path, monkey
     monkeypatch.setattr(module, "remove_shared_memory", lambda paths: removed.append((client.ended, paths)))
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(tmp_path))
+        engine = VLLMEngine(settings(Path("model")))
         await engine.start()
         assert await engine.shared_memory() == {"/dev/shm/psm_1"}
         await engine.shutdown()
