@@ -60,24 +60,19 @@ def held_by(receiver: Receiver) -> Tensors:
 class Group:
     """A rendezvous, and all that join there."""
 
-    sender: Sender
-
     def __init__(
         self, ends: ExitStack, num_workers: int, *, timeout_s: float = 60.0, tensors: Tensors | None = None
     ) -> None:
         self.ends, self.num_workers, self.timeout_s = ends, num_workers, timeout_s
         self.tensors = weights() if tensors is None else tensors
-        self.server = RendezvousServer.open("127.0.0.1")
-        self.at = self.server.rendezvous
-        ends.callback(self.server.close)
+        self.sender = Sender(RendezvousServer.open("127.0.0.1"))
+        self.at = self.sender.rendezvous
+        ends.callback(self.sender.leave)
 
     def meet(self) -> None:
         """Have the sender wait for all workers."""
         names = ["trainer", *(f"engine {number}" for number in range(self.num_workers))]
-        parameters = parameters_of(self.tensors)
-        self.sender = Sender(self.server, names=names, parameters=parameters, timeout_s=self.timeout_s)
-        self.ends.callback(self.sender.leave)
-        self.sender.meet()
+        self.sender.meet(names, parameters_of(self.tensors), timeout_s=self.timeout_s)
 
     def member(self, worker: int, **changed: Any) -> Membership:
         arguments = {"shapes": {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, "device": CPU}
