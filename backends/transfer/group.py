@@ -102,14 +102,9 @@ class Sender:
     def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int], parts: Sequence[int] | None = None) -> int:
         """Send a row of bytes to all machines; return the number that refused the weights.
 
-        Args:
-            row: Parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
-            version: Optimizer steps done.
-            sums: ``checksum64`` of each parameter.
-            parts: Indices of the parameters in the row, in its order. None: all.
-
-        Raises:
-            BackendError: If a machine does not answer, or the group is left. It is unusable then.
+        ``row``: parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
+        ``sums``: ``checksum64`` of each parameter. ``parts``: indices of the parameters in the row, in its order; None:
+        all. ``BackendError`` if a machine does not answer, or the group is left; it is unusable then.
         """
         if self._why_left is not None:
             raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
@@ -260,16 +255,11 @@ HASH_THREADS = 4
 
 
 class Receiver:
-    """A worker's end. Its constructor returns when its machine has a row that the sender knows.
+    """A worker's end. Its constructor returns when the sender knows the row of this machine.
 
-    Args:
-        member: Its membership.
-        place: Of the machine, common to all workers that can open each other's rows.
-        reuse: A row of an earlier group, used again if it fits.
-        keeps: Whether the row holds all parameters; else it is empty, and ``take`` gets its memory from the caller.
-
-    Raises:
-        BackendError: If the others do not come in time, or the parameters are not the model's.
+    ``place``: of the machine, common to all workers that can open each other's rows. ``reuse``: a row of an earlier
+    group, used again if it fits. ``keeps``: whether the row holds all parameters; else it is empty, and callers of
+    ``take`` have the memory. ``BackendError`` if the others do not come in time, or the model has other parameters.
     """
 
     def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None, keeps: bool = True) -> None:

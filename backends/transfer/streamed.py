@@ -124,11 +124,8 @@ class StreamReceiver:
     def receive(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the verified parameters as they arrive.
 
-        A bucket's memory is reused once the next bucket has begun and no tensor views it.
-
-        Raises:
-            BackendError: If no group has been joined, or another version arrives.
-            OSError: If a member has gone. The group is unusable then.
+        A bucket's memory is reused once the next bucket has begun and no tensor views it. ``BackendError`` if no group
+        has been joined, or another version arrives; ``OSError`` if a member has gone. The group is unusable then.
         """
         if self._joined is None:
             raise BackendError("the engine has joined no group")

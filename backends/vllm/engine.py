@@ -73,9 +73,7 @@ class VLLMEngine:
     async def start(self) -> None:
         """Load the model and generate one token, which compiles everything that is compiled on first use.
 
-        Raises:
-            ConfigError: If vLLM is not installed.
-            EngineLostError: If the engine cannot be started, or not in ``start_timeout_s``.
+        ``ConfigError`` if vLLM is not installed; ``EngineLostError`` if it cannot be started in ``start_timeout_s``.
         """
         settings = self._settings
         log_to(settings.log_file)
@@ -151,7 +149,7 @@ class VLLMEngine:
                 not self._running or self._updating.locked() or client.last_output_s != seen_s
             ):  # updates have own limits
                 quiet_s, seen_s = 0.0, client.last_output_s
-            else:  # time in which this process stood still itself, and could hear of no step, does not count
+            else:  # time in which this process itself stood still does not count
                 quiet_s += WATCH_PERIOD_S
             limit_s = self._settings.generate_timeout_s
             if quiet_s > limit_s:
@@ -187,7 +185,7 @@ class VLLMEngine:
             lost.cancel()
 
     async def _control(self, what: str, call: Awaitable[T]) -> T:
-        """Await a call that leaves the engine in an unknown state if it fails."""
+        """Await a call whose failure leaves the engine in an unknown state."""
         began = time.perf_counter()
         try:
             return await self._until(call)
@@ -201,14 +199,10 @@ class VLLMEngine:
     # ------------------------------------------------------------------------------ generation
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Generate one answer.
+        """See ``interface.Engine``; ``BackendError`` if vLLM refuses the request, or it is already in progress.
 
-        Log-probabilities are those of the distribution sampled from, temperature included, and of the words that
-        ``top_p``, ``top_k`` and ``min_p`` leave; at temperature 0, those of temperature 1.
-
-        Raises:
-            EngineLostError: If the engine has died or has been declared lost.
-            BackendError: If vLLM refuses the request, or it is already in progress.
+        Log-probabilities are of the distribution sampled from: after temperature (at 0, of temperature 1), and among
+        the words that ``top_p``, ``top_k`` and ``min_p`` leave.
         """
         client, rollout_id = self._alive(), request.rollout_id
         if rollout_id in self._running:
@@ -219,7 +213,7 @@ class VLLMEngine:
         try:
             return await client.generate(request, salt=str(self._num_updates))
         except EngineDiedError:
-            await self._lost.wait()  # the watcher sees it, too, and says why
+            await self._lost.wait()  # the watcher finds the reason
             raise EngineLostError(self._loss) from None
         except BackendError:
             raise
@@ -251,13 +245,10 @@ class VLLMEngine:
             await self._control("joining the group", self._alive().join_group(info))
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
-        """See ``interface.Engine``.
+        """See ``interface.Engine``; an engine whose update fails is lost, and never resumed.
 
-        Raises:
-            TransferError: If weights that are loaded while they are sent have not all come. The engine stands still
-                until another update succeeds.
-            EngineLostError: If the update fails in any other way. The engine is then never resumed.
-            WeightsRefusedError: If names or shapes differ from the engine's model; the engine is lost then.
+        Only if weights that are loaded while they are sent have not all come it raises ``TransferError`` and stands
+        still until another update succeeds.
         """
         async with self._updating:
             client = self._alive()

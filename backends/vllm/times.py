@@ -13,10 +13,9 @@ MOST_STOPS = 64
 
 
 class StepMeter:
-    """Adds up decode steps (mutable).
+    """Adds up decode steps (mutable), but for the first after a stop or of an idle engine, whose begin is unknown.
 
-    The first after a stop, or of an idle engine, is left out: nobody knows when it began. Every sequence in progress
-    gets a token in a step: more sequences than were left of the step before have begun in it.
+    Every sequence in progress gets a token in a step: those beyond the ones left of the step before have begun in it.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class StepMeter:
 
 
 class RequestTimes:
-    """The seconds of requests, less those in which the engine stood still (mutable). A machine has one clock."""
+    """The seconds of requests, less the time in which the engine stood still (mutable). A machine has one clock."""
 
     def __init__(self) -> None:
         self._stops: deque[tuple[float, float]] = deque(maxlen=MOST_STOPS)
@@ -91,10 +90,9 @@ class RequestTimes:
             self._stopped_s = None
 
     def of(self, scheduled_s: float, first_token_s: float, last_token_s: float) -> EngineSeconds:
-        """Return where the time of a request that has ended has gone; a time is 0 if it did not come to that.
+        """Return the seconds of prefill, until the first token, and of decode, until the last; 0 if neither came.
 
-        Prefill lasts from when the request was scheduled to its first token, decode from there to its last one. The
-        prefills of others in a decode step count as decode.
+        Prefills of other requests in a decode step count as decode.
         """
         if not first_token_s:  # aborted before
             return EngineSeconds(0.0, 0.0)

@@ -20,15 +20,9 @@ from backends.vllm.version.workers import IN_PLACE, RECEIVER
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
-# What is asked of vLLM for an answer, and the form of its answers.
-
 
 def sampling_parameters(request: GenerateRequest) -> Any:
-    """Return vLLM's parameters of a request.
-
-    With its ``processed_logprobs`` the log-probabilities are those of the distribution sampled from: after temperature,
-    and among the words that ``top_k``, ``top_p`` and ``min_p`` leave.
-    """
+    """Return vLLM's parameters of a request; for its log-probabilities see ``VLLMEngine.generate``."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
