@@ -1,8 +1,8 @@
 """All that an implementer of a backend must offer, and the values that cross.
 
-A *backend* makes the parts of a real run; the driver knows nothing else of them. ``contract/`` checks every promise
-made here. ``vllm/`` and ``trainer/`` keep the promises for real (``kinds.py`` puts them together), ``fake.py`` in
-memory. All calls on engines, trainer and reference model are coroutines: the driver waits for many at a time.
+A *backend* makes the parts of a real run. ``contract/`` checks every promise made here. ``vllm/`` and ``trainer/`` keep
+the promises for real (``kinds.py`` puts them together), ``fake.py`` in memory. All calls on engines, trainer and
+reference model are coroutines: the driver waits for many at a time.
 
 ======================  ==================================================================================
 ``Backend``             checks a run file, then makes the parts of the run
@@ -179,7 +179,7 @@ class Engine(Protocol):
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """Load new weights between two decode steps; tokens sampled from then on carry the new version.
 
-        Under ``abort`` every ``generate`` in progress returns with what it has, before the new weights are in
+        Under ``abort`` every ``generate`` in progress returns the tokens so far, before the new weights are in
         place; under ``keep`` and ``recompute`` they go on; ``wait`` is called when none is in progress.
 
         Raises:
@@ -239,9 +239,9 @@ class TrainResult:
     logprob_T: list[NDArray[np.float32]]
     """Of each answer token before the optimizer step, per sample, in order (nats). Paper symbol: log pi."""
     metrics: dict[str, float]
-    """Numbers to log. Those that end in ``loss``, ``_sum`` or ``_s`` add up over the micro-batches of a step: losses
+    """Numbers to log. Names in ``loss``, ``_sum`` or ``_s`` add up over the micro-batches of a step: losses
     divided by the batch, ``entropy_sum`` (nats) over ``answer_tokens_sum`` tokens, ``flop_sum``, and seconds of every
-    rank by phase. Of those that end in ``_gb`` the largest counts. After the optimizer step also ``gradient_norm``,
+    rank by phase. Of numbers in ``_gb`` the largest counts. After the optimizer step also ``gradient_norm``,
     ``learning_rate``, and ``skipped``: 1 if the gradient was not finite and the weights stayed as they were, else 0."""
 
 
@@ -380,7 +380,7 @@ class GroupMembers:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of one run, none of them started; the driver starts them and shuts them down."""
+    """The parts of one run, not yet started; the driver starts them and shuts them down."""
 
     engines: Mapping[int, Engine]
     """By engine id: 0 to ``config.num_engines`` - 1."""
@@ -422,7 +422,7 @@ class Share:
     """Accelerators of engines."""
     ranks: int
     leads: bool
-    """Whether rank 0 is one of them."""
+    """Whether rank 0 is among these ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ counted; attention is the variable-length kernel's own description of itself. De
 settings; waste of the allocator, CUDA and NCCL are outside of ``memory_share``.
 
 The planner's formula (``pipelinerl/hardware/memory.py``) is for trainers in general: for a 7B with activation
-checkpointing it is 3 % below, without it 15 %. It is meant for fused norms, while those of transformers keep twice as
-much; its gradients are of 2 bytes, ours are added up in float32.
+checkpointing it is 3 % below, without it 15 %. It assumes fused norms, while norms of transformers keep twice as much,
+and gradients of 2 bytes, while ours are added up in float32.
 """
 
 from __future__ import annotations

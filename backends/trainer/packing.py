@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from backends.interface import Sample
 from pipelinerl.rl.segments import all_tokens, loss_mask
 
-# Legend of shapes: N tokens of a row, prompts included; M generated tokens of a row, those that are trained on;
+# Legend of shapes: N tokens of a row, prompts included; M generated tokens of a row, which are trained on;
 # S sequences of a row; B samples; T generated tokens of one sample.
 
 

@@ -1,4 +1,4 @@
-"""The step of a trainer: the loss of a row, the learning rate, and what a rank measures of its own work."""
+"""The step of a trainer: the loss of a row, the learning rate, and a rank's measurements of its own work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL communicators between rank 0's GPU and those of all workers, with a fall-back through the host.
+"""NCCL communicators between rank 0's GPU and the GPUs of all workers, with a fall-back through the host.
 
 Theory of operation. The sender asks all workers to make a communicator with it. Each member makes one, tries it with 16
 MB and reports its fault; the sender announces whether it is used. So a GPU shared by two members, one without room for

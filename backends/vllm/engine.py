@@ -17,8 +17,8 @@ coroutine          waits for                              is unblocked by
                    decode step and with requests          would never return)
 =================  =====================================  ==================================================
 
-The prefix cache is on. Its entries are salted with the number of updates: keys and values of old weights are never
-handed out to a request that begins after an update.
+The prefix cache is on. Its entries are salted with the number of updates: a request that begins after an update never
+gets keys and values of old weights.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class VLLMEngine:
         processes, self._processes = self._processes, []
         if before is not None and not processes:
             processes = process_tree(before)
-        # While they live: of a process that has ended, or that vLLM ends here, nobody knows what it had.
+        # While they live: nobody knows the shared memory of a process that has ended, or that vLLM ends here.
         shared, self._shared_memory = self._shared_memory | await asyncio.to_thread(shared_memory_of, processes), set()
         if client is not None:
             client.shutdown()
@@ -184,7 +184,7 @@ class VLLMEngine:
             task.cancel()
             lost.cancel()
 
-    async def _control(self, what: str, call: Awaitable[T]) -> T:
+    async def _control(self, action: str, call: Awaitable[T]) -> T:
         """Await a call whose failure leaves the engine in an unknown state."""
         began = time.perf_counter()
         try:
@@ -192,7 +192,7 @@ class VLLMEngine:
         except Exception as error:
             seconds = time.perf_counter() - began
             raise self._lose(
-                f"{what} failed: engine={self._settings.engine_id} after {seconds:.1f} s; {error};"
+                f"{action} failed: engine={self._settings.engine_id} after {seconds:.1f} s; {error};"
                 " start the engine again"
             ) from error
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pipelinerl.hardware.transport import FILE, WeightTransport
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Of shared memory and semaphores; of a killed process nobody removes them."""
+"""Folder of shared memory and semaphores; nobody else removes those of a killed process."""
 SHARED_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
-"""Python's of both, and what vLLM's workers on a CPU reduce in."""
+"""Python's shared memory and semaphores, and memory in which vLLM's workers on a CPU reduce."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """Then vLLM's processes are killed."""
 

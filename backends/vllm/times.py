@@ -21,7 +21,7 @@ class StepMeter:
     def __init__(self) -> None:
         self._sums = DecodeSteps()
         self._end_s, self._num, self._num_ended = 0.0, 0, 0  # of the last step, whose outputs may come in parts
-        self._had = self._had_unread = 0  # tokens that it had of contexts, and of prompts
+        self._had = self._had_unread = 0  # tokens of contexts and of prompts in that step
         self._began_s: float | None = None
         self._left = 0
         self._context = self._unread = 0  # tokens of all requests; of prompts that no step has had yet
@@ -36,7 +36,7 @@ class StepMeter:
         self._context -= tokens
 
     def output(self, end_s: float, num: int, num_ended: int) -> None:
-        """Note that ``num`` sequences got a token in the step that ended at ``end_s``, and so many of them ended."""
+        """Note that ``num`` sequences got a token in the step that ended at ``end_s``, and ``num_ended`` ended."""
         if end_s != self._end_s:
             self._close()
             self._end_s, self._had, self._had_unread = end_s, self._context, self._unread

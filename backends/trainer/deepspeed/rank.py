@@ -265,5 +265,5 @@ def torch_adamw_passes() -> Iterator[None]:
 
 def _silence_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # DeepSpeed uses what torch renamed
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # DeepSpeed uses old names of torch
     transformers.utils.logging.disable_progress_bar()
