@@ -101,18 +101,19 @@ class Footprint:
 
 
 def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool = False) -> int:
-    """Return the memory to train on one sequence of so many tokens, nearly all generated (bytes).
+    """Train on one sequence of so many tokens, nearly all generated; return the memory needed (bytes).
 
-    Weights and gradients do not count, but for the gradients of one layer. ``policy`` is on ``meta``.
+    Weights and gradients do not count, but for the gradients of one layer. ``policy`` is best on ``meta``.
     """
     if checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PolicyModel(policy, temperature=1.0, value_head=value_head).to("meta")
+    device = policy.device
+    model = PolicyModel(policy, temperature=1.0, value_head=value_head).to(device)
     for parameter in model.parameters():  # DeepSpeed takes a gradient away when it is made
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    tokens, answers = (torch.zeros(num, dtype=torch.int64, device="meta") for num in (pack_tokens, pack_tokens - 1))
+    tokens, answers = (torch.zeros(num, dtype=torch.int64, device=device) for num in (pack_tokens, pack_tokens - 1))
     row = {"token_N": tokens, "position_N": tokens, "predictor_M": answers, "answer_M": answers}
-    boundary = torch.zeros(2, dtype=torch.int32, device="meta")
+    boundary = torch.tensor([0, pack_tokens], dtype=torch.int32, device=device)
     with LiveBytes([*model.parameters(), *model.buffers(), tokens, answers, boundary]) as live:
         logprob_M, _, value_M = model(**row, boundary=boundary, longest=pack_tokens)
         (logprob_M.sum() if value_M is None else (logprob_M + value_M).sum()).backward()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     make_model(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """One event loop for a module."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+    gc.collect()  # vLLM's client is in cycles; its sockets' warnings belong here
 
 
 @pytest.fixture(scope="module")

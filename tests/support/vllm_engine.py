@@ -1,4 +1,4 @@
-"""Settings and mark of the tests of the vLLM engine, and its weights version by version."""
+"""Settings and marks of the tests of the vLLM engine, and its weights version by version."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ PROMPT = (3, 13, 4, 16)
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
+REAL = [
+    pytest.mark.real,
+    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM, torch and transformers warn of much
+]
+"""Marks of tests that need vLLM."""
+
+
 def real(test: Any) -> Any:
-    """Mark a test that needs vLLM; it, torch and transformers warn of much."""
-    for mark in (
-        pytest.mark.real,
-        pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
-        pytest.mark.filterwarnings("ignore"),
-    ):
+    for mark in REAL:
         test = mark(test)
     return test
 

@@ -128,17 +128,8 @@ def test_the_memory_counted_on_meta_is_allocated_on_a_device(checkpointing: bool
     counted = pack_activations(on_meta(config, torch.float32), tokens, checkpointing=checkpointing)
     attention = register_packed_attention()
     policy = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-    if checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PolicyModel(policy, temperature=1.0, value_head=False)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    row = {"token_N": torch.zeros(tokens, dtype=torch.int64), "position_N": torch.arange(tokens)}
-    row |= {"predictor_M": torch.arange(tokens - 1), "answer_M": torch.zeros(tokens - 1, dtype=torch.int64)}
-    boundary = torch.tensor([0, tokens], dtype=torch.int32)
     with profile(profile_memory=True) as seen:
-        logprob_M, *_ = model(**row, boundary=boundary, longest=tokens)
-        logprob_M.sum().backward()
+        pack_activations(policy, tokens, checkpointing=checkpointing)
     now = peak = 0
     for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":

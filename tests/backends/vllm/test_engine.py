@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 import pytest
 from character_model import make_model
-from vllm_engine import PROMPT, Subject, real, settings
+from vllm_engine import PROMPT, REAL, Subject, settings
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine
@@ -29,6 +28,7 @@ from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.hardware.transport import BROADCAST, FILE, WeightTransport
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
+pytestmark = REAL
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]
 
@@ -36,13 +36,6 @@ END, TRIES = 1, 10
 
 
 # -------------------------------------------------------------------------------------------- fixtures
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run[Any]]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-    gc.collect()  # vLLM's client is in cycles; its sockets' warnings belong here
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +71,6 @@ async def update_in_flight(subject: Subject, kind: WeightUpdate, num_updates: in
 # ----------------------------------------------------------------------------- with one engine, in this order
 
 
-@real
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_distribution_sampled_from(
     subject: Subject, run: Run[Any], temperature: float
@@ -88,7 +80,6 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert max(subject.error(answer, keep=False, temperature=temperature) for answer in answers) < 1e-5
 
 
-@real
 @pytest.mark.parametrize("sampling", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.85}], ids=["top_p", "top_k", "min_p"])
 def test_log_probabilities_are_those_among_the_words_that_are_left(
     subject: Subject, run: Run[Any], sampling: dict[str, float]
@@ -112,7 +103,6 @@ def test_log_probabilities_are_those_among_the_words_that_are_left(
         assert left_TV.float().mean() < 0.8  # the test can tell
 
 
-@real
 def test_a_stop_text_ends_an_answer_and_is_in_it(subject: Subject, run: Run[Any]) -> None:
     seven = 9  # the token of the character
     answers = run(gather(subject.engine, [request(number, 300, stop=("7",)) for number in range(8)]))
@@ -120,7 +110,6 @@ def test_a_stop_text_ends_an_answer_and_is_in_it(subject: Subject, run: Run[Any]
     assert max(subject.error(answer, keep=False) for answer in answers) < 1e-5
 
 
-@real
 def test_temperature_0_takes_the_likeliest_token(subject: Subject, run: Run[Any]) -> None:
     import torch
 
@@ -130,7 +119,6 @@ def test_temperature_0_takes_the_likeliest_token(subject: Subject, run: Run[Any]
     assert answer.tokens_T.tolist() == likeliest.tolist()
 
 
-@real
 def test_a_request_that_cannot_be_answered_is_refused_and_the_engine_goes_on(subject: Subject, run: Run[Any]) -> None:
     with pytest.raises(BackendError, match="generation failed: engine=2 rollout=5; ") as refused:
         run(subject.engine.generate(request(5, 10, prompt=(3,) * 600)))
@@ -143,7 +131,6 @@ async def by_direct_copies(engine: VLLMEngine) -> bool:
     return all(await engine._vllm.llm.collective_rpc(lambda worker: worker.weight_transfer_engine._swap.direct))
 
 
-@real
 def test_kept_sequences_go_on_with_the_old_keys_and_values(subject: Subject, run: Run[Any]) -> None:
     answers, times = run(update_in_flight(subject, WeightUpdate.KEEP, num_updates=2))
     assert all(len(answer.spans.versions) == 3 and not answer.aborted for answer in answers)
@@ -153,7 +140,6 @@ def test_kept_sequences_go_on_with_the_old_keys_and_values(subject: Subject, run
     assert run(by_direct_copies(subject.engine))
 
 
-@real
 def test_recomputed_sequences_go_on_with_new_keys_and_values(subject: Subject, run: Run[Any]) -> None:
     answers, _ = run(update_in_flight(subject, WeightUpdate.RECOMPUTE))
     assert all(len(answer.spans.versions) == 2 and not answer.aborted for answer in answers)
@@ -161,7 +147,6 @@ def test_recomputed_sequences_go_on_with_new_keys_and_values(subject: Subject, r
     assert min(subject.error(answer, keep=True) for answer in answers) > 0.01
 
 
-@real
 def test_aborted_sequences_can_be_continued_with_the_new_weights(subject: Subject, run: Run[Any]) -> None:
     parts, _ = run(update_in_flight(subject, WeightUpdate.ABORT))
     newest = len(subject.versions) - 1
@@ -173,7 +158,6 @@ def test_aborted_sequences_can_be_continued_with_the_new_weights(subject: Subjec
     assert max(subject.error(rest, prompt, keep=False) for rest, prompt in zip(rests, prompts, strict=True)) < 1e-4
 
 
-@real
 def test_a_prompt_is_computed_once_per_version(
     subject: Subject, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +174,6 @@ def test_a_prompt_is_computed_once_per_version(
     assert max(subject.error(answer, prompt, keep=False) for answer in answers) < 1e-4
 
 
-@real
 def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_changes_nothing(
     subject: Subject, run: Run[Any], tmp_path: Path
 ) -> None:
@@ -274,7 +257,6 @@ def broadcast_weights(version: int, model: Any) -> Weights:
     return Weights(version, f"broadcast:{label_of(tensors, version)}", {"all parameters": digest_of(tensors)})
 
 
-@real
 def test_broadcast_weights_are_loaded_bit_for_bit_and_a_wrong_bit_changes_nothing(
     subject: Subject, run: Run[Any], tmp_path: Path
 ) -> None:
@@ -337,7 +319,6 @@ async def in_progress_in_a_core_that_stands_still(engine: VLLMEngine, core: Any)
     raise AssertionError("answers were whole too early")
 
 
-@real
 def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject, run: Run[Any]) -> None:
     import psutil
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
 import backends.transfer.streamed  # noqa: E402
 from backends.check.machine_rows import taught  # noqa: E402
-from backends.interface import TrainResult, Weights  # noqa: E402
+from backends.interface import Sample, TrainResult, Weights  # noqa: E402
 from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, torch_adamw_passes  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
@@ -60,14 +61,25 @@ pytestmark = [
 STAGES = (0, 1, 2, 3)
 
 
+Plain = tuple[dict[str, Any], list[dict[str, float]]]
+
+
 @pytest.fixture(scope="module")
-def plain(model_path: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+def plain(model_path: Path) -> Plain:
     return plain_training(model_path, 3)
+
+
+def check_trains_as(
+    plain: Plain, rank: DeepSpeedRank, *, batch: Callable[[int], list[Sample]] = samples, rel: float = 1e-4
+) -> None:
+    for step, metrics in enumerate(plain[1]):
+        assert train(rank, batch(step))[1] == pytest.approx(metrics, rel=rel, abs=1e-9)
+    assert largest_difference(parameters(rank), plain[0]) < ROUNDING
 
 
 @pytest.mark.parametrize("zero_stage", STAGES)
 def test_however_a_batch_is_cut_the_step_is_that_of_plain_adamw(
-    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]], zero_stage: int
+    model_path: Path, plain: Plain, zero_stage: int
 ) -> None:
     whole, cut = (started(model_path, zero_stage=zero_stage) for _ in range(2))
     first = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
@@ -100,11 +112,7 @@ def test_the_pack_of_a_check_changes_weights_whatever_the_loss(model_path: Path,
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_an_output_layer_that_is_the_embedding_learns_as_both(tmp_path: Path, zero_stage: int) -> None:
     make_model(tmp_path, tied=True)
-    expected, steps = plain_training(tmp_path, 2)
-    rank = started(tmp_path, zero_stage=zero_stage)
-    for step, metrics in enumerate(steps):
-        assert train(rank, samples(step))[1] == pytest.approx(metrics, rel=1e-4)
-    assert largest_difference(parameters(rank), expected) < ROUNDING
+    check_trains_as(plain_training(tmp_path, 2), started(tmp_path, zero_stage=zero_stage))
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -224,13 +232,10 @@ def test_the_value_head_starts_at_zero_and_is_the_baseline(model_path: Path, zer
 
 @pytest.mark.parametrize("zero_stage", STAGES)
 def test_the_step_is_that_of_a_frozen_copy_asked_within_the_step(model_path: Path, zero_stage: int) -> None:
-    expected, steps = plain_training(model_path, 3, kl_coefficient=0.5)
+    plain = plain_training(model_path, 3, kl_coefficient=0.5)
+    assert plain[1][-1]["kl_loss"] > 1e-4  # at the start it is 0
     rank = started(model_path, zero_stage=zero_stage, loss=LossConfig(truncation=1.2, kl_coefficient=0.5))
-    for step, metrics in enumerate(steps):
-        _, got = train(rank, with_reference(model_path, samples(step)))
-        assert got == pytest.approx(metrics, rel=1e-3, abs=1e-9)  # at the start the divergence is 0
-    assert steps[-1]["kl_loss"] > 1e-4
-    assert largest_difference(parameters(rank), expected) < ROUNDING
+    check_trains_as(plain, rank, batch=lambda step: with_reference(model_path, samples(step)), rel=1e-3)
 
 
 def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -> None:
@@ -239,14 +244,9 @@ def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -
         train(rank, samples())
 
 
-def test_activation_checkpointing_changes_nothing(
-    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]]
-) -> None:
+def test_activation_checkpointing_changes_nothing(model_path: Path, plain: Plain) -> None:
     trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=True)
-    rank = started(model_path, trainer=trainer)
-    for step in range(3):
-        train(rank, samples(step))
-    assert largest_difference(parameters(rank), plain[0]) < ROUNDING
+    check_trains_as(plain, started(model_path, trainer=trainer))
 
 
 def test_without_zero_a_step_that_is_not_finite_is_skipped_too(model_path: Path) -> None:
