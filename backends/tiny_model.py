@@ -61,6 +61,16 @@ RECIPES = {
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 CHARACTERS = "0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:ABCDEFGHIJKLMNOP"
 """With the special tokens 64: every number the model can sample is a token."""
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
 NO_TARGET = -100  # torch's cross-entropy skips it
 
 
@@ -162,20 +172,7 @@ def _sampled(model: Any, tokenizer: Any, recipe: Recipe, texts: list[list[int]])
 
 def _make_model(tokenizer: Any) -> Any:
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "bos")}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        dtype="float32",
-        **special,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False, dtype="float32", **special)).float()
     model.generation_config = GenerationConfig(**special)
     return model
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -26,6 +27,11 @@ from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
 from pipelinerl.rl.segments import all_tokens, loss_mask
 
+MARKS = [
+    pytest.mark.real,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
+]
+"""Of tests of ranks."""
 TEMPERATURE = 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, gradient_clip=0.5)
 LOSS = LossConfig(truncation=1.2)

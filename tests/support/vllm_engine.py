@@ -64,11 +64,13 @@ class Subject:
         path = self.folder / f"weights-{version}"
         return Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
 
-    def reference(self, generated: Generated, prompt: tuple[int, ...], temperature: float, *, keep: bool) -> Any:
-        """Return log-probabilities of the answer by transformers, under the version of each of its spans.
+    def error(
+        self, generated: Generated, prompt: tuple[int, ...] = PROMPT, *, keep: bool, temperature: float = 1.0
+    ) -> float:
+        """Return the largest difference of log-probabilities to transformers, with the version of each span (nats).
 
-        With ``keep`` a new version goes on with the keys and values that the old one has left; without, it
-        computes those of the whole prefix again.
+        With ``keep`` a new version goes on with the keys and values of the old one; without, it computes them again
+        for the whole prefix.
         """
         import torch
 
@@ -85,10 +87,4 @@ class Subject:
             tokens_L = row[0, len(prompt) + len(logprob) : len(prompt) + end]
             logprob += torch.log_softmax(logits_LV, -1).gather(1, tokens_L[:, None])[:, 0].tolist()
             done = upto
-        return np.array(logprob)
-
-    def error(
-        self, generated: Generated, prompt: tuple[int, ...] = PROMPT, *, keep: bool, temperature: float = 1.0
-    ) -> float:
-        """Return the largest difference to the reference (nats)."""
-        return float(np.abs(self.reference(generated, prompt, temperature, keep=keep) - generated.logprob_T).max())
+        return float(np.abs(np.array(logprob) - generated.logprob_T).max())

@@ -24,22 +24,13 @@ from backends.transfer.row import parameters_of  # noqa: E402
 
 WEIGHTS = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
 TIMEOUT_S = 60.0
-made: list[Noted] = []
-
-
-class Noted(Gloo):
-    """Notes all that are made."""
-
-    def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
-        super().__init__(common, rank, size, device)
-        made.append(self)
 
 
 @pytest.fixture
 def new_group(group_of: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a group of two workers that load parameters as they arrive."""
-    monkeypatch.setitem(COMMUNICATORS, "cpu", Noted)
-    made.clear()
+    monkeypatch.setitem(COMMUNICATORS, "cpu", Gloo)
+    Gloo.made.clear()
     return lambda timeout_s=TIMEOUT_S: group_of(2, tensors=WEIGHTS, timeout_s=timeout_s).stream()
 
 
@@ -67,34 +58,34 @@ def check_all_load(group: Group, threads: ThreadPoolExecutor, *versions: int) ->
 def test_all_agree_once_and_communicators_go_with_the_group(new_group: Any, threads: ThreadPoolExecutor) -> None:
     group = new_group()
     check_all_load(group, threads, 1, 2)
-    assert sorted(one.rank for one in made) == [0, 1, 2]
-    assert not any(one.closed for one in made)
+    assert sorted(one.rank for one in Gloo.made) == [0, 1, 2]
+    assert not any(one.closed for one in Gloo.made)
     group.sender.leave()
     for worker in group.workers:
         worker.close()
-    assert all(one.closed for one in made)
+    assert all(one.closed for one in Gloo.made)
 
 
-class NoId(Noted):
+class NoId(Gloo):
     @staticmethod
     def new_id() -> str:
         raise OSError("no such library")
 
 
-class Wrong(Noted):
+class Wrong(Gloo):
     def broadcast(self, row: Any, **options: Any) -> None:
         super().broadcast(row, **options)
         row[-1] += self.rank == 1
 
 
-class NoRoom(Noted):
+class NoRoom(Gloo):
     def broadcast(self, row: Any, **options: Any) -> None:
         super().broadcast(row, **options)
         if self.rank == 2:
             raise torch.OutOfMemoryError("3 GiB")
 
 
-class Hangs(Noted):
+class Hangs(Gloo):
     """As NCCL does in the first row, in which it does not ask whether the others are there."""
 
     over: threading.Event
@@ -117,7 +108,7 @@ def test_where_one_cannot_all_fall_back_to_the_host_and_a_warning_says_why(
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    kind: type[Noted],
+    kind: type[Gloo],
     reason: str,
 ) -> None:
     monkeypatch.setitem(COMMUNICATORS, "cpu", kind)
@@ -131,9 +122,9 @@ def test_where_one_cannot_all_fall_back_to_the_host_and_a_warning_says_why(
     assert reason in warning
     over.set()
     until_s = time.monotonic() + TIMEOUT_S  # one that is made late is closed, too
-    while not all(one.closed for one in made) and time.monotonic() < until_s:
+    while not all(one.closed for one in Gloo.made) and time.monotonic() < until_s:
         time.sleep(0.01)
-    assert all(one.closed for one in made)
+    assert all(one.closed for one in Gloo.made)
 
 
 def test_a_member_that_is_silent_while_all_wait_for_bytes_ends_it_for_all_after_the_time_out(
@@ -158,7 +149,7 @@ def test_a_member_that_is_silent_while_all_wait_for_bytes_ends_it_for_all_after_
     assert isinstance(loading[0].exception(TIMEOUT_S), OSError)
     ended.set()
     assert isinstance(loading[1].exception(TIMEOUT_S), OSError)
-    assert all(one.closed for one in made if one.rank != 2)
+    assert all(one.closed for one in Gloo.made if one.rank != 2)
     assert group.sender.left
 
 
@@ -169,7 +160,7 @@ def test_a_member_lost_while_all_agree_ends_it_for_all_at_once(
     monkeypatch.setattr(module, "MAKE_TIMEOUT_S", 300.0)
     group = new_group(600.0)
 
-    class Leaves(Noted):
+    class Leaves(Gloo):
         def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
             if rank == 2:
                 group.workers[1].close()

@@ -22,7 +22,9 @@ GPU = torch.device("cuda", 3)
 
 
 class Library:
-    """Notes calls; their results are settings."""
+    """Notes calls; their results are settings. A row arrives after so many ``looks``; None: never."""
+
+    looks: int | None = None
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -59,28 +61,21 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
-    monkeypatch.setattr(nccl, "_library", lambda: made)
-    return made
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A row arrives after so many ``looks``; None: never."""
-    state = SimpleNamespace(looks=0)
 
     class Event:
         def record(self, stream: Any) -> None:
             assert stream.cuda_stream == STREAM
-            self.left = state.looks
+            self.left = made.looks
 
         def query(self) -> bool:
             self.left = None if self.left is None else self.left - 1
             return self.left is not None and self.left < 0
 
+    monkeypatch.setattr(nccl, "_library", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device.index))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(nccl, "side_stream", lambda *_: SimpleNamespace(cuda_stream=STREAM))
-    return state
+    return made
 
 
 ROW = torch.zeros(48, dtype=torch.uint8)
@@ -94,10 +89,10 @@ def gone() -> None:
     raise ConnectionError("the other end has gone")
 
 
-def test_members_have_one_id_and_send_from_rank_0_into_the_same_memory(library: Library, gpu: SimpleNamespace) -> None:
+def test_members_have_one_id_and_send_from_rank_0_into_the_same_memory(library: Library) -> None:
     common = Nccl.new_id()
     one = Nccl(common, 2, 4, GPU)
-    gpu.looks = 3
+    library.looks = 3
     one.broadcast(ROW, check=all_there, timeout_s=60.0)
     assert library.calls == [
         (bytes(range(1, 129)), 2, 4),
@@ -109,7 +104,7 @@ def test_members_have_one_id_and_send_from_rank_0_into_the_same_memory(library: 
     assert library.aborted == [HANDLE]
 
 
-def test_a_communicator_that_cannot_be_made_says_why_in_a_line(library: Library, gpu: SimpleNamespace) -> None:
+def test_a_communicator_that_cannot_be_made_says_why_in_a_line(library: Library) -> None:
     library.made = 5
     with pytest.raises(BackendError, match=r"^NCCL: ncclCommInitRank: result 5$"):
         Nccl("00" * nccl.ID_BYTES, 0, 2, GPU)
@@ -126,16 +121,9 @@ def test_a_communicator_that_cannot_be_made_says_why_in_a_line(library: Library,
     ids=["gone", "remote error", "refused", "silent"],
 )
 def test_a_failure_ends_the_kernel_and_the_communicator_once(
-    library: Library,
-    gpu: SimpleNamespace,
-    check: Any,
-    settings: dict[str, int],
-    timeout_s: float,
-    error: Any,
-    says: str,
+    library: Library, check: Any, settings: dict[str, int], timeout_s: float, error: Any, says: str
 ) -> None:
     one = Nccl(Nccl.new_id(), 1, 2, GPU)
-    gpu.looks = None
     for name, value in settings.items():
         setattr(library, name, value)
     with pytest.raises(error, match=f"^{says}$"):
@@ -148,10 +136,10 @@ def test_a_failure_ends_the_kernel_and_the_communicator_once(
 
 
 def test_a_broadcast_ends_its_communicator_when_another_thread_leaves(
-    library: Library, gpu: SimpleNamespace, threads: ThreadPoolExecutor
+    library: Library, threads: ThreadPoolExecutor
 ) -> None:
     """NCCL does not say that two threads may use a communicator at a time; so ``close`` aborts none in use."""
-    one, gpu.looks = Nccl(Nccl.new_id(), 1, 2, GPU), None
+    one = Nccl(Nccl.new_id(), 1, 2, GPU)
     looked, left = threading.Event(), threading.Event()
 
     def check() -> None:

@@ -90,9 +90,6 @@ def test_a_digest_is_of_names_types_shapes_and_checksums_however_they_came() -> 
     assert len({digest(parameters, sums), *others}) == 6
 
 
-# -------------------------------------------------------------------------------------------- rows
-
-
 def _in_another_process(path: str, results: Any) -> None:
     row = SharedRow.open(path, 100, CPU)
     seen = machine(), row.label, row.row.tolist()
@@ -127,9 +124,7 @@ def test_pages_that_are_to_be_pinned_are_there_before(num_bytes: int) -> None:
     os.close(file)
 
 
-def test_a_row_that_there_is_no_memory_for_or_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BackendError, match=r"^the host has no memory for a copy: 4611686018427387904 bytes are "):
-        SharedRow.make(2**62, CPU)
+def test_a_row_that_is_smaller_or_missing_is_refused() -> None:
     row = SharedRow.make(100, CPU)
     with pytest.raises(BackendError, match="cannot be seen: it is smaller"):
         SharedRow.open(row.path, 5000, CPU)
@@ -138,7 +133,7 @@ def test_a_row_that_there_is_no_memory_for_or_that_is_not_there_is_refused() -> 
         SharedRow.open(row.path, 100, CPU)
 
 
-def test_a_process_that_ends_with_a_row_has_nothing_to_complain_of() -> None:
+def test_a_process_that_ends_with_a_row_prints_nothing() -> None:
     kept = "import sys, torch; from backends.transfer import row as shared_row; sys.kept = sys.modules['__main__']"
     code = f"{kept}; row = shared_row.SharedRow.make(1, torch.device('cpu'))"  # it goes when modules have gone
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)

@@ -27,7 +27,6 @@ from pipelinerl.errors import BackendError  # noqa: E402
 
 PARAMETERS = [(f"p{index}", "float32", (index % 3 + 1, 8)) for index in range(9)]
 KNOWN = {one[0]: one for one in PARAMETERS}
-SHAPES = {name: shape for name, _, shape in PARAMETERS}
 BUCKETS = [["p3", "p1"], ["p0"], ["p2", "p4", "p5"], ["p8"], ["p7", "p6"]]
 ORDER = [name for bucket in BUCKETS for name in bucket]
 

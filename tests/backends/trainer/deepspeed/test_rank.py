@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 from character_model import make_model  # noqa: E402
 from tiny_trainer import (  # noqa: E402
     BATCH,
+    MARKS,
     ROUNDING,
     largest_difference,
     parameters,
@@ -54,10 +55,7 @@ from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.hardware.transport import BROADCAST, STREAMED  # noqa: E402
 from pipelinerl.rl.config import LossConfig  # noqa: E402
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
-]
+pytestmark = MARKS
 STAGES = (0, 1, 2, 3)
 
 

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from own_memory import own_bytes  # noqa: E402
 from tiny_trainer import (  # noqa: E402
+    MARKS,
     OPTIMIZER,
     ROUNDING,
     STEPS,
@@ -46,10 +47,7 @@ from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.rl.config import LossConfig  # noqa: E402
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
-]
+pytestmark = MARKS
 SPLIT = (1, 2, 3)
 """ZeRO's stages in which a rank has a part of the state."""
 BIG = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
