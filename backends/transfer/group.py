@@ -353,7 +353,7 @@ class Receiver:
         with ThreadPoolExecutor(threads) as hashing, ThreadPoolExecutor(1) as handing_on:
             sums: list[Future[int]] = []
             handed_on: list[Future[None]] = []
-            for begin, end in [(0, 0), *cuts(row_bytes(places), BUCKET_BYTES)]:
+            for begin, end in cuts(row_bytes(places), BUCKET_BYTES):
                 recv_bytes(self._before.sock, content[begin:end])
                 if self._after is not None:
                     handed_on.append(handing_on.submit(send_bytes, self._after.sock, content[begin:end]))

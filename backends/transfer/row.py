@@ -59,7 +59,7 @@ def layout(parameters: Parameters) -> list[Place]:
 
 def row_bytes(places: Sequence[Place]) -> int:
     """Return the size of the row (bytes)."""
-    return places[-1].end if places else 0
+    return places[-1].end
 
 
 def cuts(num_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
@@ -106,7 +106,7 @@ class SharedRow:
     def __init__(self, file: int, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
         self.path = f"/proc/{os.getpid()}/fd/{file}"
-        self._memory = mmap.mmap(file, HEAD_BYTES + max(1, num_bytes))
+        self._memory = mmap.mmap(file, HEAD_BYTES + num_bytes)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.row = whole[HEAD_BYTES : HEAD_BYTES + num_bytes]
         pinned = whole if device.type == "cuda" else None
@@ -122,7 +122,7 @@ class SharedRow:
         if num_bytes > free:
             raise BackendError(f"the host has no memory for a copy: {num_bytes} bytes are needed, {free} are free")
         file = os.memfd_create("pipelinerl-weights")
-        os.truncate(file, HEAD_BYTES + max(1, num_bytes))
+        os.truncate(file, HEAD_BYTES + num_bytes)
         if device.type == "cuda":
             have_pages(file)
         return cls(file, num_bytes, device)

@@ -33,9 +33,12 @@ def sample(rollout_id: int, prompt: int, answer: int) -> Sample:
 lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=30)
 
 
+def samples_of(lengths_B: list[tuple[int, int]]) -> list[Sample]:
+    return [sample(index, prompt, answer) for index, (prompt, answer) in enumerate(lengths_B)]
+
+
 def packed(lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int) -> list[list[PackedRow]]:
-    samples = [sample(index, prompt, answer) for index, (prompt, answer) in enumerate(lengths_B)]
-    return pack(samples, pack_tokens=pack_tokens, num_ranks=num_ranks)
+    return pack(samples_of(lengths_B), pack_tokens=pack_tokens, num_ranks=num_ranks)
 
 
 def test_two_sequences_make_one_row_and_observed_tokens_are_read_and_not_trained_on() -> None:
@@ -75,7 +78,7 @@ def test_rows_of_like_length_run_at_the_same_time() -> None:
 def test_every_sequence_is_in_one_row_whole_with_its_numbers(
     lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int, with_reference: bool
 ) -> None:
-    samples = [sample(index, prompt, answer) for index, (prompt, answer) in enumerate(lengths_B)]
+    samples = samples_of(lengths_B)
     if with_reference:
         samples = [replace(one, reference_logprob_T=one.behaviour_logprob_T - 5) for one in samples]
     rows = [row for rank in pack(samples, pack_tokens=pack_tokens, num_ranks=num_ranks) for row in rank]

@@ -84,13 +84,6 @@ def test_a_row_is_used_again_if_it_fits(group_of: GroupOf) -> None:
     assert rows[1] is rows[2] is not rows[3]
 
 
-def test_a_model_of_empty_parameters_is_sent(group_of: GroupOf, threads: ThreadPoolExecutor) -> None:
-    group = group_of(1, tensors={"a": torch.empty(0), "b": torch.empty(2, 0)})
-    taking = threads.submit(take, *group.join())
-    assert group.send(1) == 0
-    assert taking.result()[0]
-
-
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [

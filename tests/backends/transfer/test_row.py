@@ -38,7 +38,7 @@ Tensors = dict[str, "torch.Tensor"]
 @st.composite
 def tensors_of_all_kinds(draw: Any) -> Tensors:
     """Parameters of random bytes, so NaN of all kinds among them; some transposed, some without elements."""
-    names = draw(st.lists(st.text(min_size=1), unique=True, max_size=6))
+    names = draw(st.lists(st.text(min_size=1), unique=True, min_size=1, max_size=6))
     made = {}
     for name in names:
         dtype = getattr(torch, draw(st.sampled_from(DTYPES)))

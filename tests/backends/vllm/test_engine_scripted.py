@@ -45,6 +45,12 @@ def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
         version_spans(reported(("1", 0, 3)), 4)
 
 
+def engine_with(client: Any, **changed: Any) -> VLLMEngine:
+    engine = VLLMEngine(settings(Path("model"), **changed))
+    engine._vllm = client
+    return engine
+
+
 class Salted:
     """Stands in for the client of vLLM: notes the salt of every request, and its shutdown."""
 
@@ -76,8 +82,7 @@ def test_a_turn_finds_the_cache_of_the_turns_before_until_new_weights_come() -> 
     client: Any = Salted()
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model")))
-        engine._vllm = client
+        engine = engine_with(client)
         for version in (1, 2, 2):  # the last one is loaded again, as after a restart of the trainer
             for turn in (1, 2):
                 await engine.generate(GenerateRequest(0, (3,) * turn, 1, seed=0, temperature=1.0))
@@ -94,8 +99,7 @@ def test_a_hang_is_time_in_which_the_engine_could_have_reported(monkeypatch: pyt
     client: Any = Salted()
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model"), generate_timeout_s=0.3))
-        engine._vllm = client
+        engine = engine_with(client, generate_timeout_s=0.3)
         watching = asyncio.create_task(engine._watch(client))
         await asyncio.sleep(0.5)  # without work
         engine._running[1] = asyncio.Event()
@@ -113,8 +117,7 @@ def test_a_hang_is_time_in_which_the_engine_could_have_reported(monkeypatch: pyt
 
 def test_an_engine_that_ends_well_leaves_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are looked up while its processes live, which vLLM's own shutdown ends, and removed after that."""
-    client, removed = Salted(), list[tuple[bool, set[str]]]()
-    module = backends.vllm.engine
+    client, removed, module = Salted(), list[tuple[bool, set[str]]](), backends.vllm.engine
     monkeypatch.setattr(module, "start_client", lambda _: client)
     monkeypatch.setattr(module, "shared_memory_of", lambda _: set() if client.ended else {"/dev/shm/psm_1"})
     monkeypatch.setattr(module, "remove_shared_memory", lambda paths: removed.append((client.ended, paths)))
@@ -154,22 +157,18 @@ class ScriptedLLM:
         return call
 
 
-def update_scripted(llm: ScriptedLLM) -> list[str]:
-    async def scenario() -> list[str]:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0))
-        engine._vllm = Client(llm)
-        await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
-        return llm.calls
-
-    return virtual_clock.run(scenario())
+def update_scripted(llm: ScriptedLLM) -> None:
+    engine = engine_with(Client(llm), update_timeout_s=60.0)
+    virtual_clock.run(engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP))
 
 
 @real
 def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() -> None:
-    calls = update_scripted(ScriptedLLM(fail=("update_weights",)))
+    llm = ScriptedLLM(fail=("update_weights",))
+    update_scripted(llm)
     transfer = ["start_weight_update", "update_weights"]
     loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
-    assert calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
+    assert llm.calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
 
 
 @real
@@ -186,8 +185,7 @@ def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_wor
     llm = Streamed()
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0, transport=STREAMED, tensor_parallel=2))
-        engine._vllm = Client(llm)
+        engine = engine_with(Client(llm), update_timeout_s=60.0, transport=STREAMED, tensor_parallel=2)
         with pytest.raises(TransferError, match=r"^engine 2: ConnectionError: the sender has gone$"):
             await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
         await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
@@ -201,13 +199,9 @@ def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_wor
 @real
 @pytest.mark.parametrize(("what", "hangs"), [("sleep", "sleep"), ("wake", "wake_up")])
 def test_an_engine_that_hangs_while_it_changes_turns_is_lost(what: str, hangs: str) -> None:
-    async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0, colocated=True))
-        engine._vllm = Client(ScriptedLLM(hang=hangs))
-        await getattr(engine, what)()
-
+    engine = engine_with(Client(ScriptedLLM(hang=hangs)), update_timeout_s=60.0, colocated=True)
     with pytest.raises(EngineLostError, match=rf"{what} failed: engine=2 after \d+\.\d s; no answer for 60 s; start"):
-        virtual_clock.run(scenario())
+        virtual_clock.run(getattr(engine, what)())
 
 
 @real
