@@ -1,4 +1,4 @@
-"""A communicator between hosts, by gloo: what ``Nccl`` is between GPUs."""
+"""A communicator between hosts, by gloo, as ``Nccl`` is between GPUs."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def check_needs(num_bytes: int, copy: Callable[[], object], monkeypatch: pytest.
     copy()
 
 
-@pytest.mark.filterwarnings("ignore")  # DeepSpeed uses what torch renamed
+@pytest.mark.filterwarnings("ignore")  # DeepSpeed uses old names of torch
 def test_copies_of_a_rank_take_their_own_size_of_the_hosts_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

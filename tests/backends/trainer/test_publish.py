@@ -50,7 +50,7 @@ def small_buckets_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved_model(model_type: str, folder: Path) -> dict[str, Any]:
-    """Write a model of random weights; return what its file holds. Biases that balance experts are in float32."""
+    """Write a model of random weights; return the tensors of its file. Biases that balance experts are in float32."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
@@ -100,7 +100,7 @@ def test_names_bits_and_types_are_those_of_save_pretrained(model_type: str, tmp_
     assert same(load_file(tmp_path / "exported" / "model.safetensors"), saved)
 
 
-def test_layers_that_only_draft_are_neither_trained_nor_missed(tmp_path: Path) -> None:
+def test_layers_that_only_draft_tokens_are_neither_trained_nor_missed(tmp_path: Path) -> None:
     saved = saved_model("glm4_moe", tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert config.num_nextn_predict_layers == 1
@@ -147,7 +147,7 @@ def test_the_ranks_of_a_machine_share_the_pages_of_the_weights_file(tmp_path: Pa
     torch.manual_seed(0)
     saved = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
-    load_policy(str(tmp_path), device="cpu")  # what is loaded once, is
+    load_policy(str(tmp_path), device="cpu")  # libraries load once
     size, before = (tmp_path / "model.safetensors").stat().st_size, own_bytes()
     loaded = load_policy(str(tmp_path), device="cpu")
     assert size > 80e6

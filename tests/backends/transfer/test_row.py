@@ -55,9 +55,7 @@ def tensors_of_all_kinds(draw: Any) -> Tensors:
 
 
 @given(tensors=tensors_of_all_kinds(), bucket_bytes=st.integers(1, 200))
-def test_whatever_is_laid_into_a_row_is_there_bit_for_bit_and_buckets_cover_it(
-    tensors: Tensors, bucket_bytes: int
-) -> None:
+def test_a_row_holds_parameters_bit_for_bit_and_buckets_cover_it(tensors: Tensors, bucket_bytes: int) -> None:
     places = layout(parameters_of(tensors))
     assert [place.name for place in places] == sorted(tensors)
     assert all(place.begin % ALIGNMENT_BYTES == 0 for place in places)
@@ -76,7 +74,7 @@ def test_a_layout_is_in_the_order_given_and_aligned() -> None:
     assert [(place.name, place.begin, place.end) for place in places] == [("b", 0, 3), ("a", 16, 36), ("c", 48, 52)]
 
 
-def test_a_digest_is_of_names_types_shapes_and_checksums_however_they_came() -> None:
+def test_a_digest_is_of_names_types_shapes_and_checksums_also_from_json() -> None:
     parameters, sums = [("a", "float32", (2, 3)), ("b", "float32", (6,))], [1, -2]
     from_json = [["a", "float32", [2, 3]], ["b", "float32", [6]]]
     assert digest(parameters, sums) == digest(from_json, sums)

@@ -211,7 +211,7 @@ def test_a_worker_needs_two_buckets_and_a_layer(group_of: Any, spawned: Any, mon
 
 
 @pytest.mark.parametrize("lend", [module._lend, torch.from_dlpack], ids=["host", "device"])
-def test_memory_is_used_again_unless_something_of_it_is_seen(lend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_used_again_unless_a_tensor_views_it(lend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_lend", lend)
     bucket = Bucket(CPU)
     row = bucket.row(16, CPU)

@@ -59,7 +59,7 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
         check_version()
 
 
-def test_arguments_of_the_run_file_go_before_ours_but_for_those_that_follow_from_its_keys() -> None:
+def test_arguments_of_the_run_file_override_ours_but_not_arguments_that_follow_from_its_keys() -> None:
     plain = engine_arguments(settings(Path("model"), num_slots=64, tensor_parallel=4))
     assert (plain["enable_prefix_caching"], plain["max_num_seqs"], plain["tensor_parallel_size"]) == (True, 64, 4)
     given = {"enable_prefix_caching": False, "data_parallel_size": 4, "max_num_batched_tokens": 1000, "max_num_seqs": 1}
