@@ -34,7 +34,8 @@ def no_rank() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer of characters."""
-    import torch
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     from character_model import make_model
 
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from backends.interface import Weights
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.connection import RendezvousServer
 from backends.transfer.group import Receiver, Sender
@@ -55,6 +56,10 @@ def label_of(tensors: Tensors, version: int) -> str:
 
 def held_by(receiver: Receiver) -> Tensors:
     return {place.name: view_of(receiver.row.row, place) for place in layout(receiver.parameters)}
+
+
+def load(worker: StreamReceiver, version: int) -> Tensors:
+    return {name: tensor.clone() for name, tensor in worker.receive(Weights(version, f"streamed:{version}"))}
 
 
 class Group:
@@ -104,6 +109,20 @@ class Group:
         self.meet()
         self.streams = stream_sender(self.sender)
         return self
+
+    def send_buckets(self, version: int, buckets: Iterable[Tensors]) -> str | None:
+        """Send buckets of parameters as they are gathered; return the fault, if any."""
+        return self.streams.send(Source(parameters_of(self.tensors), buckets), version)
+
+    def check_all_load(self, version: int, buckets: list[Tensors], load: Callable[..., Tensors] = load) -> None:
+        """Check that all workers load all buckets of parameters, in this order."""
+        whole = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+        with ThreadPoolExecutor() as threads:
+            loading = [threads.submit(load, worker, version) for worker in self.workers]
+            assert self.send_buckets(version, buckets) is None
+            for got in (one.result(60) for one in loading):
+                assert list(got) == list(whole)
+                assert all(torch.equal(got[name], tensor) for name, tensor in whole.items())
 
     def send(self, version: int, *, tensors: Tensors | None = None, label_as: Tensors | None = None) -> int:
         """Send weights, with the checksums of others if given; return the number of machines that refused them."""

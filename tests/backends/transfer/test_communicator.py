@@ -13,16 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gloo_communicator import Gloo  # noqa: E402
-from transfer_group import Group, Source  # noqa: E402
+from transfer_group import Group, load  # noqa: E402
 
 import backends.transfer.communicator as module  # noqa: E402
-from backends.interface import Weights  # noqa: E402
 from backends.transfer import streamed  # noqa: E402
 from backends.transfer.communicator import COMMUNICATORS, HOST  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
-from backends.transfer.row import parameters_of  # noqa: E402
 
 WEIGHTS = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
+BUCKETS = [{name: weight} for name, weight in WEIGHTS.items()]
 TIMEOUT_S = 60.0
 
 
@@ -34,30 +33,14 @@ def new_group(group_of: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda timeout_s=TIMEOUT_S: group_of(2, tensors=WEIGHTS, timeout_s=timeout_s).stream()
 
 
-def start_loading(group: Group, version: int, threads: ThreadPoolExecutor) -> list[Future[bool]]:
-    """Return, for each worker, whether the weights arrive."""
-
-    def arrives(worker: Any) -> bool:
-        got = {name: tensor.clone() for name, tensor in worker.receive(Weights(version, f"streamed:{version}"))}
-        return list(got) == list(WEIGHTS) and all(torch.equal(got[name], weight) for name, weight in WEIGHTS.items())
-
-    return [threads.submit(arrives, worker) for worker in group.workers]
+def start_loading(group: Group, version: int, threads: ThreadPoolExecutor) -> list[Future[Any]]:
+    return [threads.submit(load, worker, version) for worker in group.workers]
 
 
-def send(group: Group, version: int) -> str | None:
-    return group.streams.send(Source(parameters_of(WEIGHTS), [{name: WEIGHTS[name]} for name in WEIGHTS]), version)
-
-
-def check_all_load(group: Group, threads: ThreadPoolExecutor, *versions: int) -> None:
-    for version in versions:
-        loading = start_loading(group, version, threads)
-        assert send(group, version) is None
-        assert all(one.result(TIMEOUT_S) for one in loading)
-
-
-def test_all_agree_once_and_communicators_go_with_the_group(new_group: Any, threads: ThreadPoolExecutor) -> None:
+def test_all_agree_once_and_communicators_go_with_the_group(new_group: Any) -> None:
     group = new_group()
-    check_all_load(group, threads, 1, 2)
+    for version in (1, 2):
+        group.check_all_load(version, BUCKETS)
     assert sorted(one.rank for one in Gloo.made) == [0, 1, 2]
     assert not any(one.closed for one in Gloo.made)
     group.sender.leave()
@@ -105,7 +88,6 @@ class Hangs(Gloo):
 )
 def test_where_one_cannot_all_fall_back_to_the_host_and_a_warning_says_why(
     new_group: Any,
-    threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kind: type[Gloo],
@@ -116,8 +98,10 @@ def test_where_one_cannot_all_fall_back_to_the_host_and_a_warning_says_why(
     if kind is Hangs:
         monkeypatch.setattr(kind, "over", over, raising=False)
         monkeypatch.setattr(module, "MAKE_TIMEOUT_S", 1.0)
+    group = new_group()
     with caplog.at_level(logging.WARNING, "pipelinerl"):
-        check_all_load(new_group(), threads, 1, 2)  # it is tried once
+        for version in (1, 2):  # it is tried once
+            group.check_all_load(version, BUCKETS)
     (warning,) = [one.message for one in caplog.records if "host's memory" in one.message]
     assert reason in warning
     over.set()
@@ -131,7 +115,7 @@ def test_a_member_that_is_silent_while_all_wait_for_bytes_ends_it_for_all_after_
     new_group: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = new_group()
-    check_all_load(group, threads, 1)
+    group.check_all_load(1, BUCKETS)
     group.sender._timeout_s = 1.0  # for the sender alone: a worker that gives up before it is gone, too
     take, ended = Receiver.take, threading.Event()
 
@@ -143,7 +127,7 @@ def test_a_member_that_is_silent_while_all_wait_for_bytes_ends_it_for_all_after_
 
     monkeypatch.setattr(Receiver, "take", silent)
     loading = start_loading(group, 2, threads)
-    fault = str(send(group, 2))
+    fault = str(group.send_buckets(2, BUCKETS))
     assert "phase=send at trainer" in fault
     assert "gone" not in fault
     assert isinstance(loading[0].exception(TIMEOUT_S), OSError)
@@ -174,7 +158,7 @@ def test_a_member_lost_while_all_agree_ends_it_for_all_at_once(
     monkeypatch.setitem(COMMUNICATORS, "cpu", Leaves)
     loading = start_loading(group, 1, threads)
     begin_s = time.monotonic()
-    assert "phase=connect at trainer" in str(send(group, 1))
+    assert "phase=connect at trainer" in str(group.send_buckets(1, BUCKETS))
     assert all(isinstance(one.exception(TIMEOUT_S), OSError) for one in loading)
     assert time.monotonic() - begin_s < 150.0
     assert group.sender.left

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from gloo_communicator import Gloo  # noqa: E402
 from own_memory import own_bytes  # noqa: E402
-from transfer_group import CPU, Source, stream_sender  # noqa: E402
+from transfer_group import CPU, Source, load, stream_sender  # noqa: E402
 
 import backends.transfer.group  # noqa: E402
 import backends.transfer.streamed as module  # noqa: E402
@@ -28,21 +28,15 @@ from pipelinerl.errors import BackendError  # noqa: E402
 PARAMETERS = [(f"p{index}", "float32", (index % 3 + 1, 8)) for index in range(9)]
 KNOWN = {one[0]: one for one in PARAMETERS}
 BUCKETS = [["p3", "p1"], ["p0"], ["p2", "p4", "p5"], ["p8"], ["p7", "p6"]]
-ORDER = [name for bucket in BUCKETS for name in bucket]
 
 
 def model(version: int) -> dict[str, Any]:
     return {name: torch.full(shape, float(version)) + index for index, (name, _, shape) in enumerate(PARAMETERS)}
 
 
-def parts(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parameters bucket by bucket, as ranks gather them."""
-    for names in BUCKETS:
-        yield {name: tensors[name] for name in names}
-
-
-def source(tensors: dict[str, Any]) -> Source:
-    return Source(PARAMETERS, parts(tensors))
+def buckets(version: int) -> list[dict[str, Any]]:
+    tensors = model(version)
+    return [{name: tensors[name] for name in names} for names in BUCKETS]
 
 
 @pytest.fixture(params=["connections", "devices"])
@@ -54,41 +48,27 @@ def streaming(request: Any, group_of: Any, monkeypatch: pytest.MonkeyPatch) -> A
     return lambda num_workers, workers=(): group_of(num_workers, tensors=model(0)).stream(workers)
 
 
-def loaded(worker: StreamReceiver, version: int) -> dict[str, Any]:
-    return {name: tensor.clone() for name, tensor in worker.receive(Weights(version, f"streamed:{version}"))}
-
-
-def same(got: dict[str, Any], version: int) -> bool:
-    return list(got) == ORDER and all(torch.equal(got[name], tensor) for name, tensor in model(version).items())
-
-
-def check_all_load(group: Any, version: int, threads: ThreadPoolExecutor, load: Any = loaded) -> None:
-    loading = [threads.submit(load, worker, version) for worker in group.workers]
-    assert group.streams.send(source(model(version)), version) is None
-    assert all(same(one.result(60), version) for one in loading)
-
-
-def test_every_worker_gets_every_version_through_two_buckets(streaming: Any, threads: ThreadPoolExecutor) -> None:
+def test_every_worker_gets_every_version_through_two_buckets(streaming: Any) -> None:
     group = streaming(3)
     for version in (1, 2):
-        check_all_load(group, version, threads)
+        group.check_all_load(version, buckets(version))
     for worker in group.workers:
         assert worker._joined.result().leads
         sizes = [one._memory.numel() for one in worker._rows]
         assert sizes == [row_bytes(layout([KNOWN[name] for name in BUCKETS[largest]])) for largest in (2, 3)]
 
 
-def test_a_parameter_that_is_kept_stays_as_it_is_when_its_bucket_is_needed(
-    streaming: Any, threads: ThreadPoolExecutor
-) -> None:
+def test_a_parameter_that_is_kept_stays_as_it_is_when_its_bucket_is_needed(streaming: Any) -> None:
     """A layer may not be whole before two more buckets have come."""
     group = streaming(1)
     for version in (1, 2):
-        check_all_load(group, version, threads, lambda worker, version: dict(worker.receive(Weights(version, ""))))
+        group.check_all_load(
+            version, buckets(version), lambda worker, version: dict(worker.receive(Weights(version, "")))
+        )
 
 
 def test_a_bucket_with_a_wrong_bit_is_sent_again_before_the_next(
-    streaming: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    streaming: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[int]] = []
     send = Sender.send
@@ -100,7 +80,7 @@ def test_a_bucket_with_a_wrong_bit_is_sent_again_before_the_next(
         return send(self, wrong, **others)
 
     monkeypatch.setattr(Sender, "send", wrong_once)
-    check_all_load(streaming(2), 5, threads)
+    streaming(2).check_all_load(5, buckets(5))
     assert seen == [[3, 1], [0], [2, 4, 5], [2, 4, 5], [8], [7, 6]]
 
 
@@ -109,19 +89,18 @@ def test_a_bucket_that_is_refused_repeatedly_ends_the_group_and_all_others_are_g
 ) -> None:
     group, gathered = streaming(1), []
 
-    def noted(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        for one in parts(tensors):
+    def noted() -> Iterator[dict[str, Any]]:
+        for one in buckets(1):
             gathered.extend(one)
             yield one
 
     monkeypatch.setattr(module, "checksum64", lambda tensor: 0)
-    loading = threads.submit(loaded, group.workers[0], 1)
-    fault = group.streams.send(Source(PARAMETERS, noted(model(1))), 1)
-    assert fault == "a bucket of version 1 was refused 2 times"
-    assert gathered == ORDER  # other ranks wait for it
+    loading = threads.submit(load, group.workers[0], 1)
+    assert group.send_buckets(1, noted()) == "a bucket of version 1 was refused 2 times"
+    assert gathered == [name for names in BUCKETS for name in names]  # other ranks wait for it
     assert isinstance(loading.exception(60), OSError)
     assert group.sender.left
-    assert stream_sender(None).send(source(model(1)), 1) == "no group"
+    assert stream_sender(None).send(Source(PARAMETERS, buckets(1)), 1) == "no group"
 
 
 def test_the_loss_of_a_member_during_a_transfer_ends_it_for_all_and_a_new_group_gets_everything(
@@ -134,17 +113,17 @@ def test_the_loss_of_a_member_during_a_transfer_ends_it_for_all_and_a_new_group_
         next(arriving)
         arriving.close()  # its loader has failed
 
-    loading = [threads.submit(loaded, group.workers[0], 1), threads.submit(breaks_off)]
-    assert "phase=send at trainer" in str(group.streams.send(source(model(1)), 1))
+    loading = [threads.submit(load, group.workers[0], 1), threads.submit(breaks_off)]
+    assert "phase=send at trainer" in str(group.send_buckets(1, buckets(1)))
     assert isinstance(loading[0].exception(60), OSError)
     loading[1].result(60)
-    check_all_load(streaming(2, group.workers), 1, threads)
+    streaming(2, group.workers).check_all_load(1, buckets(1))
 
 
 def test_another_version_than_the_requested_one_is_not_loaded(streaming: Any, threads: ThreadPoolExecutor) -> None:
     group = streaming(1)
-    loading = threads.submit(loaded, group.workers[0], 2)
-    assert "engine 0 has gone" in str(group.streams.send(source(model(1)), 1))
+    loading = threads.submit(load, group.workers[0], 2)
+    assert "engine 0 has gone" in str(group.send_buckets(1, buckets(1)))
     with pytest.raises(BackendError, match=r"^version 1 comes, not 2$"):
         loading.result(60)
 
