@@ -97,8 +97,7 @@ class FakeEngine:
         self._num_slots, self._step_s, self._update_s = num_slots, step_s, update_s
         self._lost = True
         self._weights = Weights(0, "memory:0")
-        self._running: dict[int, _Sequence] = {}
-        self._waiting: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _Sequence] = {}  # in order of arrival: the first ``num_slots`` run
         self._loop: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -112,29 +111,26 @@ class FakeEngine:
         self._lost = True
         if self._loop is not None:
             self._loop.cancel()
-        for sequence in (*self._running.values(), *self._waiting.values()):
+        for sequence in self._sequences.values():
             if not sequence.done.done():
                 sequence.done.set_exception(self._loss())
-        self._running.clear()
-        self._waiting.clear()
+        self._sequences.clear()
 
     async def generate(self, request: GenerateRequest) -> Generated:
         self._check()
-        if request.rollout_id in self._running or request.rollout_id in self._waiting:
+        if request.rollout_id in self._sequences:
             raise BackendError(f"rollout {request.rollout_id} is in progress already")
-        sequence = _Sequence(request)
-        self._waiting[request.rollout_id] = sequence
+        sequence = self._sequences[request.rollout_id] = _Sequence(request)
         self._work.set()
         try:
             return sequence.generated(aborted=await sequence.done)
         except asyncio.CancelledError:
-            self._running.pop(request.rollout_id, None)
-            self._waiting.pop(request.rollout_id, None)
+            self._sequences.pop(request.rollout_id, None)
             raise
 
     async def abort(self, rollout_id: int) -> None:
         self._check()
-        sequence = self._running.pop(rollout_id, None) or self._waiting.pop(rollout_id, None)
+        sequence = self._sequences.pop(rollout_id, None)
         if sequence is not None:
             sequence.end(aborted=True)
 
@@ -144,7 +140,7 @@ class FakeEngine:
         async with self._between_steps:
             paused_s = time.monotonic()
             if weight_update is WeightUpdate.ABORT:
-                for rollout_id in (*self._running, *self._waiting):
+                for rollout_id in list(self._sequences):
                     await self.abort(rollout_id)
             await asyncio.sleep(self._update_s)
             self._check()
@@ -173,16 +169,13 @@ class FakeEngine:
             await self._work.wait()
             async with self._between_steps:
                 await asyncio.sleep(self._step_s)
-                while self._waiting and len(self._running) < self._num_slots:
-                    rollout_id = next(iter(self._waiting))
-                    self._running[rollout_id] = self._waiting.pop(rollout_id)
-                for rollout_id, sequence in list(self._running.items()):
+                for rollout_id, sequence in list(self._sequences.items())[: self._num_slots]:
                     sequence.tokens.append(int(sequence.rng.integers(NUM_TOKENS)))
                     sequence.versions.append(self._weights.version)
                     if sequence.tokens[-1] == self._end_token or len(sequence.tokens) == sequence.max_new_tokens:
-                        del self._running[rollout_id]
+                        del self._sequences[rollout_id]
                         sequence.end(aborted=False)
-            if not self._running and not self._waiting:
+            if not self._sequences:
                 self._work.clear()
 
     def _check(self) -> None:

@@ -1,8 +1,8 @@
 """All that an implementer of a backend must offer, and the values that cross.
 
-A *backend* makes the parts of a real run; the driver knows nothing else of them. ``contract/`` checks every promise
-made here. ``vllm/`` and ``trainer/`` keep the promises for real (``kinds.py`` puts them together), ``fake.py`` in
-memory. All calls on engines, trainer and reference model are coroutines: the driver waits for many at a time.
+A *backend* makes the parts of a real run. ``contract/`` checks every promise made here. ``vllm/`` and ``trainer/`` keep
+the promises for real (``kinds.py`` puts them together), ``fake.py`` in memory. All calls on engines, trainer and
+reference model are coroutines: the driver waits for many at a time.
 
 ======================  ==================================================================================
 ``Backend``             checks a run file, then makes the parts of the run
@@ -31,7 +31,7 @@ from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.rl.segments import Segment, behaviour_logprobs, generated_tokens
 from pipelinerl.scheduler.events import EngineSeconds, VersionSpans, WeightUpdate
 
-# What the machines of a run say of themselves, for ``train --check``.
+# Reports of a run's machines, for ``train --check``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PlaceFacts:
 
     machine: str
     versions: dict[str, str]
-    """Of Python and of the packages that must be alike everywhere."""
+    """Of Python and of the packages that must be the same on all machines."""
     gpus: tuple[str, ...]
     """Name, driver and memory in use of each, as the driver prints them."""
     memory_gb: float
@@ -171,12 +171,7 @@ class Engine(Protocol):
         """Load the model, at version 0."""
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Generate one answer.
-
-        Raises:
-            EngineLostError: If the engine has died.
-            BackendError: If this request cannot be answered.
-        """
+        """Generate one answer; ``EngineLostError`` if the engine has died, ``BackendError`` if it cannot."""
 
     async def abort(self, rollout_id: int) -> None:
         """End a request early: its ``generate`` returns the tokens so far. No effect if it has ended."""
@@ -184,7 +179,7 @@ class Engine(Protocol):
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """Load new weights between two decode steps; tokens sampled from then on carry the new version.
 
-        Under ``abort`` every ``generate`` in progress returns with what it has, before the new weights are in
+        Under ``abort`` every ``generate`` in progress returns the tokens so far, before the new weights are in
         place; under ``keep`` and ``recompute`` they go on; ``wait`` is called when none is in progress.
 
         Raises:
@@ -244,9 +239,9 @@ class TrainResult:
     logprob_T: list[NDArray[np.float32]]
     """Of each answer token before the optimizer step, per sample, in order (nats). Paper symbol: log pi."""
     metrics: dict[str, float]
-    """Numbers to log. Those that end in ``loss``, ``_sum`` or ``_s`` add up over the micro-batches of a step: losses
+    """Numbers to log. Names in ``loss``, ``_sum`` or ``_s`` add up over the micro-batches of a step: losses
     divided by the batch, ``entropy_sum`` (nats) over ``answer_tokens_sum`` tokens, ``flop_sum``, and seconds of every
-    rank by phase. Of those that end in ``_gb`` the largest counts. After the optimizer step also ``gradient_norm``,
+    rank by phase. Of numbers in ``_gb`` the largest counts. After the optimizer step also ``gradient_norm``,
     ``learning_rate``, and ``skipped``: 1 if the gradient was not finite and the weights stayed as they were, else 0."""
 
 
@@ -259,10 +254,8 @@ class Reference(Protocol):
     async def logprobs(self, samples: list[Sample]) -> list[NDArray[np.float32]]:
         """Return the log-probability of each answer token, per sample, in order, shape [T] (nats).
 
-        Rewards, advantages and behaviour log-probabilities of the samples are not read.
-
-        Raises:
-            ReferenceLostError: If the model has died, failed or hangs; ``shutdown`` and ``start`` may help.
+        Rewards, advantages and behaviour log-probabilities of the samples are not read. ``ReferenceLostError`` if the
+        model has died, failed or hangs; ``shutdown`` and ``start`` may help.
         """
 
     async def shutdown(self) -> None:
@@ -273,45 +266,42 @@ class Trainer(Protocol):
     """A data-parallel trainer: some ranks, one optimizer."""
 
     async def start(self) -> None:
-        """Load the model, at version 0, or what ``load`` is given."""
+        """Load the model, at version 0."""
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         """Accumulate the gradient of some rollouts; make the optimizer step if they complete the batch.
 
         The gradient of an optimizer step is the sum over its tokens divided by ``train_batch_size`` sequences,
-        however it was cut into micro-batches, packed into rows and split over ranks.
-
-        Raises:
-            TrainerLostError: If a rank has died.
+        however it was cut into micro-batches, packed into rows and split over ranks. ``TrainerLostError`` if a rank
+        has died.
         """
 
     async def publish(self, version: int) -> Weights:
         """Make the weights ready to be sent; nothing is trained meanwhile.
 
-        They stay as they are until the next ``publish``, whatever is trained meanwhile, unless they are not kept
-        (``GroupMembers.standing_still``): then what is sent are the weights at that time.
+        Later training does not change them until the next ``publish``, unless ``GroupMembers.standing_still``: then
+        ``send`` sends the weights of its own time.
         """
 
     async def send(self, weights: Weights) -> None:
         """Send the weights to the engines; training goes on.
 
-        Nothing to do where ``location`` is a file; where weights cross a group of processes, its members have received
-        and verified them when this has returned. Engines are updated after it.
+        Does nothing where ``location`` is a file. All members of a group have received and verified the weights when
+        this returns. Engines are updated after it.
 
         Raises:
-            TransferError: If an engine was lost, does not answer, or refuses the weights repeatedly. The
-                others are well.
+            TransferError: If an engine was lost, does not answer, or refuses the weights repeatedly; others are well.
             TrainerLostError: If a rank has died.
         """
 
     async def snapshot(self) -> None:
-        """Copy weights, optimizer and schedule, for ``save``; nothing is trained meanwhile."""
+        """Copy weights, optimizer and schedule for ``save``; nothing is trained meanwhile."""
 
     async def save(self, folder: Path) -> None:
         """Write the last ``snapshot`` into a new folder before the next one; training goes on."""
 
     async def load(self, folder: Path) -> None:
-        """Go on from what ``save`` wrote."""
+        """Go on from the state that ``save`` wrote."""
 
     async def export(self, folder: Path) -> None:
         """Write the model in Hugging Face format, tokenizer included, into a new folder."""
@@ -327,7 +317,7 @@ class Trainer(Protocol):
 
 
 class Codec(Protocol):
-    """Text to tokens and back."""
+    """A tokenizer."""
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens of a prompt."""
@@ -341,31 +331,30 @@ class Sender(Protocol):
     """The trainer's part in a group of processes that weights are sent through."""
 
     async def open_group(self) -> str:
-        """Leave the group of before; return what members of a new one have to know to join it."""
+        """Leave the previous group; return the rendezvous at which members join a new one."""
 
     async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
-        """Join the new group; returns when all members have joined, else raises ``TransferError``.
+        """Join the new group; return when all members have joined, else raise ``TransferError``.
 
-        ``names``: the sender, then all workers of all engines. ``timeout_s``: longest wait for them, now and in every
-        transfer.
+        ``names``: the sender, then all workers of all engines. ``timeout_s``: longest wait, now and in every transfer.
         """
 
     async def send(self, weights: Weights) -> None:
         """Send to all members; return when they have the weights, verified, else raise ``TransferError``."""
 
     async def abort_group(self, rendezvous: str, why: str) -> None:
-        """Make all transfers under way in this group, and in no later one, raise at once with this reason."""
+        """Have all transfers under way in this group, but in no later one, raise at once with this reason."""
 
 
 @runtime_checkable
 class Receiver(Protocol):
-    """An engine's part in it."""
+    """An engine's part in such a group."""
 
     num_started: int
-    """Times it was started: afterwards it is in no group."""
+    """Times that the engine was started: after a start it is in no group."""
 
     async def join_group(self, rendezvous: str, *, first_worker: int) -> None:
-        """Begin to join a group, and leave that of before; the sender knows when all have joined.
+        """Begin to join a group and leave the previous one; the sender knows when all have joined.
 
         ``rendezvous`` is from ``Sender.open_group``; ``first_worker`` this engine's first among all (1 and the workers
         before). ``EngineLostError`` if the engine does not answer.
@@ -377,7 +366,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """The members of such a group."""
+    """The members of a group that weights are sent through."""
 
     sender: Sender
     receivers: Mapping[int, Receiver]
@@ -391,7 +380,7 @@ class GroupMembers:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of one run, none of them started; the driver starts them and shuts them down."""
+    """The parts of one run, not yet started; the driver starts them and shuts them down."""
 
     engines: Mapping[int, Engine]
     """By engine id: 0 to ``config.num_engines`` - 1."""
@@ -416,7 +405,7 @@ class Backend(Protocol):
         """Check a run; start and write nothing. ``ConfigError`` if packages, model or settings do not fit."""
 
     def open(self, config: RunConfig, *, logs: Path | None = None) -> AbstractContextManager[Parts]:
-        """Return the parts of a run that has been checked; leaving the context gives back all that they stand on.
+        """Return the parts of a run that has been checked; leaving the context frees their machines.
 
         ``logs``: folder for output, need not exist; None: not kept. ``ConfigError`` if the machines lack resources.
         """
@@ -433,7 +422,7 @@ class Share:
     """Accelerators of engines."""
     ranks: int
     leads: bool
-    """Whether rank 0 is one of them."""
+    """Whether rank 0 is among these ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,7 +445,7 @@ class TrainerKind:
     check: Callable[[RunConfig], None] = lambda _: None
     """Refuses a run file before anything is started (``ConfigError``)."""
     check_machines: Callable[[RunConfig, Sequence[Share]], None] = lambda *_: None
-    """Refuses the machines of a Ray cluster, once it is known what will be on each (``ConfigError``)."""
+    """Refuses the machines of a Ray cluster, once the run is placed (``ConfigError``)."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Name of the import: name of the package."""
 

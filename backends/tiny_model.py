@@ -1,7 +1,7 @@
 """A language model small enough for a laptop: 82 496 parameters, one task, one token per character.
 
-It is made to be improved by reinforcement learning within minutes on a CPU. Two rounds of supervised learning on the
-*training* problems of ``Arithmetic()`` or ``Chain()`` lead there:
+Reinforcement learning improves it within minutes on a CPU. Two rounds of supervised learning on *training* problems
+make it:
 
 1. the right answers, until greedy answers to held-out problems are nearly all right;
 2. the same with a share of each target's probability spread evenly over the whole vocabulary (label smoothing): a
@@ -61,22 +61,27 @@ RECIPES = {
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 CHARACTERS = "0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:ABCDEFGHIJKLMNOP"
 """With the special tokens 64: every number the model can sample is a token."""
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
 NO_TARGET = -100  # torch's cross-entropy skips it
 
 
 def make_tiny_model(
     folder: str | Path, *, task: str = "arithmetic", seed: int = 0, fit_steps: int | None = None
 ) -> float:
-    """Make the model and its tokenizer, fit it, and save both in Hugging Face format.
+    """Make the model and its tokenizer, fit it, and save both in Hugging Face format, replacing files.
 
-    Args:
-        folder: Made if missing, files in it are replaced.
-        task: A name in ``RECIPES``; else ``ValueError``.
-        seed: Of the weights and of the order of problems.
-        fit_steps: Optimizer steps on right answers, None as many as the recipe says; 0 leaves the model as drawn.
-
-    Returns:
-        Share of held-out problems answered right, one answer each, sampled at temperature 1 (in [0, 1]).
+    ``task``: a name in ``RECIPES``, else ``ValueError``. ``fit_steps``: optimizer steps on right answers; None: the
+    recipe's; 0 leaves the model as drawn. Returns the share of held-out problems answered right, one answer each,
+    sampled at temperature 1 (in [0, 1]).
     """
     if task not in RECIPES:
         raise ValueError(f"task must be {' or '.join(RECIPES)}, got {task!r}")
@@ -115,10 +120,7 @@ def make_tokenizer() -> Any:
 
 
 def success_rate(model: Any, tokenizer: Any, recipe: Recipe) -> float:
-    """Return the share of held-out problems answered right, end token included, at temperature 1 (in [0, 1]).
-
-    Draws from torch's global generator.
-    """
+    """Return the share of held-out problems answered right, end token included, at temperature 1 (in [0, 1])."""
     task = recipe.task
     if isinstance(task, Calculator):
         return asyncio.run(_play(model, tokenizer, recipe, task))
@@ -170,20 +172,7 @@ def _sampled(model: Any, tokenizer: Any, recipe: Recipe, texts: list[list[int]])
 
 def _make_model(tokenizer: Any) -> Any:
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "bos")}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        dtype="float32",
-        **special,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False, dtype="float32", **special)).float()
     model.generation_config = GenerationConfig(**special)
     return model
 

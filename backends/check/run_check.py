@@ -235,9 +235,9 @@ class _Trial:
             return None
         from transformers import AutoConfig
 
-        from backends.trainer.footprint import footprint_of
+        from backends.trainer.footprint import footprint
 
-        return footprint_of(self.config, AutoConfig.from_pretrained(self.config.train_table.model.path)).total / 1e9
+        return footprint(self.config, AutoConfig.from_pretrained(self.config.train_table.model.path)).total / 1e9
 
     def _fitted(self) -> HardwareFit | None:
         try:

@@ -207,25 +207,19 @@ class EngineContract:
     # ------------------------------------------------------------------------------ updates
 
     @tried_again
-    async def a_kept_sequence_goes_on_with_the_new_version(self) -> None:
-        await self._goes_on_through_two_updates(WeightUpdate.KEEP)
-
-    @tried_again
-    async def a_recomputed_sequence_goes_on_with_the_new_version(self) -> None:
-        await self._goes_on_through_two_updates(WeightUpdate.RECOMPUTE)
-
-    async def _goes_on_through_two_updates(self, kind: WeightUpdate) -> None:
-        first = self.version
-        tasks = await self._in_progress(200)
-        times = [await self._update(kind)]
-        check(await self.engine.generate(request(100, 20)), 20)
-        times.append(await self._update(kind))
-        for generated in await ends(tasks, lambda answer: self.version in answer.spans.versions):
-            check(generated, 200)
-            assert generated.spans.versions == (first, first + 1, first + 2)
-            assert generated.spans.ends[0] > 1
-            assert generated.spans.ends[1] - generated.spans.ends[0] >= 10
-        assert min(min(each.pause_s, each.transfer_s, each.resume_s) for each in times) >= 0
+    async def a_kept_or_recomputed_sequence_goes_on_with_the_new_version(self) -> None:
+        for kind in (WeightUpdate.KEEP, WeightUpdate.RECOMPUTE):
+            first = self.version
+            tasks = await self._in_progress(200)
+            times = [await self._update(kind)]
+            check(await self.engine.generate(request(100, 20)), 20)
+            times.append(await self._update(kind))
+            for generated in await ends(tasks, lambda answer: self.version in answer.spans.versions):
+                check(generated, 200)
+                assert generated.spans.versions == (first, first + 1, first + 2)
+                assert generated.spans.ends[0] > 1
+                assert generated.spans.ends[1] - generated.spans.ends[0] >= 10
+            assert min(min(each.pause_s, each.transfer_s, each.resume_s) for each in times) >= 0
 
     @tried_again
     async def an_aborting_update_returns_what_the_old_version_has_generated(self) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from backends.contract.engine import (
     BATCH,
@@ -29,35 +28,23 @@ from pipelinerl.scheduler.events import WeightUpdate
 
 
 def samples(seed: int = 0) -> list[Sample]:
-    """Return a batch; no two answers have the same length, and some have two turns."""
+    """Return a batch; no two answers have the same length, and every other one has two turns."""
     rng = np.random.default_rng(seed)
-    return [
-        Sample(
-            rollout_id=index,
-            prompt_P=rng.integers(2, 16, int(rng.integers(2, 11))),
-            segments=in_turns(
-                rng.integers(2, 16, num_tokens),
-                (-4.2 + 0.3 * rng.standard_normal(num_tokens)).astype(np.float32),
-                observed=rng.integers(2, 16, 3 * (index % 2)),
-            ),
-            reward=float(rng.random()),
-            advantage=float(rng.standard_normal()),
+    made = []
+    for index, num_tokens in enumerate(int(number) for number in 1 + rng.permutation(3 * BATCH)[:BATCH]):
+        prompt_P = rng.integers(2, 16, int(rng.integers(2, 11)))
+        tokens_T = rng.integers(2, 16, num_tokens)
+        logprob_T = (-4.2 + 0.3 * rng.standard_normal(num_tokens)).astype(np.float32)
+        half = num_tokens // 2
+        parts = (
+            Segment.generated(tokens_T[:half], logprob_T[:half]),
+            Segment.observed(rng.integers(2, 16, 3 * (index % 2))),
+            Segment.generated(tokens_T[half:], logprob_T[half:]),
         )
-        for index, num_tokens in enumerate(int(number) for number in 1 + rng.permutation(3 * BATCH)[:BATCH])
-    ]
-
-
-def in_turns(
-    tokens_T: NDArray[np.int64], logprob_T: NDArray[np.float32], *, observed: NDArray[np.int64]
-) -> tuple[Segment, ...]:
-    """Return generated tokens with others observed in the middle of them, where there are any."""
-    half = len(tokens_T) // 2
-    parts = (
-        Segment.generated(tokens_T[:half], logprob_T[:half]),
-        Segment.observed(observed),
-        Segment.generated(tokens_T[half:], logprob_T[half:]),
-    )
-    return reduce(extended, parts, ())
+        segments: tuple[Segment, ...] = reduce(extended, parts, ())
+        reward, advantage = float(rng.random()), float(rng.standard_normal())
+        made.append(Sample(index, prompt_P, segments, reward=reward, advantage=advantage))
+    return made
 
 
 class ReferenceContract:

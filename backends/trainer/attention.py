@@ -20,15 +20,15 @@ from pipelinerl.errors import ConfigError
 # a head.
 
 PACKED_ATTENTION = "packed"
-"""Known to transformers by this name."""
+"""Its name in transformers."""
 NOT_SUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Demands of some models that the kernel does not meet."""
+"""Features of some models that the kernel lacks."""
 NEWEST_WITHOUT = (7, 5)
 """Compute capability: Turing has no FlashAttention."""
 
 
 def register_packed_attention() -> str:
-    """Make this attention known to transformers, and return its name."""
+    """Register this attention with transformers; return its name."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     return PACKED_ATTENTION
 

@@ -5,8 +5,8 @@ counted; attention is the variable-length kernel's own description of itself. De
 settings; waste of the allocator, CUDA and NCCL are outside of ``memory_share``.
 
 The planner's formula (``pipelinerl/hardware/memory.py``) is for trainers in general: for a 7B with activation
-checkpointing it is 3 % below, without it 15 %. It is meant for fused norms, while those of transformers keep twice as
-much; its gradients are of 2 bytes, ours are added up in float32.
+checkpointing it is 3 % below, without it 15 %. It assumes fused norms, while norms of transformers keep twice as much,
+and gradients of 2 bytes, while ours are added up in float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from backends.trainer.model import (
 from backends.transfer.streamed import STREAM_BYTES
 from pipelinerl.config.resolve import named_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.train import TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.transport import STREAMED, HostShare
@@ -86,16 +85,6 @@ PACK_SIZES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Activations:
-    """Bytes of the forward and backward pass of one pack, beside weights and gradients."""
-
-    kept: int
-    """For the backward pass."""
-    peak: int
-    """With the gradients of a layer."""
-
-
-@dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes of one rank."""
 
@@ -111,23 +100,24 @@ class Footprint:
         return self.states + self.workspace + self.activations
 
 
-def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool = False) -> Activations:
-    """Count the memory to train on a sequence of so many tokens, nearly all generated; ``policy`` is on ``meta``."""
+def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool = False) -> int:
+    """Train on one sequence of so many tokens, nearly all generated; return the memory needed (bytes).
+
+    Weights and gradients do not count, but for the gradients of one layer. ``policy`` is best on ``meta``.
+    """
     if checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PolicyModel(policy, temperature=1.0, value_head=value_head).to("meta")
+    device = policy.device
+    model = PolicyModel(policy, temperature=1.0, value_head=value_head).to(device)
     for parameter in model.parameters():  # DeepSpeed takes a gradient away when it is made
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    tokens, answers = (torch.zeros(num, dtype=torch.int64, device="meta") for num in (pack_tokens, pack_tokens - 1))
+    tokens, answers = (torch.zeros(num, dtype=torch.int64, device=device) for num in (pack_tokens, pack_tokens - 1))
     row = {"token_N": tokens, "position_N": tokens, "predictor_M": answers, "answer_M": answers}
-    boundary = torch.zeros(2, dtype=torch.int32, device="meta")
-    known = [*model.parameters(), *model.buffers(), tokens, answers, boundary]
-    with LiveBytes(known) as live:
-        logprob_M, entropy_M, value_M = model(**row, boundary=boundary, longest=pack_tokens)
-        kept = live.now
+    boundary = torch.tensor([0, pack_tokens], dtype=torch.int32, device=device)
+    with LiveBytes([*model.parameters(), *model.buffers(), tokens, answers, boundary]) as live:
+        logprob_M, _, value_M = model(**row, boundary=boundary, longest=pack_tokens)
         (logprob_M.sum() if value_M is None else (logprob_M + value_M).sum()).backward()
-    del entropy_M
-    return Activations(kept, live.peak)
+    return int(live.peak)
 
 
 def check_trainable(model_config: Any) -> None:
@@ -171,36 +161,27 @@ def on_meta(model_config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention).train()
 
 
-def footprint(
-    model_config: Any, trainer: TrainerConfig, *, num_ranks: int, value_head: bool, reference: bool
-) -> Footprint:
-    """Return a rank's GPU memory, with a replica of the ``reference`` model if there; see the head of this file."""
+def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint:
+    """Return a rank's GPU memory, with some keys of ``train.trainer`` changed; see the head of this file."""
+    assert config.train is not None
+    trainer, loss = config.train.trainer.model_copy(update=changed), config.train.loss
     policy = on_meta(model_config, torch.bfloat16)
     numels = [parameter.numel() for parameter in policy.parameters()]
     num, stage = sum(numels), trainer.zero_stage
-    spread = [num_ranks if stage >= least else 1 for least in (3, 2, 1)]
+    spread = [trainer_ranks(config) if stage >= least else 1 for least in (3, 2, 1)]
     workspace = (2 + 4) * min(num, max(REDUCE_BUCKET, *numels))  # in the type of the weights, and in float32
     if stage == 3:
         workspace += 2 * min(num, WHOLE_PARAMETERS)
-    if reference:
+    if loss.kl_coefficient > 0:  # a replica of the reference model
         workspace += 2 * num
     activations = pack_activations(
-        policy, trainer.pack_tokens, checkpointing=trainer.activation_checkpointing, value_head=value_head
+        policy,
+        trainer.pack_tokens,
+        checkpointing=trainer.activation_checkpointing,
+        value_head=loss.value_coefficient > 0,
     )
     states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]
-    return Footprint(states, workspace, activations.peak)
-
-
-def footprint_of(config: RunConfig, model_config: Any, **changed: Any) -> Footprint:
-    """Return a rank's GPU memory, with some keys of ``train.trainer`` changed."""
-    assert config.train is not None
-    return footprint(
-        model_config,
-        config.train.trainer.model_copy(update=changed),
-        num_ranks=trainer_ranks(config),
-        value_head=config.train.loss.value_coefficient > 0,
-        reference=config.train.loss.kl_coefficient > 0,
-    )
+    return Footprint(states, workspace, activations)
 
 
 def check_memory(config: RunConfig, model_config: Any) -> None:
@@ -209,7 +190,7 @@ def check_memory(config: RunConfig, model_config: Any) -> None:
     trainer, memory, whose = config.train.trainer, *_gpu_memory(config)
     usable = coefficients(config.hardware.level).memory_share * memory
 
-    needs = partial(footprint_of, config, model_config)
+    needs = partial(footprint, config, model_config)
     now = needs()
     if now.total <= usable:
         return
@@ -288,33 +269,23 @@ def shape_of(model_config: Any) -> PolicyModel:
 def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemory:
     """Return the host memory of a machine with this share of a run in bfloat16; ``model`` is from ``shape_of``."""
     assert config.train is not None
+    weights = policy_weights(model)
     saved = {name: weight.nbytes for name, weight in saved_shapes(model).items()}
-    fused = sum(weight.nbytes for name, weight in policy_weights(model).items() if name not in saved)
-    leads = int(share.leads)
-    transport = config.train.chosen_transport(colocated=config.colocated)
-    weights = transport.host_bytes(_host_share(config, model, share))
-    readers = leads if config.train.trainer.zero_stage == 3 else share.ranks
-    if config.train.loss.kl_coefficient:
-        readers += share.ranks
-    state = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
-    return HostMemory(weights, state * share.ranks / trainer_ranks(config), readers * fused)
-
-
-def _host_share(config: RunConfig, model: PolicyModel, share: Share) -> HostShare:
-    assert config.train is not None
-    return HostShare(
-        num_bytes=sum(weight.nbytes for weight in saved_shapes(model).values()),
-        bucket_bytes=_bucket_bytes(model),
+    fused = sum(weight.nbytes for name, weight in weights.items() if name not in saved)
+    largest = max(STREAM_BYTES, largest_bucket_bytes(weights, STREAM_BYTES))  # often the embedding
+    transfer = HostShare(
+        num_bytes=sum(saved.values()),
+        bucket_bytes=1 << (largest - 1).bit_length(),  # pinned memory has a power of two
         sends=share.leads,
         workers=share.workers,
         folder_in_memory=config.train.weights_folder.startswith(SHARED_MEMORY),
     )
-
-
-def _bucket_bytes(model: PolicyModel) -> int:
-    """Return the size of the largest bucket, often the embedding: pinned memory has a power of two (bytes)."""
-    largest = max(STREAM_BYTES, largest_bucket_bytes(policy_weights(model), STREAM_BYTES))
-    return 1 << (largest - 1).bit_length()
+    transport = config.train.chosen_transport(colocated=config.colocated)
+    readers = int(share.leads) if config.train.trainer.zero_stage == 3 else share.ranks
+    if config.train.loss.kl_coefficient:
+        readers += share.ranks
+    state = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    return HostMemory(transport.host_bytes(transfer), state * share.ranks / trainer_ranks(config), readers * fused)
 
 
 def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Share] | None = None) -> None:

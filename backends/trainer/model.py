@@ -92,27 +92,23 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
 
 
 def load_policy(
-    model_path: str,
-    *,
-    device: Literal["cpu", "gpu"],
-    dtype: torch.dtype | None = None,
-    zero3: dict[str, Any] | None = None,
+    model_path: str, *, device: Literal["cpu", "gpu"], zero3: dict[str, Any] | None = None
 ) -> torch.nn.Module:
     """Load a causal language model in training mode, into the host's memory.
 
-    Weights that are stored in the type they are trained in are mapped from their file: the ranks of a machine share its
-    pages. Under ZeRO-3 none is ever whole on a rank, in whatever type it is stored; but rank 0 has experts whole that
-    are fused while they are loaded. Dropout is turned off: the policy that is trained is the one that samples.
+    Weights stored in the type of training are mapped from their file: the ranks of a machine share its pages. Under
+    ZeRO-3 no rank ever has all weights; but rank 0 has experts whole that are fused while they are loaded. Dropout is
+    off: the trained policy is the one that samples.
 
-    ``dtype`` None: from ``TRAINED_DTYPES``. ``zero3``: DeepSpeed's configuration to split it over the ranks, which load
-    it together. ``ConfigError`` if the GPU has no kernel for packed rows.
+    ``zero3``: DeepSpeed's configuration to split it over the ranks, which load it together. ``ConfigError`` if the GPU
+    has no kernel for packed rows.
     """
     if device == "gpu":
         check_kernel(torch.device("cuda:0"))
     config = AutoConfig.from_pretrained(model_path)
     if hasattr(config, "attention_dropout"):
         config.attention_dropout = 0.0
-    dtype, attention = dtype or TRAINED_DTYPES[device], register_packed_attention()
+    dtype, attention = TRAINED_DTYPES[device], register_packed_attention()
     if zero3 is None or torch.distributed.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(
             model_path,
@@ -177,10 +173,10 @@ def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]
 
 
 def gathered(model: PolicyModel, *, receive: bool, bucket_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the language model's weights under the names of a checkpoint, whole; all ranks do it together.
+    """Yield the language model's weights under the names of a checkpoint, whole; all ranks together.
 
-    Under ZeRO-3 about ``bucket_bytes`` (``BUCKET_BYTES``) at a time are put together, at least a layer. They are whole
-    until the next are asked for. Ranks that do not ``receive`` get nothing.
+    Under ZeRO-3 about ``bucket_bytes`` (``BUCKET_BYTES``) at a time are whole, at least a layer, until the next part.
+    Ranks that do not ``receive`` get nothing.
     """
     for bucket in buckets(policy_weights(model), bucket_bytes or BUCKET_BYTES):
         parted = [one for one in bucket.values() if hasattr(one, "ds_id")]

@@ -1,8 +1,8 @@
 """Rollouts of one micro-batch, packed into rows of tokens and split over the trainer's ranks.
 
-A row is one forward pass of one rank: whole sequences without padding, told apart by positions that start again at 0.
-All ranks get the same number of rows, because they meet in collectives during every row. As the i-th rows of all
-ranks run at the same time and the longest of them sets the pace, rows of about the same length go together.
+A row is one forward pass of one rank: whole sequences without padding; positions start at 0 in each. All ranks get the
+same number of rows, because every row has collectives. As the i-th rows of all ranks run at the same time and the
+longest sets the pace, rows of about the same length go together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from backends.interface import Sample
 from pipelinerl.rl.segments import all_tokens, loss_mask
 
-# Legend of shapes: N tokens of a row, prompts included; M generated tokens of a row, those that are trained on;
+# Legend of shapes: N tokens of a row, prompts included; M generated tokens of a row, which are trained on;
 # S sequences of a row; B samples; T generated tokens of one sample.
 
 
@@ -56,13 +56,12 @@ class PackedRow:
 def pack(samples: Sequence[Sample], *, pack_tokens: int, num_ranks: int) -> list[list[PackedRow]]:
     """Pack samples into rows of nearly equal length, as many for every rank, at least one, of at most ``pack_tokens``.
 
-    Begins with as few rows as the tokens could fit into and gives each sample, longest first, to the shortest row;
-    as long as that does not fit, with one more row per rank. The same input gives the same rows. The tokens of two
-    ranks differ by at most as much as two rows do.
+    Begins with the fewest rows that could hold all tokens and gives each sample, longest first, to the shortest row;
+    if that does not fit, again with one more row per rank. The same input gives the same rows. The tokens of two ranks
+    differ by at most as much as two rows do.
 
-    Raises:
-        ValueError: If a sample is longer than ``pack_tokens``, its prompt is empty, or its reference log-probabilities
-            are not one for each generated token, or missing though another sample has them.
+    ``ValueError`` if a sample is longer than ``pack_tokens``, its prompt is empty, or it has not one reference
+    log-probability for each generated token, or none where another sample has them.
     """
     length_B = [sample.num_tokens for sample in samples]
     for sample, length in zip(samples, length_B, strict=True):

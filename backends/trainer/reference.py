@@ -1,9 +1,9 @@
 """The real reference model: the model at the start, frozen, in Ray actors of its own.
 
 Theory of operation. One replica stands beside every rank of the trainer, on the same accelerator: the work is spread
-as training is. A batch is packed into rows as the trainer packs it and split over the replicas, which know nothing of
-each other. ``start`` and ``logprobs`` wait for all of them; the first one that fails, or ``timeout_s``, ends the call
-for all, and only ``shutdown``, which kills without a wait, then ``start``, make sense.
+as training is. A batch is packed into rows as the trainer packs it and split over the replicas, which do not
+communicate. ``start`` and ``logprobs`` wait for all replicas; the first failure, or ``timeout_s``, ends the call, and
+then only ``shutdown``, which kills without a wait, and ``start`` make sense.
 """
 
 from __future__ import annotations

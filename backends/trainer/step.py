@@ -1,4 +1,4 @@
-"""The step of a trainer: the loss of a row, the learning rate, and what a rank measures of its own work."""
+"""The step of a trainer: the loss of a row, the learning rate, and a rank's measurements of its own work."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def learning_rate_factor(config: OptimizerConfig, *, optimizer_steps: int) -> Ca
     """Return the share of the largest learning rate, in [0, 1], as a function of the optimizer steps done.
 
     With k steps done, w steps of warm-up, and K in all: (k + 1) / w for k < w; from then on, with
-    x = (k - w) / (K - w), 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine). So no step is made with a
-    rate of zero: it is reached when step K - 1, the last, is done.
+    x = (k - w) / (K - w), 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine). No step has a rate of zero.
     """
 
     def factor(done: int) -> float:
@@ -81,7 +80,7 @@ def learning_rate_factor(config: OptimizerConfig, *, optimizer_steps: int) -> Ca
 
 
 PHASES = ("forward_s", "backward_s", "optimizer_s")
-"""Of a rank's work on a micro-batch, with waits for the other ranks, which it meets in all of them."""
+"""Of a rank's work on a micro-batch; each includes waits in collectives."""
 
 
 class StepMeter:
@@ -132,7 +131,7 @@ class StepMeter:
 
 
 def training_flop(model: LanguageModel, length_S: np.ndarray) -> float:
-    """Return the FLOP of training on sequences: 6 per active parameter and token, and those of causal attention.
+    """Return the FLOP of training on sequences: 6 per active parameter and token, and of causal attention.
 
     Attention: 2 products of 2 FLOP over half of the squared length, forward, and twice that backward. Recomputation
     does not count, as is usual for model FLOP.

@@ -2,15 +2,14 @@
 
 Theory of operation. All ranks gather the parameters; rank 0 copies them into a row of bytes, made once and used for
 every version; the trainer stands still for that copy only. On GPUs the row is pinned, and checksums are computed
-where the parameters lie, before they cross to the host. ``group.py`` sends the row. In a worker a thread of its own
-receives unasked: neither the begin nor the end of a transfer disturbs decode. Whether a version has arrived is read
-from the row's label when it is to be loaded. One worker of every machine receives; the thread of any other ends when
-it has opened the row.
+on the device, before parameters are copied to the host. ``group.py`` sends the row. In a worker a thread of its own
+receives, so that transfers do not disturb decode. The row's label shows whether a version has arrived when it is to be
+loaded. One worker of every machine receives; the threads of the others end when they have opened the row.
 
 Each group has a thread and a ``Staging`` of its own: nobody sees an abandoned thread's work. The next thread waits for
 it before it makes a row: there are never two. A joining thread waits ``timeout_s`` for the thread before and for the
-others. A receiving one waits without limit for the sender's notice, then ``timeout_s`` per bucket; the end of the
-sender, or being abandoned, ends it at once.
+others. A receiving one waits without limit for the sender's notice, then ``timeout_s`` per bucket; it ends at once when
+the sender ends or it is abandoned.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ import torch
 from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.group import Receiver
-from backends.transfer.row import Place, SharedRow, digest, label, layout, machine, row_bytes, view_of
+from backends.transfer.row import SharedRow, digest, label, layout, machine, row_bytes, view_of
 from backends.transfer.transport import Membership, SenderContext, TransportEnds, WeightSource, place_of
 from pipelinerl.errors import BackendError
 from pipelinerl.hardware import transport
 
 NICER = 19
-"""Niceness of the thread: the engine's scheduler and front end, which decode waits for, go before it."""
+"""Niceness of the thread: decode waits for the engine's scheduler and front end, which go first."""
 
 
 class BroadcastSender:
@@ -47,22 +46,23 @@ class BroadcastSender:
     def publish(self, source: WeightSource, version: int) -> Weights | None:
         """Copy the weights into the row; ``BackendError`` if the host has no memory for it."""
         self._held = None
-        places: dict[str, Place] = {place.name: place for place in layout(source.parameters)} if self._receives else {}
-        if self._receives and self._row is None:
+        if not self._receives:
+            for _ in source.buckets():  # a collective of all ranks
+                pass
+            return None
+        places = {place.name: place for place in layout(source.parameters)}
+        if self._row is None:
             self._row = SharedRow.make(row_bytes(list(places.values())), source.device)
         on_gpu = source.device.type == "cuda"
+        sums: dict[str, Any] = {}
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-            sums: dict[str, Any] = {}
             for bucket in source.buckets():
                 for name, weight in bucket.items():
-                    assert self._row is not None
                     kept, sent = view_of(self._row.row, places[name]), weight.detach()
                     kept.copy_(sent, non_blocking=on_gpu)
                     sums[name] = checksum64(sent) if on_gpu else threads.submit(checksum64, kept)
                 if on_gpu:
                     torch.cuda.synchronize()
-        if not self._receives:
-            return None
         in_order = [sums[name] if on_gpu else sums[name].result() for name in places]
         self._held = version, in_order
         checksum = digest(source.parameters, in_order)
@@ -156,14 +156,14 @@ class Staging:
         # A thread begins on the cores of whoever starts it: it would take turns with decode.
         with contextlib.suppress(OSError):  # there are no others
             os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - decoding)
-        os.nice(NICER)  # this thread and those that it starts: on Linux threads have priorities of their own
+        os.nice(NICER)  # of this thread and threads that it starts: on Linux each thread has a priority
         try:
             if self._member.device.type == "cuda":
                 torch.cuda.set_device(self._member.device)
             self._receiver = receiver = self._join(before)
             while receiver.leads and not self._abandoned:
                 receiver.receive(receiver.next_transfer())
-        except Exception as error:  # the sender is told by the group, the engine when it is to load
+        except Exception as error:  # the group reports it to the sender, ``staged`` to the engine
             self._failure = str(error)
         finally:  # the row stays
             if self._receiver is not None:

@@ -80,7 +80,7 @@ def _words(part: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, first_chunk: int) -> torch.Tensor:
-    """Return the sum over some chunks, shape [chunks, words], the first of them the ``first_chunk``-th."""
+    """Return the sum over chunks, shape [chunks, words], that begin with the ``first_chunk``-th."""
     factors = _factors(words.device)[: words.shape[1]]
     chunk = torch.arange(first_chunk + 1, first_chunk + 1 + words.shape[0], device=words.device) * C1
     word = words + chunk[:, None]

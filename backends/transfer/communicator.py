@@ -1,4 +1,4 @@
-"""NCCL communicators between rank 0's GPU and those of all workers, with a fall-back through the host.
+"""NCCL communicators between rank 0's GPU and the GPUs of all workers, with a fall-back through the host.
 
 Theory of operation. The sender asks all workers to make a communicator with it. Each member makes one, tries it with 16
 MB and reports its fault; the sender announces whether it is used. So a GPU shared by two members, one without room for
@@ -19,7 +19,7 @@ import ctypes
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,7 +46,7 @@ class _Id(ctypes.Structure):
 
 @functools.cache
 def _library() -> Any:
-    """Return NCCL; ``OSError`` if it is not there."""
+    """Return NCCL; ``OSError`` if it is not installed."""
     library, pointer = ctypes.CDLL(LIBRARY), ctypes.c_void_p
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetErrorString.argtypes = [ctypes.c_int]
@@ -60,9 +60,9 @@ def _library() -> Any:
     return library
 
 
-def _checked(what: str, result: int) -> None:
+def _raise_fault(call: str, result: int) -> None:
     if result not in (OK, IN_PROGRESS):
-        raise BackendError(f"NCCL: {what}: {_library().ncclGetErrorString(result).decode()}")
+        raise BackendError(f"NCCL: {call}: {_library().ncclGetErrorString(result).decode()}")
 
 
 class Nccl:
@@ -72,7 +72,7 @@ class Nccl:
     def new_id() -> str:
         """Return a ``ncclUniqueId`` in hexadecimal digits."""
         common = _Id()
-        _checked("ncclGetUniqueId", _library().ncclGetUniqueId(ctypes.byref(common)))
+        _raise_fault("ncclGetUniqueId", _library().ncclGetUniqueId(ctypes.byref(common)))
         return bytes(common).hex()
 
     def __init__(self, common: str, rank: int, size: int, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class Nccl:
         self._in_use = threading.Lock()
         known = _Id.from_buffer_copy(bytes.fromhex(common))
         with torch.cuda.device(device):
-            _checked("ncclCommInitRank", _library().ncclCommInitRank(ctypes.byref(self._handle), size, known, rank))
+            _raise_fault("ncclCommInitRank", _library().ncclCommInitRank(ctypes.byref(self._handle), size, known, rank))
 
     def broadcast(self, row: torch.Tensor, *, check: Callable[[], None], timeout_s: float) -> None:
         """Copy rank 0's row to every member."""
@@ -98,18 +98,18 @@ class Nccl:
         with torch.cuda.device(self._device):
             stream, arrived = side_stream(self._device, "transfer"), torch.cuda.Event()
             handles = self._handle, stream.cuda_stream
-            _checked("ncclBroadcast", _library().ncclBroadcast(memory, memory, row.numel(), BYTE, 0, *handles))
+            _raise_fault("ncclBroadcast", _library().ncclBroadcast(memory, memory, row.numel(), BYTE, 0, *handles))
             arrived.record(stream)
             while not arrived.query():
                 check()
-                _checked("asynchronously", _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
-                _checked("asynchronously", state.value)
+                _raise_fault("asynchronously", _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
+                _raise_fault("asynchronously", state.value)
                 if time.monotonic() > until_s:
                     raise TimeoutError("timed out")
                 time.sleep(LOOK_S)
 
     def close(self) -> None:
-        """Abort it, unless another thread uses it, which does so itself when it sees that the group has been left."""
+        """Abort it; a thread that is using it does so itself when it finds that the group has been left."""
         if self._in_use.acquire(blocking=False):
             try:
                 self._abort()
@@ -130,9 +130,9 @@ def side_stream(device: torch.device, use: str) -> torch.cuda.Stream:  # noqa: A
 
 PROBE_BYTES, PROBE = 2**24, 0x5A
 CHECK_S = 0.1
-"""Between two checks of the other members while it is made."""
+"""Between two checks of the other members while a communicator is made."""
 MAKE_TIMEOUT_S = 60.0
-"""Longest wait for all to have made it."""
+"""Longest wait for all members to have made it."""
 HOST = torch.device("cpu")
 
 
@@ -149,10 +149,8 @@ class Communicator(Protocol):
     def broadcast(self, row: torch.Tensor, *, check: Callable[[], None], timeout_s: float) -> None:
         """Copy rank 0's row of bytes, unchanged meanwhile, to every member; return when this member's row is complete.
 
-        Raises:
-            OSError: If ``check`` raises it, as a member has gone or the group has been left, or after ``timeout_s``.
-                The communicator is unusable then.
-            BackendError: If it fails.
+        ``OSError`` if ``check`` raises it (a member has gone, the group has been left) or after ``timeout_s``;
+        ``BackendError`` if the copy fails. The communicator is unusable then.
         """
 
     def close(self) -> None:
@@ -191,44 +189,38 @@ def agree(
     for rank, connection in workers.items():
         connection.send(communicator=member.common, rank=rank, size=member.size, room_bytes=room_bytes)
     made, fault = _tried(member, list(workers.values()), timeout_s)
-    with _closed_on_error(made):
+    with contextlib.ExitStack() as unless_used:
+        if made is not None:
+            unless_used.callback(made.close)
         for connection in workers.values():
             connection.check_open()
         replies = {0: fault} | {rank: connection.recv()["fault"] for rank, connection in workers.items()}
         faults = {rank: fault for rank, fault in replies.items() if fault}
         for connection in workers.values():
             connection.send(use=not faults)
-    return _kept(made, use=not faults), faults
+        if faults:
+            return None, faults
+        unless_used.pop_all()
+    return made, {}
 
 
 def answer(sender: Connection, asked: Mapping[str, Any], device: torch.device, timeout_s: float) -> Communicator | None:
     """Join the sender's communicator; None if any member cannot. ``OSError`` if the sender has gone."""
     member = Member(asked["communicator"], asked["rank"], asked["size"], asked["room_bytes"], device)
     made, fault = _tried(member, [sender], timeout_s)
-    with _closed_on_error(made):
+    with contextlib.ExitStack() as unless_used:
+        if made is not None:
+            unless_used.callback(made.close)
         sender.send(fault=fault)
-        use: bool = sender.recv()["use"]
-    return _kept(made, use=use)
-
-
-@contextlib.contextmanager
-def _closed_on_error(made: Communicator | None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _kept(made, use=False)
-        raise
-
-
-def _kept(made: Communicator | None, *, use: bool) -> Communicator | None:
-    if made is not None and not use:
-        made.close()
-    return made if use else None
+        if not sender.recv()["use"]:
+            return None
+        unless_used.pop_all()
+    return made
 
 
 def _tried(member: Member, others: Sequence[Connection], timeout_s: float) -> tuple[Communicator | None, str]:
-    """Make a communicator and try it; return it, or its fault, while lines to ``others`` are open."""
-    limit_s = min(timeout_s / 2, MAKE_TIMEOUT_S)  # who is done at once waits for the others as long as it takes them
+    """Make a communicator and try it; return it, or its fault. A closed connection to ``others`` is a fault."""
+    limit_s = min(timeout_s / 2, MAKE_TIMEOUT_S)  # a member that is done waits as long again for the slowest
     until_s = time.monotonic() + limit_s
     tried: Future[Communicator] = Future()
 
@@ -250,7 +242,7 @@ def _tried(member: Member, others: Sequence[Connection], timeout_s: float) -> tu
                 raise TimeoutError(f"no communicator of all after {limit_s:g} s")
         return tried.result(), ""
     except (BackendError, OSError, RuntimeError) as error:  # without memory torch raises a RuntimeError
-        tried.add_done_callback(_closed)  # of a thread that waits on in NCCL
+        tried.add_done_callback(close_result)  # the thread may still wait in NCCL
         return None, kind_and_line(error)
 
 
@@ -270,9 +262,10 @@ def _right(member: Member, check: Callable[[], None], timeout_s: float) -> Commu
     return communicator
 
 
-def _closed(tried: Future[Communicator]) -> None:
-    if tried.exception() is None:
-        tried.result().close()
+def close_result(made: Future[Any]) -> None:
+    """Close the object that a thread has made, if any: a callback for its future."""
+    if made.exception() is None:
+        made.result().close()
 
 
 def settle(device: torch.device) -> None:

@@ -20,7 +20,7 @@ HELLO_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
 """Longest wait for the rest of it, once it has begun."""
 LONGEST_QUEUE = 64
-"""Silent peers; with one more the oldest is closed."""
+"""Peers without a first message yet; with one more the oldest is closed."""
 HOST_PERIOD_S = 0.5
 """Between two checks of the host."""
 CONNECT_TIMEOUT_S = 20.0
@@ -132,7 +132,7 @@ class RendezvousServer:
     listener: socket.socket
     password: str
     silent: list[socket.socket] = field(default_factory=list)
-    """On a busy machine a member may need a while to send."""
+    """Without a first message yet, which takes a while on a busy machine."""
 
     @classmethod
     def open(cls, address: str, password: str | None = None) -> RendezvousServer:
@@ -166,7 +166,7 @@ class RendezvousServer:
                 raise TimeoutError("timed out")
 
     def _readable(self, timeout_s: float) -> list[socket.socket]:
-        """Wait for an event; return the silent peers that have sent something, or have gone."""
+        """Wait for an event; return the peers that have begun their first message, or have gone."""
         poll = select.poll()
         try:
             for one in (self.listener, *self.silent):

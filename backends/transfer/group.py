@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -67,19 +66,13 @@ LOG = logging.getLogger("pipelinerl")
 
 
 class Sender:
-    """Rank 0's end; call ``meet`` first.
+    """Rank 0's end; call ``meet`` first."""
 
-    ``names`` for messages: the sender, then every worker of every engine. ``timeout_s``: longest wait for the others,
-    when joining and in every step of a transfer.
-    """
-
-    def __init__(
-        self, server: RendezvousServer, *, names: Sequence[str], parameters: Parameters, timeout_s: float
-    ) -> None:
-        self._server, self._names, self._parameters, self._timeout_s = server, names, parameters, timeout_s
+    def __init__(self, server: RendezvousServer) -> None:
+        self._server, self.rendezvous = server, server.rendezvous
         self._connections: dict[int, Connection] = {}  # by worker; CHAIN: to the first machine
         self._leaders: list[int] = []
-        self._awaited: list[int] = []  # leaders that have not said whether what they received is right
+        self._awaited: list[int] = []  # leaders without a verdict on the weights received last
         self._why_left: str | None = None  # None: it has not been left
         self._communicator: Communicator | None = None
         self._tried = False
@@ -89,8 +82,13 @@ class Sender:
         """Whether the group has been left, and is unusable."""
         return self._why_left is not None
 
-    def meet(self) -> None:
-        """Wait for all workers; ``BackendError`` if one is late or refuses the parameters, or the group is left."""
+    def meet(self, names: Sequence[str], parameters: Parameters, *, timeout_s: float) -> None:
+        """Wait for all workers; ``BackendError`` if one is late or refuses the parameters, or the group is left.
+
+        ``names`` for messages: the sender, then every worker of every engine. ``timeout_s``: longest wait for the
+        others, now and in every step of a transfer.
+        """
+        self._names, self._parameters, self._timeout_s = names, parameters, timeout_s
         began = time.perf_counter()
         try:
             self._meet()
@@ -104,14 +102,9 @@ class Sender:
     def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int], parts: Sequence[int] | None = None) -> int:
         """Send a row of bytes to all machines; return the number that refused the weights.
 
-        Args:
-            row: Parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
-            version: Optimizer steps done.
-            sums: ``checksum64`` of each parameter.
-            parts: Indices of the parameters in the row, in its order. None: all.
-
-        Raises:
-            BackendError: If a machine does not answer, or the group is left. It is unusable then.
+        ``row``: parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
+        ``sums``: ``checksum64`` of each parameter. ``parts``: indices of the parameters in the row, in its order; None:
+        all. ``BackendError`` if a machine does not answer, or the group is left; it is unusable then.
         """
         if self._why_left is not None:
             raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
@@ -130,10 +123,11 @@ class Sender:
             raise self._broken("send", began, error, "" if self.left else self._to_blame()) from error
 
     def rows_on(self, device: torch.device, room_bytes: int) -> torch.device:
-        """Return the device of rows to send: the sender's, if it can send to the workers' devices of its kind.
+        """Return the device of rows to send: the sender's, if the group can have a communicator, else the host.
 
-        Tried once, while all engines stand still; a warning in the log says why not. ``room_bytes``: for weights under
-        way, on each. ``BackendError`` if a worker does not answer, or the group is left; it is unusable then.
+        Tried once, while all engines stand still; a warning gives the reason of the fall-back. ``room_bytes``: for
+        weights under way, per device. ``BackendError`` if a worker does not answer, or the group is left; it is
+        unusable then.
         """
         if not self._tried and device.type in COMMUNICATORS:
             began, self._tried = time.perf_counter(), True
@@ -158,16 +152,16 @@ class Sender:
             self._communicator.close()
 
     def _send_bytes(self, row: torch.Tensor) -> None:
-        if self._communicator is None:
-            content = memoryview(row.numpy())
-            for begin, end in cuts(row.numel(), BUCKET_BYTES):
-                send_bytes(self._connections[CHAIN].sock, content[begin:end])
-            return
-        self._communicator.broadcast(row, check=self._check_there, timeout_s=self._timeout_s)
+        def check() -> None:
+            for worker in self._leaders:
+                self._connections[worker].check_open()
 
-    def _check_there(self) -> None:
-        for worker in self._leaders:
-            self._connections[worker].check_open()
+        if self._communicator is not None:
+            self._communicator.broadcast(row, check=check, timeout_s=self._timeout_s)
+            return
+        content = memoryview(row.numpy())
+        for begin, end in cuts(row.numel(), BUCKET_BYTES):
+            send_bytes(self._connections[CHAIN].sock, content[begin:end])
 
     def _meet(self) -> None:
         until_s = time.monotonic() + min(self._timeout_s, JOIN_TIMEOUT_S)
@@ -198,7 +192,6 @@ class Sender:
             connection.close()
 
     def _to_blame(self) -> str:
-        """Return the members that have gone or failed, as the start of a message."""
         causes, until_s = [], time.monotonic() + BLAME_TIMEOUT_S
         for worker in self._awaited:
             try:
@@ -218,59 +211,42 @@ class Sender:
 
 
 class GroupHost:
-    """Rank 0's group at hand; opened, joined, used and aborted from different threads."""
+    """Rank 0's newest group; opened, joined, used and aborted from different threads."""
 
     def __init__(self) -> None:
         self.sender: Sender | None = None
-        self._server: RendezvousServer | None = None
-        self._rendezvous = self._why_aborted = ""
-        self._changing = threading.Lock()
+        """From ``join`` to ``open``."""
+        self._opened: Sender | None = None
 
     def open(self) -> str:
         """Leave the group before; return the rendezvous of a new one."""
         from backends.transfer.rendezvous import own_address  # Ray, which vLLM's workers do without
 
-        with self._changing:
-            self._leave()
-            self._server = RendezvousServer.open(own_address())
-            self._rendezvous, self._why_aborted = self._server.rendezvous, ""
-        return self._rendezvous
+        self.close()
+        self.sender, opened = None, Sender(RendezvousServer.open(own_address()))
+        self._opened = opened
+        return opened.rendezvous
 
     def abort(self, rendezvous: str, why: str) -> None:
-        """Break off transfers in this group, but in no later one, from another thread; they report ``why``."""
-        with self._changing:
-            if rendezvous == self._rendezvous:
-                self._why_aborted = why
-                if self.sender is not None:
-                    self.sender.leave(why)
+        """End transfers in this group, but in no later one, from another thread; they report ``why``."""
+        opened = self._opened
+        if opened is not None and opened.rendezvous == rendezvous:
+            opened.leave(why)
 
     def join(self, names: Sequence[str], parameters: Parameters, timeout_s: float) -> str | None:
-        """Join the group that was opened last; return the fault, if any, when all have joined.
-
-        ``names``: rank 0, then all workers of all engines. ``timeout_s``: longest wait, now and in every transfer.
-        """
-        assert self._server is not None
-        with self._changing:
-            sender = Sender(self._server, names=names, parameters=parameters, timeout_s=timeout_s)
-            if self._why_aborted:
-                sender.leave(self._why_aborted)
-            self.sender = sender
+        """Join the group that was opened last; return the fault, if any, when all have joined; see ``Sender.meet``."""
+        self.sender = self._opened
+        assert self.sender is not None
         try:
-            sender.meet()
+            self.sender.meet(names, parameters, timeout_s=timeout_s)
         except BackendError as error:
             return str(error)
         return None
 
     def close(self) -> None:
         """Leave the group."""
-        self._leave(keep=True)
-
-    def _leave(self, *, keep: bool = False) -> None:
-        if self.sender is not None:
-            self.sender.leave()
-            self.sender = self.sender if keep else None
-        if self._server is not None:
-            self._server.close()
+        if self._opened is not None:
+            self._opened.leave()
 
 
 # ------------------------------------------------------------------------------------------------- a worker's end
@@ -279,16 +255,11 @@ HASH_THREADS = 4
 
 
 class Receiver:
-    """A worker's end. Its constructor returns when its machine has a row that the sender knows.
+    """A worker's end. Its constructor returns when the sender knows the row of this machine.
 
-    Args:
-        member: Its membership.
-        place: Of the machine, common to all workers that can open each other's rows.
-        reuse: A row of an earlier group, used again if it fits.
-        keeps: Whether the row holds all parameters; else it is empty, and ``take`` gets its memory from the caller.
-
-    Raises:
-        BackendError: If the others do not come in time, or the parameters are not the model's.
+    ``place``: of the machine, common to all workers that can open each other's rows. ``reuse``: a row of an earlier
+    group, used again if it fits. ``keeps``: whether the row holds all parameters; else it is empty, and callers of
+    ``take`` have the memory. ``BackendError`` if the others do not come in time, or the model has other parameters.
     """
 
     def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None, keeps: bool = True) -> None:
@@ -332,7 +303,7 @@ class Receiver:
             self._communicator.close()
 
     def _close_with_sender(self) -> None:
-        """Leave when the sender has: the machine before, whose bytes are waited for, may be silent for ever."""
+        """A thread that waits for bytes of the machine before, which may be silent for ever, ends with the sender."""
         self._sender.wait_closed()
         self.close()
 
@@ -344,7 +315,7 @@ class Receiver:
 
     @property
     def rows_on(self) -> torch.device:
-        """Where the rows lie that ``take`` is given."""
+        """Device of rows for ``take``."""
         return HOST if self._communicator is None else self._device
 
     def receive(self, notice: Mapping[str, Any]) -> bool:
@@ -382,7 +353,7 @@ class Receiver:
         with ThreadPoolExecutor(threads) as hashing, ThreadPoolExecutor(1) as handing_on:
             sums: list[Future[int]] = []
             handed_on: list[Future[None]] = []
-            for begin, end in [(0, 0), *cuts(row_bytes(places), BUCKET_BYTES)]:
+            for begin, end in cuts(row_bytes(places), BUCKET_BYTES):
                 recv_bytes(self._before.sock, content[begin:end])
                 if self._after is not None:
                     handed_on.append(handing_on.submit(send_bytes, self._after.sock, content[begin:end]))
@@ -400,7 +371,6 @@ class Receiver:
             return checksum64(tensor, computed_on=self._device)
 
     def _row(self, reply: Mapping[str, Any], member: Membership, reuse: SharedRow | None, *, keeps: bool) -> SharedRow:
-        """Return the row of this machine; if the sender's layout is not the model's, tell all members."""
         try:
             sent = {name: tuple(shape) for name, _, shape in self.parameters}
             check_names(sent, member.shapes, source="weights to be sent")
@@ -436,38 +406,37 @@ TIMEOUT_S = 300.0
 class LinkSender:
     """Rank 0's part."""
 
+    def __init__(self) -> None:
+        self._host = GroupHost()
+
     def open(self) -> str:
         """Return the rendezvous for the other members."""
-        from backends.transfer.rendezvous import own_address  # Ray, which vLLM's workers do without
-
-        self._server = RendezvousServer.open(own_address())
-        return self._server.rendezvous
+        return self._host.open()
 
     def gb_s(self, num_machines: int, num_bytes: int) -> float:
-        """Return how fast all machines get so many bytes, verified (GB/s); ``BackendError`` if one does not."""
+        """Return the rate at which all machines get so many bytes, verified; ``BackendError`` if one does not."""
         names = ["rank 0", *(f"machine {number} of engines" for number in range(1, 1 + num_machines))]
-        sender = Sender(self._server, names=names, parameters=_parts(num_bytes), timeout_s=TIMEOUT_S)
-        row = torch.zeros(num_bytes, dtype=torch.uint8)
-        sums = [checksum64(view_of(row, place)) for place in layout(_parts(num_bytes))]
-        best_s = math.inf
-        sender.meet()
+        row, parameters = torch.zeros(num_bytes, dtype=torch.uint8), _parts(num_bytes)
+        sums = [checksum64(view_of(row, place)) for place in layout(parameters)]
+        seconds: list[float] = []
+        fault, sender = self._host.join(names, parameters, TIMEOUT_S), self._host.sender
+        if fault is not None or sender is None:
+            raise BackendError(fault)
         try:
-            for number in range(1 + REPEATS):
+            for _ in range(1 + REPEATS):
                 begin_s = time.perf_counter()
                 if sender.send(row, version=0, sums=sums):
                     raise BackendError("what reached the machines of the engines was not what was sent")
-                best_s = min(best_s, time.perf_counter() - begin_s) if number else best_s
+                seconds.append(time.perf_counter() - begin_s)
         finally:
             sender.leave()
-        return num_bytes / 1e9 / best_s
+        return num_bytes / 1e9 / min(seconds[1:])
 
 
 def receive(rendezvous: str, worker: int, num_bytes: int) -> None:
-    """Be the end of a machine of engines, whose number among them is ``worker``, from 1."""
+    """Receive for a machine of engines; ``worker``: its number, from 1."""
     shapes = {name: tuple(shape) for name, _, shape in _parts(num_bytes)}
-    member = Membership(
-        rendezvous=rendezvous, worker=worker, shapes=shapes, device=torch.device("cpu"), timeout_s=TIMEOUT_S
-    )
+    member = Membership(rendezvous=rendezvous, worker=worker, shapes=shapes, device=HOST, timeout_s=TIMEOUT_S)
     receiver = Receiver(member, place=f"machine {worker}")
     try:
         for _ in range(1 + REPEATS):

@@ -1,4 +1,4 @@
-"""The store that the members of a process group meet at, on one address of this machine, for their machines only."""
+"""The store at which a process group forms, on one address of this machine, for the members' machines only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WAITING = 4096
 
 
 SO_ATTACH_FILTER = 26
-"""Linux: have a program look at every packet of a socket."""
+"""Linux: attach a BPF program, which filters the packets of a socket."""
 SOURCE_ADDRESS = 0xFFF00000 + 12
-"""To that program: the sender's address in a packet of IPv4."""
+"""In BPF: the sender's address in a packet of IPv4."""
 LOAD, JUMP_UNLESS, RETURN = 0x20, 0x15, 0x06
-"""Its instructions: load a word; go on if it is this one, else skip one; keep so many bytes of the packet."""
+"""Of BPF: load a word; go on if it equals the operand, else skip one instruction; keep so many bytes of the packet."""
 
 
 class RendezvousStore(TCPStore):  # type: ignore[misc]  # torch is Any to mypy
@@ -55,18 +55,20 @@ class RendezvousStore(TCPStore):  # type: ignore[misc]  # torch is Any to mypy
 
 
 def _accept_only(listener: socket.socket, addresses: Sequence[str]) -> None:
-    """Have the packets of all others dropped, before anything listens."""
+    """Drop the packets of all other machines, before the socket listens."""
     program = [(LOAD, 0, SOURCE_ADDRESS)]
     for address in sorted(set(addresses)):
         (number,) = struct.unpack("!I", socket.inet_aton(address))
         program += [(JUMP_UNLESS, 1, number), (RETURN, 0, 0xFFFFFFFF)]
     program.append((RETURN, 0, 0))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", what, 0, skip, k) for what, skip, k in program))
+    code = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", operation, 0, skip, k) for operation, skip, k in program)
+    )
     listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)))
 
 
 def reserved_port(address: str) -> socket.socket:
-    """Return a socket that keeps a free port of this machine: only a ``RendezvousStore`` can have it meanwhile."""
+    """Return a socket that reserves a free port of this machine for a ``RendezvousStore``."""
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((address, 0))
@@ -74,7 +76,7 @@ def reserved_port(address: str) -> socket.socket:
 
 
 def own_address() -> str:
-    """Return the address that the others reach this machine at: the one that Ray uses; no packet is sent."""
+    """Return the address of this machine for others: the one that Ray uses; no packet is sent."""
     if ray.is_initialized():
         return str(ray.util.get_node_ip_address())
     try:

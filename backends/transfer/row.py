@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from numpy.typing import NDArray
 
 from backends.transfer.transport import Parameters
 from pipelinerl.errors import BackendError
@@ -59,7 +59,7 @@ def layout(parameters: Parameters) -> list[Place]:
 
 def row_bytes(places: Sequence[Place]) -> int:
     """Return the size of the row (bytes)."""
-    return places[-1].end if places else 0
+    return places[-1].end
 
 
 def cuts(num_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
@@ -79,14 +79,14 @@ def digest(parameters: Parameters, sums: Sequence[int]) -> str:
 
 
 def label(version: int, checksum: str) -> str:
-    """Return the label of a row that holds these weights."""
+    """Return the label of a row with these weights."""
     return f"{version} {checksum}"
 
 
 # ------------------------------------------------------------------------------------------ memory that workers share
 #
 # It has no name in any file system: other processes open it under its maker's process id, and it is freed when the last
-# of them has closed it or died. The trainer's ranks keep their copies in rows, too: torch rounds pinned memory up to a
+# process has closed it or died. The trainer's ranks keep their copies in rows, too: torch rounds pinned memory up to a
 # power of two, at worst to twice the size.
 
 HEAD_BYTES = 4096
@@ -95,7 +95,7 @@ MOST_THREADS = 16
 
 
 def machine() -> str:
-    """Return what all processes share that can see each other's rows, and no others."""
+    """Return a name common to all processes that can open each other's rows."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -106,7 +106,7 @@ class SharedRow:
     def __init__(self, file: int, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
         self.path = f"/proc/{os.getpid()}/fd/{file}"
-        self._memory = mmap.mmap(file, HEAD_BYTES + max(1, num_bytes))
+        self._memory = mmap.mmap(file, HEAD_BYTES + num_bytes)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.row = whole[HEAD_BYTES : HEAD_BYTES + num_bytes]
         pinned = whole if device.type == "cuda" else None
@@ -118,18 +118,18 @@ class SharedRow:
     @classmethod
     def make(cls, num_bytes: int, device: torch.device) -> SharedRow:
         """Make a row; ``BackendError`` if there is not enough memory."""
-        free = _free_bytes()
+        free = psutil.virtual_memory().available
         if num_bytes > free:
             raise BackendError(f"the host has no memory for a copy: {num_bytes} bytes are needed, {free} are free")
         file = os.memfd_create("pipelinerl-weights")
-        os.truncate(file, HEAD_BYTES + max(1, num_bytes))
+        os.truncate(file, HEAD_BYTES + num_bytes)
         if device.type == "cuda":
             have_pages(file)
         return cls(file, num_bytes, device)
 
     @classmethod
     def open(cls, path: str, num_bytes: int, device: torch.device) -> SharedRow:
-        """See a row that another process of this machine has made; ``BackendError`` if it is not there or smaller."""
+        """Open a row that another process of this machine has made; ``BackendError`` if it is missing or smaller."""
         try:
             file = os.open(path, os.O_RDWR)
             if os.fstat(file).st_size < HEAD_BYTES + num_bytes:
@@ -141,7 +141,7 @@ class SharedRow:
 
     @property
     def label(self) -> str:
-        """What lies in the row; empty: nothing that is complete and verified."""
+        """Name of the weights in the row; empty: none that are complete and verified."""
         return bytes(self._memory[:HEAD_BYTES]).rstrip(b"\0").decode()
 
     @label.setter
@@ -149,7 +149,7 @@ class SharedRow:
         self._memory[:HEAD_BYTES] = label.encode().ljust(HEAD_BYTES, b"\0")
 
     def close(self) -> None:
-        """Let go of it. The memory itself goes when nothing sees its numbers any more; a second call does nothing."""
+        """Close it; its memory is freed with the last tensor that views it. A second call does nothing."""
         self._let_go()
 
 
@@ -160,26 +160,14 @@ def _let_go(file: int, pinned: torch.Tensor | None) -> None:
 
 
 def have_pages(file: int) -> None:
-    """Have the system find memory for all of a file that is empty, on many cores.
+    """Allocate the memory of an empty file, on many cores.
 
     Else pinning does it on one, which zeroes a gigabyte in 0.5 to 0.8 s: 10 s for the checkpoint of a 1.5B model.
     """
     first_bytes = np.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=np.uint8)[:: mmap.PAGESIZE]
     num_threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(_zero, np.array_split(first_bytes, num_threads)))
-
-
-def _zero(part: NDArray[np.uint8]) -> None:
-    part[:] = 0
-
-
-def _free_bytes() -> int:
-    """Memory of this machine that can be had without swapping."""
-    for connection in Path("/proc/meminfo").read_text().splitlines():
-        if connection.startswith("MemAvailable:"):
-            return int(connection.split()[1]) * 1024
-    raise BackendError("/proc/meminfo has no connection MemAvailable")
+        list(threads.map(lambda part: part.fill(0), np.array_split(first_bytes, num_threads)))
 
 
 def _check_cuda(status: Any) -> None:

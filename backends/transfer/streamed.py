@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.communicator import HOST, settle
+from backends.transfer.communicator import HOST, close_result, settle
 from backends.transfer.group import Receiver, Sender
 from backends.transfer.row import layout, machine, row_bytes, view_of
 from backends.transfer.transport import Membership, SenderContext, TransportEnds, WeightSource
@@ -62,7 +62,7 @@ class StreamSender:
         group = self._group.sender
         fault, where = self._rows_on(group, source)
         number = {name: number for number, (name, _, _) in enumerate(source.parameters)}
-        travelling: Future[None] | None = None
+        travelling: Future[str | None] | None = None
         with ThreadPoolExecutor(1) as thread:
             for index, tensors in enumerate(gathered):
                 parts = [number[name] for name in tensors]
@@ -73,10 +73,10 @@ class StreamSender:
                     view_of(row, place).copy_(sent)
                     sums.append(checksum64(sent))
                 settle(where)
-                fault = fault or _fault_of(travelling)
+                fault = fault or (travelling.result() if travelling else None)
                 if group is not None and fault is None:
                     travelling = thread.submit(_send_bucket, group, row, version, parts, sums)
-            fault = fault or _fault_of(travelling)
+            fault = fault or (travelling.result() if travelling else None)
         for bucket in self._rows:
             bucket.give_back()
         if group is not None and fault is not None:
@@ -102,28 +102,70 @@ class StreamReceiver:
     """A worker's end: parameters as they arrive."""
 
     def __init__(self, model_path: str) -> None:  # noqa: ARG002
-        self._streaming: Streaming | None = None
+        self._joined: Future[Receiver] | None = None  # the group joined last; its thread may still wait for others
 
     def join(self, member: Membership) -> None:
-        """Begin to join a group."""
-        self._streaming = Streaming(member, before=self._streaming)
+        """Begin to join a group in a thread, and leave the one before."""
+        self.close()
+        self._timeout_s, self._device = member.timeout_s, member.device
+        self._rows = [Bucket(member.device), Bucket(member.device)]
+        joined: Future[Receiver] = Future()
+
+        def join() -> None:
+            try:
+                # A place of its own: every worker receives for itself.
+                joined.set_result(Receiver(member, place=f"{machine()}:{member.worker}", keeps=False))
+            except Exception as error:
+                joined.set_exception(error)
+
+        threading.Thread(target=join, name="weights", daemon=True).start()
+        self._joined = joined
 
     def receive(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters as they arrive."""
-        if self._streaming is None:
+        """Yield the verified parameters as they arrive.
+
+        A bucket's memory is reused once the next bucket has begun and no tensor views it. ``BackendError`` if no group
+        has been joined, or another version arrives; ``OSError`` if a member has gone. The group is unusable then.
+        """
+        if self._joined is None:
             raise BackendError("the engine has joined no group")
-        return self._streaming.arriving(weights.version)
+        receiver, rows = self._joined.result(self._timeout_s), self._rows
+        num_missing = len(receiver.parameters)
+        if self._device.type == "cuda":
+            for row in rows:
+                row.reader = torch.cuda.current_stream(self._device)
+        with ThreadPoolExecutor(1, initializer=_begin, initargs=(self._device,)) as thread:
+            try:
+                coming: Future[dict[str, torch.Tensor]] | None = None
+                turn = 0
+                while num_missing:
+                    tensors = (coming or thread.submit(_take, receiver, weights.version, rows[turn])).result()
+                    num_missing -= len(tensors)
+                    coming, turn = None, 1 - turn
+                    for item in tensors.items():
+                        yield item
+                        if num_missing and coming is None and not rows[turn].seen:
+                            settle(self._device)
+                            coming = thread.submit(_take, receiver, weights.version, rows[turn])
+            except BaseException:  # the loader has failed, too: the thread must not wait for the next bucket
+                receiver.close()
+                raise
 
     def loaded(self, weights: Weights) -> None:  # noqa: ARG002
-        """Give a GPU's memory back."""
-        if self._streaming is not None:
-            self._streaming.give_back()
+        """Free a GPU's memory once the arrived weights are loaded."""
+        if self._joined is None:
+            return
+        settle(self._device)
+        for row in self._rows:
+            row.give_back()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # else it is kept for the stream that it has arrived on
 
     def close(self) -> None:
-        """Leave the group."""
-        if self._streaming is not None:
-            self._streaming.abandon()
-            self._streaming = None
+        """Leave the group, also while a thread waits in it."""
+        if self._joined is not None:
+            self._joined.add_done_callback(close_result)
+            self._joined = None
 
 
 STREAMED = TransportEnds(StreamSender, StreamReceiver)
@@ -168,88 +210,15 @@ def _lend(memory: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(memory.numpy()) if memory.device.type == "cpu" else torch.from_dlpack(memory)
 
 
-def _send_bucket(sender: Sender, row: torch.Tensor, version: int, parts: list[int], sums: list[int]) -> None:
-    for _ in range(TRANSFER_ATTEMPTS):
-        if not sender.send(row, version=version, sums=sums, parts=parts):
-            return
-    raise BackendError(f"a bucket of version {version} was refused {TRANSFER_ATTEMPTS} times")
-
-
-def _fault_of(travelling: Future[None] | None) -> str | None:
-    error = None if travelling is None else travelling.exception()
-    if error is None or isinstance(error, BackendError):
-        return None if error is None else str(error)
-    raise error
-
-
-class Streaming:
-    """A worker's part of one group. Making it begins to join the group; ``before`` is abandoned."""
-
-    def __init__(self, member: Membership, *, before: Streaming | None = None) -> None:
-        if before is not None:
-            before.abandon()
-        self._timeout_s, self._device = member.timeout_s, member.device
-        self._rows = [Bucket(member.device), Bucket(member.device)]
-        self._joined: Future[Receiver] = Future()
-        self._abandoned = False
-
-        def join() -> None:
-            try:
-                # Every worker has what passes to itself.
-                receiver = Receiver(member, place=f"{machine()}:{member.worker}", keeps=False)
-            except Exception as error:
-                self._joined.set_exception(error)
-            else:
-                self._joined.set_result(receiver)
-                if self._abandoned:
-                    self.abandon()
-
-        threading.Thread(target=join, name="weights", daemon=True).start()
-
-    def abandon(self) -> None:
-        """Leave the group, also while a thread waits in it; a second call does nothing."""
-        self._abandoned = True
-        if self._joined.done() and self._joined.exception() is None:
-            self._joined.result().close()
-
-    def arriving(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of a version as they arrive, verified.
-
-        A bucket's memory is reused once the next bucket has begun and no tensor views it.
-
-        Raises:
-            BackendError: If another version arrives.
-            OSError: If a member has gone. The group is unusable then.
-        """
-        receiver = self._joined.result(self._timeout_s)
-        num_missing = len(receiver.parameters)
-        if self._device.type == "cuda":
-            for row in self._rows:
-                row.reader = torch.cuda.current_stream(self._device)
-        with ThreadPoolExecutor(1, initializer=_begin, initargs=(self._device,)) as thread:
-            try:
-                coming: Future[dict[str, torch.Tensor]] | None = None
-                turn = 0
-                while num_missing:
-                    tensors = (coming or thread.submit(_take, receiver, version, self._rows[turn])).result()
-                    num_missing -= len(tensors)
-                    coming, turn = None, 1 - turn
-                    for item in tensors.items():
-                        yield item
-                        if num_missing and coming is None and not self._rows[turn].seen:
-                            settle(self._device)
-                            coming = thread.submit(_take, receiver, version, self._rows[turn])
-            except BaseException:  # whoever loads has failed, too: the thread must not wait for what comes next
-                receiver.close()
-                raise
-
-    def give_back(self) -> None:
-        """Free the GPU's memory once the arrived weights are loaded."""
-        settle(self._device)
-        for row in self._rows:
-            row.give_back()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # else it is kept for the stream that it has arrived on
+def _send_bucket(sender: Sender, row: torch.Tensor, version: int, parts: list[int], sums: list[int]) -> str | None:
+    """Return the fault, if any."""
+    try:
+        for _ in range(TRANSFER_ATTEMPTS):
+            if not sender.send(row, version=version, sums=sums, parts=parts):
+                return None
+    except BackendError as error:
+        return str(error)
+    return f"a bucket of version {version} was refused {TRANSFER_ATTEMPTS} times"
 
 
 def _take(receiver: Receiver, version: int, bucket: Bucket) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SenderContext:
-    """The trainer, as far as a sender depends on it."""
+    """The parts of the trainer that a sender depends on."""
 
     receives: bool
     """Whether this is rank 0, which has all weights."""
@@ -107,11 +107,8 @@ class WeightReceiver(Protocol):
         """Yield the verified parameters of a version.
 
         If ``standing_still`` they are loaded as they come; else all are taken before any is loaded, and keep their
-        values until then.
-
-        Raises:
-            BackendError: If they are incomplete, or not these weights.
-            OSError: If the sender has gone.
+        values until then. ``BackendError`` if they are incomplete, or not these weights; ``OSError`` if the sender has
+        gone.
         """
 
     def loaded(self, weights: Weights) -> None:

@@ -35,9 +35,9 @@ def checksums(items: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter in a Hugging Face model folder, from the files' headers only.
 
-    A weight update has to bring exactly these names. A tied parameter is listed once, as in the folder. Layers behind
-    the last, which only draft tokens, are left out: neither trained nor loaded by engines that do not draft.
-    ``BackendError`` if the folder has no weights in safetensors format.
+    A weight update has to bring exactly these names. A tied parameter is listed once, as in the folder. Layers that
+    only draft tokens are left out: neither trained nor loaded by engines that do not draft. ``BackendError`` if the
+    folder has no weights in safetensors format.
     """
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
@@ -56,7 +56,7 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def _draft_layers(folder: Path) -> tuple[str, ...]:
-    """Return how the names begin of what only drafts tokens (multi-token prediction)."""
+    """Return the prefixes of names of parameters that only draft tokens (multi-token prediction)."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.exists() else {}
     first, num = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
@@ -71,13 +71,10 @@ def verified(
     shapes: Mapping[str, tuple[int, ...]],
     source: str,
 ) -> dict[str, torch.Tensor]:
-    """Take parameters in; return them by name, only if they are complete and right, bit for bit.
+    """Return parameters by name; ``BackendError``, naming the first wrong ones, unless all are right, bit for bit.
 
-    ``expected``: checksums of the sender. ``source`` for messages: ``weights in /dev/shm/x``.
-
-    Raises:
-        BackendError: If a parameter is missing, unknown or of another shape, or if a checksum is missing or differs.
-            The text names the first parameters concerned.
+    ``expected``: checksums of the sender. ``shapes``: of all parameters of the model. ``source`` for messages:
+    ``weights in /dev/shm/x``.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -103,14 +100,13 @@ def check_names(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[
         UNKNOWN: sent.keys() - shapes.keys(),
         SHAPE: {name for name, shape in sent.items() if shape != shapes.get(name)},
     }
-    try:
-        _refuse(faults, len(shapes), source)
-    except BackendError as error:
-        raise WeightMismatchError(str(error)) from None
+    _refuse(faults, len(shapes), source, WeightMismatchError)
 
 
-def _refuse(faults: Mapping[str, Collection[str]], num_parameters: int, source: str) -> None:
+def _refuse(
+    faults: Mapping[str, Collection[str]], num_parameters: int, source: str, error: type[BackendError] = BackendError
+) -> None:
     for fault, names in faults.items():
         if names:
             listed = ", ".join(sorted(names)[:MAX_NAMES])
-            raise BackendError(f"{source} {fault} {len(names)} of {num_parameters} parameters: {listed}")
+            raise error(f"{source} {fault} {len(names)} of {num_parameters} parameters: {listed}")

@@ -1,8 +1,8 @@
 """New weights by direct copies: a table of which part of which parameter sent goes to which part of the model.
 
-Theory of operation. The model's own loader is run once and its copies are recorded instead of made. Slices of tensor
-parallelism, packed projections and tied parameters come out of it as they are. A model is *plain* if the table holds
-only copies and covers every parameter.
+Theory of operation. The model's own loader is run once and its copies are recorded instead of made. So the table has
+the slices of tensor parallelism, packed projections and tied parameters. A model is *plain* if its loader makes only
+copies, which cover every parameter.
 
 A model may also keep numbers derived from its parameters. So the first update is carried out twice, by the table and by
 a full reload, and every tensor of the model is compared bit for bit after each. Where they are equal the table alone is
@@ -37,7 +37,7 @@ class NotPlainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """The part of a parameter sent, and where to."""
+    """A part of a parameter sent, and its target."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Swap:
         reloaded = _sums(self._model)
         if wrong := [name for name in reloaded if copied.get(name) != reloaded[name]]:
             self._refuse(f"a reload changes {len(wrong)} tensors otherwise: {', '.join(wrong[:3])}")
-        elif before != reloaded:  # equal weights would show nothing: then the next update does
+        elif before != reloaded:  # equal weights prove nothing: the next update is to
             self._table = table
 
     def _refuse(self, fault: str) -> None:
@@ -107,14 +107,14 @@ def noted_copies(model: torch.nn.Module, tensors: Tensors) -> list[_Copy]:
 
 
 class _Spans:
-    """Whose memory an address is."""
+    """Finds the owner of an address."""
 
     def __init__(self, tensors: Tensors) -> None:
         spans = [(one.data_ptr(), one.data_ptr() + one.nbytes, name) for name, one in tensors.items() if one.numel()]
         self._spans = sorted(spans)
 
     def owner(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the tensor in whose memory this one lies; None: in none."""
+        """Return the name of the tensor in whose memory this one lies, if any."""
         begin = tensor.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         index = bisect.bisect_right(self._spans, begin, key=lambda span: span[0]) - 1
@@ -124,7 +124,7 @@ class _Spans:
 
 
 class _Notes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
-    """Notes copies into a model in place of making them."""
+    """Records copies into a model instead of making them."""
 
     def __init__(self, model: torch.nn.Module, tensors: Tensors) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
 
 
 def _sums(model: torch.nn.Module) -> dict[str, int]:
-    """Return the checksum of every tensor that a model holds: parameters, buffers, and what its modules keep beside."""
+    """Return the checksum of every tensor of a model: parameters, buffers, and other tensors kept by its modules."""
     return {name: checksum64(tensor) for name, tensor in _tensors_of(model)}
 
 
@@ -175,7 +175,7 @@ def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _kept(owner: str, kept_by: Any, *, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that an object keeps, and those of its own objects: a layer has one for its kernel."""
+    """Yield the tensors that an object keeps, and that its own objects keep: a layer has one for its kernel."""
     for name, value in vars(kept_by).items():
         for index, part in enumerate(value if isinstance(value, (list, tuple)) else [value]):
             if isinstance(part, torch.Tensor):

@@ -17,8 +17,8 @@ coroutine          waits for                              is unblocked by
                    decode step and with requests          would never return)
 =================  =====================================  ==================================================
 
-The prefix cache is on. Its entries are salted with the number of updates: keys and values of old weights are never
-handed out to a request that begins after an update.
+The prefix cache is on. Its entries are salted with the number of updates: a request that begins after an update never
+gets keys and values of old weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, Up
 from backends.transfer.transport import is_mismatch, place_of
 from backends.vllm.process import (
     VLLMSettings,
-    check_model,
     end_processes,
     process_tree,
     remove_shared_memory,
@@ -74,13 +73,10 @@ class VLLMEngine:
     async def start(self) -> None:
         """Load the model and generate one token, which compiles everything that is compiled on first use.
 
-        Raises:
-            ConfigError: If vLLM is not installed, or the model cannot be updated on this device.
-            EngineLostError: If the engine cannot be started, or not in ``start_timeout_s``.
+        ``ConfigError`` if vLLM is not installed; ``EngineLostError`` if it cannot be started in ``start_timeout_s``.
         """
         settings = self._settings
         log_to(settings.log_file)
-        check_model(settings)
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
         began = time.perf_counter()
         self._before = set(multiprocessing.active_children())
@@ -118,7 +114,7 @@ class VLLMEngine:
         processes, self._processes = self._processes, []
         if before is not None and not processes:
             processes = process_tree(before)
-        # While they live: of a process that has ended, or that vLLM ends here, nobody knows what it had.
+        # While they live: nobody knows the shared memory of a process that has ended, or that vLLM ends here.
         shared, self._shared_memory = self._shared_memory | await asyncio.to_thread(shared_memory_of, processes), set()
         if client is not None:
             client.shutdown()
@@ -153,7 +149,7 @@ class VLLMEngine:
                 not self._running or self._updating.locked() or client.last_output_s != seen_s
             ):  # updates have own limits
                 quiet_s, seen_s = 0.0, client.last_output_s
-            else:  # time in which this process stood still itself, and could hear of no step, does not count
+            else:  # time in which this process itself stood still does not count
                 quiet_s += WATCH_PERIOD_S
             limit_s = self._settings.generate_timeout_s
             if quiet_s > limit_s:
@@ -188,29 +184,25 @@ class VLLMEngine:
             task.cancel()
             lost.cancel()
 
-    async def _control(self, what: str, call: Awaitable[T]) -> T:
-        """Await a call that leaves the engine in an unknown state if it fails."""
+    async def _control(self, action: str, call: Awaitable[T]) -> T:
+        """Await a call whose failure leaves the engine in an unknown state."""
         began = time.perf_counter()
         try:
             return await self._until(call)
         except Exception as error:
             seconds = time.perf_counter() - began
             raise self._lose(
-                f"{what} failed: engine={self._settings.engine_id} after {seconds:.1f} s; {error};"
+                f"{action} failed: engine={self._settings.engine_id} after {seconds:.1f} s; {error};"
                 " start the engine again"
             ) from error
 
     # ------------------------------------------------------------------------------ generation
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Generate one answer.
+        """See ``interface.Engine``; ``BackendError`` if vLLM refuses the request, or it is already in progress.
 
-        Log-probabilities are those of the distribution sampled from, temperature included, and of the words that
-        ``top_p``, ``top_k`` and ``min_p`` leave; at temperature 0, those of temperature 1.
-
-        Raises:
-            EngineLostError: If the engine has died or has been declared lost.
-            BackendError: If vLLM refuses the request, or it is already in progress.
+        Log-probabilities are of the distribution sampled from: after temperature (at 0, of temperature 1), and among
+        the words that ``top_p``, ``top_k`` and ``min_p`` leave.
         """
         client, rollout_id = self._alive(), request.rollout_id
         if rollout_id in self._running:
@@ -221,7 +213,7 @@ class VLLMEngine:
         try:
             return await client.generate(request, salt=str(self._num_updates))
         except EngineDiedError:
-            await self._lost.wait()  # the watcher sees it, too, and says why
+            await self._lost.wait()  # the watcher finds the reason
             raise EngineLostError(self._loss) from None
         except BackendError:
             raise
@@ -253,13 +245,10 @@ class VLLMEngine:
             await self._control("joining the group", self._alive().join_group(info))
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
-        """See ``interface.Engine``.
+        """See ``interface.Engine``; an engine whose update fails is lost, and never resumed.
 
-        Raises:
-            TransferError: If weights that are loaded while they are sent have not all come. The engine stands still
-                until another update succeeds.
-            EngineLostError: If the update fails in any other way. The engine is then never resumed.
-            WeightsRefusedError: If names or shapes differ from the engine's model; the engine is lost then.
+        Only if weights that are loaded while they are sent have not all come it raises ``TransferError`` and stands
+        still until another update succeeds.
         """
         async with self._updating:
             client = self._alive()

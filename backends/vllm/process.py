@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.transport import FILE, WeightTransport
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Of shared memory and semaphores; of a killed process nobody removes them."""
+"""Folder of shared memory and semaphores; nobody else removes those of a killed process."""
 SHARED_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
-"""Python's of both, and what vLLM's workers on a CPU reduce in."""
+"""Python's shared memory and semaphores, and memory in which vLLM's workers on a CPU reduce."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """Then vLLM's processes are killed."""
 
@@ -57,22 +55,6 @@ class VLLMSettings:
     """Without a decode step while requests are in progress; then the engine hangs."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """More arguments of vLLM's engine, by name; see ``version/arguments.py``."""
-
-
-def check_model(settings: VLLMSettings) -> None:
-    """Refuse models that vLLM would serve wrongly without an error.
-
-    Raises:
-        ConfigError: If the folder has no config.json, or input and output embeddings are one parameter and the
-            device is a CPU: vLLM's output layer there keeps the old weights in every update.
-    """
-    config = Path(settings.model_path) / "config.json"
-    if not config.exists():
-        raise ConfigError(f"train.model.path must be a folder in Hugging Face format, {config} is not there")
-    if settings.device == "cpu" and json.loads(config.read_text()).get("tie_word_embeddings", False):
-        raise ConfigError(
-            f"train.model.path must be a model without tied embeddings on CPU, got tie_word_embeddings=true in {config}"
-        )
 
 
 def process_tree(before: set[multiprocessing.process.BaseProcess]) -> list[Any]:

@@ -21,7 +21,7 @@ A plain model takes weights by direct copies (``direct_copies.py``), any other b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,8 +107,8 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
     def _load_arriving(self, receiver: WeightReceiver, weights: Weights) -> None:
         try:
             arriving = iter(receiver.receive(weights))
-            # The first one before the model is touched.
-            load_weights(self.model, self.model_config, _all(next(arriving), arriving))
+            # Before the model is touched the first one has come. Nothing keeps it: its bucket's memory is used again.
+            load_weights(self.model, self.model_config, itertools.chain(iter([next(arriving)]), arriving))
             self.fault = "" if next(arriving, None) is None else "more has come than was loaded"
         except Exception as error:
             self.fault = kind_and_line(error)
@@ -140,11 +140,3 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
         if self._receiver is None:
             self._receiver = ends_of(ends).receiver(self.model_config.model)
         return self._receiver
-
-
-def _all(first: tuple[str, Any] | None, others: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield all parameters and keep none: the memory of a bucket is used again when no tensor of it is left."""
-    assert first is not None
-    yield first
-    first = None
-    yield from others

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,13 +34,22 @@ def no_rank() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer of characters."""
-    import torch
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     from character_model import make_model
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tiny")
     make_model(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """One event loop for a module."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+    gc.collect()  # vLLM's client is in cycles; its sockets' warnings belong here
 
 
 @pytest.fixture(scope="module")

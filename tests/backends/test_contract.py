@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import importlib.util
 from collections.abc import Callable, Coroutine, Iterator
@@ -41,13 +40,6 @@ class Contracts:
     engine: EngineContract
     reference: ReferenceContract
     trainer: TrainerContract
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-    gc.collect()  # vLLM's client is in cycles; its sockets' warnings belong here
 
 
 @pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=REAL)])

@@ -12,19 +12,11 @@ def make_model(folder: Path, *, seed: int = 0, end_token: str | None = None, tie
     import torch
     import transformers
 
+    from backends.tiny_model import SHAPE
+
     torch.manual_seed(seed)
-    shape = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        attention_dropout=0.5,  # would show if a trainer left it on
-    )
+    dropout = 0.5  # would show if a trainer left it on
+    shape = transformers.Qwen2Config(**SHAPE, tie_word_embeddings=tied, attention_dropout=dropout)
     model = transformers.Qwen2ForCausalLM(shape).eval()
     words = ["<pad>", "<eos>", *"0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:"]
     vocabulary = {word: number for number, word in enumerate(words)}

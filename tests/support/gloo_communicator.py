@@ -1,4 +1,4 @@
-"""A communicator between hosts, by gloo: what ``Nccl`` is between GPUs."""
+"""A communicator between hosts, by gloo, as ``Nccl`` is between GPUs."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class Gloo:
     """Its groups stay: they wait for others when they go."""
 
     kept: ClassVar[list[Any]] = []
+    made: ClassVar[list[Gloo]] = []
 
     @staticmethod
     def new_id() -> str:
@@ -68,6 +69,7 @@ class Gloo:
         self.rank, self.closed = rank, False
         self._group = ProcessGroupGloo(store, rank, size, LIMIT)
         Gloo.kept.append(self._group)
+        Gloo.made.append(self)
 
     def broadcast(self, row: torch.Tensor, *, check: Any, timeout_s: float) -> None:
         if self.closed:

@@ -1,4 +1,4 @@
-"""What the tests of the real trainer share: a tiny model, rollouts, a rank, and a plain torch loop to compare with."""
+"""Parts of tests of the real trainer: a tiny model, a rank, and a plain torch loop to compare with."""
 
 from __future__ import annotations
 
@@ -8,50 +8,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from backends.contract.engine import FOLLOWING
-from backends.contract.trainer import in_turns
+from backends.contract.engine import BATCH, FOLLOWING
+from backends.contract.trainer import samples
 from backends.interface import Sample, Weights
 from backends.trainer.deepspeed.rank import DeepSpeedRank
 from backends.trainer.deepspeed.settings import RankSettings
-from backends.trainer.model import PolicyModel, copy_policy, load_policy, row_tensors
+from backends.trainer.model import PolicyModel, copy_policy, load_policy
 from backends.trainer.packing import PackedRow, pack
-from backends.trainer.step import learning_rate_factor
+from backends.trainer.step import learning_rate_factor, row_loss
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import FILE
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
 from pipelinerl.rl.segments import all_tokens, loss_mask
 
+MARKS = [
+    pytest.mark.real,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
+]
+"""Of tests of ranks."""
 TEMPERATURE = 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, gradient_clip=0.5)
+LOSS = LossConfig(truncation=1.2)
 STEPS = 4
-BATCH = 8
-
-
-def samples(step: int = 0) -> list[Sample]:
-    """Return a batch of sequences of 3 to 48 tokens; two have two turns, with up to 8 tokens observed between."""
-    rng = np.random.default_rng(step)
-    made = []
-    for index in range(BATCH):
-        answer = int(rng.integers(1, 30))
-        made.append(
-            Sample(
-                rollout_id=index,
-                prompt_P=rng.integers(2, 64, rng.integers(2, 11)),
-                segments=in_turns(
-                    rng.integers(2, 64, answer),
-                    (-4.2 + 0.3 * rng.standard_normal(answer)).astype(np.float32),
-                    observed=rng.integers(2, 64, rng.integers(1, 9)) if index % 3 == 2 else rng.integers(2, 64, 0),
-                ),
-                reward=float(rng.random()),
-                advantage=float(rng.standard_normal()),
-            )
-        )
-    return made
+ROUNDING = 2e-5
+"""Largest difference of a parameter, with steps of up to 1e-3: sums in another order, made larger by Adam."""
 
 
 def settings(model_path: Path, **changed: Any) -> RankSettings:
@@ -60,7 +46,7 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
         "device": "cpu",
         "model_path": str(model_path),
         "optimizer": OPTIMIZER,
-        "loss": LossConfig(truncation=1.2),
+        "loss": LOSS,
         "trainer": TrainerConfig(pack_tokens=100, step_timeout_s=600),
         "temperature": TEMPERATURE,
         "train_batch_size": BATCH,
@@ -72,10 +58,10 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
     return RankSettings(**(given | changed))
 
 
-def started(model_path: Path, *, zero_stage: int = 2, **changed: Any) -> DeepSpeedRank:
+def started(model_path: Path, *, zero_stage: int = 2, port: int | None = None, **changed: Any) -> DeepSpeedRank:
     trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 600})
     rank = DeepSpeedRank(settings(model_path, **({"trainer": trainer} | changed)))
-    rank.start(*rank.free_address())
+    rank.start(*(("127.0.0.1", port) if port else rank.free_address()))
     return rank
 
 
@@ -106,6 +92,19 @@ def plain_logits(model: Any, sample: Sample) -> torch.Tensor:
     return logits[torch.tensor(loss_mask(sample.segments))]
 
 
+def plain_loss(logprob_M: torch.Tensor, batch: Sequence[Sample]) -> torch.Tensor:
+    """Return the sum of the policy loss over the answer tokens of a batch."""
+    lengths = torch.tensor([len(one.answer_T) for one in batch])
+    return policy_loss(
+        LOSS,
+        logprob_N=logprob_M,
+        behaviour_logprob_N=torch.tensor(np.concatenate([one.behaviour_logprob_T for one in batch])),
+        advantage_N=torch.tensor([one.advantage for one in batch], dtype=torch.float32).repeat_interleave(lengths),
+        sequence_N=torch.arange(len(batch)).repeat_interleave(lengths),
+        num_sequences=len(batch),
+    ).sum()
+
+
 def with_reference(model_path: Path, batch: Sequence[Sample]) -> list[Sample]:
     """Return samples with the log-probabilities of transformers' own model in this folder."""
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
@@ -131,14 +130,7 @@ def plain_training(
         total = divergence = 0.0
         for sample in samples(step):
             logprob_T = plain_logprob(model, sample)
-            loss = policy_loss(
-                LossConfig(truncation=1.2),
-                logprob_N=logprob_T,
-                behaviour_logprob_N=torch.tensor(sample.behaviour_logprob_T),
-                advantage_N=torch.full_like(logprob_T, sample.advantage),
-                sequence_N=torch.zeros(len(logprob_T), dtype=torch.int64),
-                num_sequences=1,
-            ).sum()
+            loss = plain_loss(logprob_T, [sample])
             if kl_coefficient:
                 with torch.no_grad():
                     reference_T = plain_logprob(frozen, sample)
@@ -182,14 +174,11 @@ def saved_state(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 def plain_gradients(
     model_path: Path, masters: dict[str, torch.Tensor], rows: Sequence[PackedRow]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the clipped gradient in bfloat16 of each parameter, summed in float32, and the sum of its rows' sizes.
+    """Return the clipped gradient of each parameter, summed in float32, and the sum of its rows' sizes.
 
-    Args:
-        model_path: Folder of the model.
-        masters: The parameters, flat, which are rounded.
-        rows: All rows of all ranks.
+    ``masters``: the parameters, flat, which are rounded. ``rows``: of all ranks.
     """
-    policy = load_policy(str(model_path), device="cpu", dtype=torch.bfloat16)
+    policy = load_policy(str(model_path), device="cpu")
     model = PolicyModel(policy, temperature=TEMPERATURE, value_head=False)
     named = dict(model.named_parameters())
     with torch.no_grad():
@@ -197,16 +186,8 @@ def plain_gradients(
             parameter.copy_(masters[name].view_as(parameter))
     total, sizes = ({name: torch.zeros(one.numel()) for name, one in named.items()} for _ in range(2))
     for row in rows:
-        logprob_M, *_ = model(**row_tensors(row, torch.device("cpu")))
-        loss_M = policy_loss(
-            LossConfig(truncation=1.2),
-            logprob_N=logprob_M,
-            behaviour_logprob_N=torch.tensor(row.behaviour_logprob_M),
-            advantage_N=torch.tensor(row.advantage_M),
-            sequence_N=torch.tensor(row.sequence_M),
-            num_sequences=len(row.sample_index_S),
-        )
-        gradients = torch.autograd.grad(loss_M.sum() / BATCH, list(named.values()))
+        *_, parts = row_loss(model, row, config=LOSS, train_batch_size=BATCH, device=torch.device("cpu"))
+        gradients = torch.autograd.grad(parts["policy_loss"], list(named.values()))
         for name, gradient in zip(named, gradients, strict=True):
             total[name] += gradient.float().view(-1)
             sizes[name] += gradient.float().view(-1).abs()

@@ -1,4 +1,4 @@
-"""Settings and mark of the tests of the vLLM engine, and its weights version by version."""
+"""Settings and marks of the tests of the vLLM engine, and its weights version by version."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ PROMPT = (3, 13, 4, 16)
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
+REAL = [
+    pytest.mark.real,
+    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM, torch and transformers warn of much
+]
+"""Marks of tests that need vLLM."""
+
+
 def real(test: Any) -> Any:
-    """Mark a test that needs vLLM; it, torch and transformers warn of much."""
-    for mark in (
-        pytest.mark.real,
-        pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
-        pytest.mark.filterwarnings("ignore"),
-    ):
+    for mark in REAL:
         test = mark(test)
     return test
 
@@ -61,11 +64,13 @@ class Subject:
         path = self.folder / f"weights-{version}"
         return Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
 
-    def reference(self, generated: Generated, prompt: tuple[int, ...], temperature: float, *, keep: bool) -> Any:
-        """Return log-probabilities of the answer by transformers, under the version of each of its spans.
+    def error(
+        self, generated: Generated, prompt: tuple[int, ...] = PROMPT, *, keep: bool, temperature: float = 1.0
+    ) -> float:
+        """Return the largest difference of log-probabilities to transformers, with the version of each span (nats).
 
-        With ``keep`` a new version goes on with the keys and values that the old one has left; without, it
-        computes those of the whole prefix again.
+        With ``keep`` a new version goes on with the keys and values of the old one; without, it computes them again
+        for the whole prefix.
         """
         import torch
 
@@ -82,10 +87,4 @@ class Subject:
             tokens_L = row[0, len(prompt) + len(logprob) : len(prompt) + end]
             logprob += torch.log_softmax(logits_LV, -1).gather(1, tokens_L[:, None])[:, 0].tolist()
             done = upto
-        return np.array(logprob)
-
-    def error(
-        self, generated: Generated, prompt: tuple[int, ...] = PROMPT, *, keep: bool, temperature: float = 1.0
-    ) -> float:
-        """Return the largest difference to the reference (nats)."""
-        return float(np.abs(self.reference(generated, prompt, temperature, keep=keep) - generated.logprob_T).max())
+        return float(np.abs(np.array(logprob) - generated.logprob_T).max())

@@ -73,7 +73,7 @@ class DeepSpeedRank:
         return address_towards(address)
 
     def start(self, master_address: str, master_port: int, members: Sequence[str] | None = None) -> None:
-        """Meet the other ranks at a free port of rank 0's machine (``RendezvousStore``); load the model."""
+        """Join the other ranks at a free port of rank 0's machine (``RendezvousStore``); load the model."""
         settings = self._settings
         log_to(settings.logs and f"{settings.logs}/rank-{settings.rank}.log")
         os.environ |= {
@@ -116,7 +116,7 @@ class DeepSpeedRank:
         self._publisher.check(self._engine.module)
 
     def _meet(self, master_address: str, master_port: int, members: Sequence[str] | None) -> None:
-        """Make the group of ranks before DeepSpeed would: it binds the group to a device, and more groups can hang.
+        """Make the group of ranks before DeepSpeed would, whose own is bound to a device: more groups can then hang.
 
         DeepSpeed keeps groups for the life of a process, so a second trainer in this process has the same.
         """
@@ -140,12 +140,9 @@ class DeepSpeedRank:
     ) -> tuple[dict[int, NDArray[np.float32]], dict[str, float]]:
         """Accumulate the gradient of this rank's rows of a micro-batch (as many as other ranks have, at least one).
 
-        Makes the optimizer step if they complete the batch. Returns by sample log-probabilities of its answer tokens
-        before the step (nats), and numbers to log; see ``StepMeter.metrics`` and ``RayTrainer.train``.
-
-        Raises:
-            BackendError: If ``MAX_SKIPPED`` optimizer steps in a row had a gradient that is not finite.
-            ValueError: If rows lack the reference log-probabilities that ``kl_coefficient`` needs.
+        Makes the optimizer step if they complete the batch. Returns log-probabilities of answer tokens before the step
+        by sample (nats), and numbers to log; see ``StepMeter.metrics`` and ``RayTrainer.train``. ``BackendError`` if
+        ``MAX_SKIPPED`` optimizer steps in a row had a gradient that is not finite; ``ValueError``: see ``row_loss``.
         """
         logprob: dict[int, NDArray[np.float32]] = {}
         sums: defaultdict[str, Any] = defaultdict(float)
@@ -268,5 +265,5 @@ def torch_adamw_passes() -> Iterator[None]:
 
 def _silence_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # DeepSpeed uses what torch renamed
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # DeepSpeed uses old names of torch
     transformers.utils.logging.disable_progress_bar()

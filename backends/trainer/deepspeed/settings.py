@@ -41,7 +41,7 @@ class RankSettings:
     """ZeRO-3: parameters up to this size are not split. DeepSpeed's default; 0 in tests."""
 
     def __post_init__(self) -> None:
-        """Refuse what DeepSpeed does wrongly: in bfloat16 without ZeRO it counts a step of Adam too many."""
+        """Refuse bfloat16 without ZeRO, where DeepSpeed counts a step of Adam too many."""
         if self.device == "gpu" and self.trainer.zero_stage == 0:
             raise ValueError("trainer.zero_stage must be at least 1 on GPU, got 0")
 
@@ -83,8 +83,8 @@ def make_optimizer(settings: RankSettings, model: PolicyModel) -> torch.optim.Op
 def rank_environment(device: Literal["cpu", "gpu"], *, num_threads: int) -> dict[str, str]:
     """Return the environment variables of a rank's process.
 
-    Rows differ in length, and without expandable segments the allocator would keep pieces that fit none of them.
-    Nothing is compiled: it would be anew for every length.
+    Rows differ in length: without expandable segments the allocator would keep pieces that fit no row, and compiled
+    code would be compiled anew for every length.
     """
     variables = {"OMP_NUM_THREADS": str(num_threads), "TORCHDYNAMO_DISABLE": "1"}
     if device == "gpu":

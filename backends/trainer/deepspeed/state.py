@@ -2,9 +2,8 @@
 
 Theory of operation. An element of a parameter has three float32 numbers: its master, and AdamW's two moments. ZeRO
 splits them over the ranks, so that a rank has *pieces*: elements [begin, end) of some parameters, flattened. A file
-holds the pieces of one rank under kind, begin and name. Who reads takes from all files what overlaps its own pieces:
-neither the number of ranks nor ZeRO's stage need be those of the writers. Parameters are not written: they are the
-masters, rounded.
+holds the pieces of one rank under kind, begin and name. A reader takes the parts of all files that overlap its own
+pieces: the number of ranks and ZeRO's stage may have changed. Parameters are the masters, rounded, and not written.
 
 A copy is made while nothing is trained, in memory that is kept for the next one. It is written while training goes on.
 """
@@ -34,12 +33,12 @@ COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a parameter that this rank has the state of."""
+    """Elements of a parameter whose state is on this rank."""
 
     name: str
     begin: int
     holder: torch.Tensor
-    """Updated by AdamW; this piece is a part of it."""
+    """The tensor that AdamW updates; it contains this piece."""
     views: dict[str, torch.Tensor]
     """By kind, flat: ``master`` and ``MOMENTS``."""
 
@@ -126,7 +125,7 @@ class RankState:
                 yield Piece(name, begin, holder, views)
 
     def _place(self, parameter: Any) -> tuple[Any, int, int, int]:
-        """Return what AdamW updates, where a parameter's piece is in it, and the piece: its begin and length."""
+        """Return the tensor that AdamW updates, a parameter's place in it, and begin and length of its piece."""
         zero = self._engine.optimizer
         if self._stage == 0:
             return parameter, 0, 0, parameter.numel()
@@ -170,7 +169,7 @@ class RankState:
 
 
 def _written(files: Sequence[Any]) -> dict[tuple[str, str], list[tuple[int, Any]]]:
-    """Return where each piece begins, and what reads it, by kind and name of the parameter."""
+    """Return begin and reader of each piece, by kind and name of the parameter."""
     written = defaultdict(list)
     for file in files:
         for key in file.keys():  # noqa: SIM118  # no mapping
@@ -180,7 +179,7 @@ def _written(files: Sequence[Any]) -> dict[tuple[str, str], list[tuple[int, Any]
 
 
 def _fill(view: torch.Tensor, begin: int, written: Sequence[tuple[int, Any]]) -> int:
-    """Fill a piece that begins here with what overlaps it; return the elements that did (count)."""
+    """Fill a piece that begins at ``begin`` from overlapping pieces; return the number of filled elements."""
     num_filled = 0
     for start, reader in written:
         low, high = max(begin, start), min(begin + view.numel(), start + reader.get_shape()[0])

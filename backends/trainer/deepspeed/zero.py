@@ -14,11 +14,11 @@ def split(model: torch.nn.Module, dtype: torch.dtype, config: dict[str, Any]) ->
 
     splitter, reads = deepspeed.zero.Init(config_dict_or_path=config), torch.distributed.get_rank() == 0
     for parameter in model.parameters():
-        # A copy even in the same type: what others receive must not be written into the file's pages.
+        # A copy even in the same type: broadcasts must not write into the pages of the file.
         whole = parameter.data
         parameter.data = whole.to(dtype, copy=True) if reads else torch.empty_like(whole, dtype=dtype)
         splitter._convert_to_zero_parameters([parameter])
-    buffers = [dict(model.named_buffers())]  # those of a checkpoint are known to rank 0 only
+    buffers = [dict(model.named_buffers())]  # only rank 0 has read the checkpoint
     torch.distributed.broadcast_object_list(buffers, src=0)
     for name, buffer in model.named_buffers():
         buffer.data = buffers[0][name].to(splitter.local_device)

@@ -1,4 +1,4 @@
-"""The version, and what an engine of it is started with: checked by name before anything starts."""
+"""The version of vLLM, and its engine's arguments: checked by name before anything starts."""
 
 from __future__ import annotations
 

@@ -13,23 +13,16 @@ import numpy as np
 
 from backends.busy import busy_s
 from backends.interface import Generated, GenerateRequest
-from backends.vllm.decode_steps import StepMeter
 from backends.vllm.process import VLLMSettings
-from backends.vllm.request_times import RequestTimes
+from backends.vllm.times import RequestTimes, StepMeter
 from backends.vllm.version.arguments import engine_arguments
 from backends.vllm.version.workers import IN_PLACE, RECEIVER
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
-# What is asked of vLLM for an answer, and the form of its answers.
-
 
 def sampling_parameters(request: GenerateRequest) -> Any:
-    """Return vLLM's parameters of a request.
-
-    With its ``processed_logprobs`` the log-probabilities are those of the distribution sampled from: after temperature,
-    and among the words that ``top_k``, ``top_p`` and ``min_p`` leave.
-    """
+    """Return vLLM's parameters of a request; for its log-probabilities see ``VLLMEngine.generate``."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -193,8 +186,7 @@ class Client:
             raise EngineDiedError from None
         assert output is not None  # it has given one at least
         times = output.metrics
-        known = times and (times.scheduled_ts, times.first_token_ts, times.last_token_ts)
-        seconds = self._times.of(*known) if known else None
+        seconds = times and self._times.of(times.scheduled_ts, times.first_token_ts, times.last_token_ts)
         generated = as_generated(output)
         self._steps.ends(len(request.prompt_tokens) + len(generated.tokens_T))
         return replace(

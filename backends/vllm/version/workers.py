@@ -10,11 +10,11 @@ IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
 
 
 RECEIVER = "pipelinerl"
-"""In vLLM, of the worker's end of all transports."""
+"""Name of the worker's end of all transports in vLLM."""
 
 
 class StreamedWorker:
-    """What vLLM's workers can be asked besides, where weights are streamed."""
+    """A further call of vLLM's workers where weights are streamed."""
 
     weight_transfer_engine: Any
 
@@ -47,20 +47,20 @@ def load_weights(model: Any, model_config: Any, weights: Iterable[tuple[str, Any
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     if next(model.parameters()).device.type == "cpu":
-        # Experts are packed for the CPU where their kernel is made, which is once: reloaded ones would stay unpacked,
-        # and be read as if they were not. So it is made again.
+        # The kernel of experts packs them for the CPU when it is made: reloaded experts would stay unpacked, and be
+        # read as if they were packed. So the kernel is made again.
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
     initialize_layerwise_reload(model)
     try:
         model.load_weights(iter(weights))
-    finally:  # what has not come is put back, and it can be tried again
+    finally:  # missing parameters are put back, and another try is possible
         finalize_layerwise_reload(model, model_config)
 
 
 def keep_parameters_in_place() -> None:
-    """Keep linear layers on CPU from being packed for oneDNN, out of which no parameter can be changed."""
+    """Keep linear layers on CPU from being packed for oneDNN: a packed parameter cannot be changed."""
     from vllm import _custom_ops
 
     _custom_ops._supports_onednn = False

@@ -57,8 +57,7 @@ class Seen(Asked):
         return answer
 
     async def sleep(self):
-        assert not self._running
-        assert not self._waiting
+        assert not self._sequences
         await super().sleep()
 
 

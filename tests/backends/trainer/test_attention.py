@@ -1,4 +1,4 @@
-"""Attention on packed rows against attention written out, sequence by sequence; what a rank measures of its own."""
+"""Attention on packed rows against attention written out, sequence by sequence; a rank's self-test of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attention(query, key, value, **settings):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("value_width", [8, 6])
-def test_a_token_attends_to_those_of_its_sequence_that_it_may_see(window, value_width) -> None:
+def test_a_token_attends_to_earlier_tokens_of_its_sequence_within_the_window(window, value_width) -> None:
     query, key, value = tensors(value_width)
     got = attention(query, key, value, scaling=0.3, sliding_window=window)
     sequence_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
@@ -45,11 +45,11 @@ def test_a_token_attends_to_those_of_its_sequence_that_it_may_see(window, value_
 
 @pytest.mark.parametrize("value_width", [8, 6])
 def test_the_kernel_of_gpus_gives_the_same_shape(value_width) -> None:
-    """What it gives needs a GPU; that its arguments are accepted is seen on the device without numbers."""
+    """Its values need a GPU; that its arguments are accepted is seen on torch's device ``meta``."""
     assert attention(*tensors(value_width, "meta")).shape == attention(*tensors(value_width)).shape
 
 
-def test_what_the_kernel_does_not_do_is_refused() -> None:
+def test_a_feature_that_the_kernel_lacks_is_refused() -> None:
     assert "the attention of Identity needs softcap, not supported" in message(attention, *tensors(), softcap=50.0)
 
 

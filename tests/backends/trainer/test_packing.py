@@ -1,8 +1,9 @@
-"""Packing conserves: every sequence is in one row, whole, with its numbers."""
+"""Packing conserves: every sequence is in one row, whole, with its numbers, and is trained on as if alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from backends.interface import Sample
 from backends.trainer.packing import PackedRow, pack
-from pipelinerl.rl.segments import Segment
+from pipelinerl.rl.segments import Segment, SegmentKind
 
 
 def sample(rollout_id: int, prompt: int, answer: int) -> Sample:
@@ -33,9 +34,12 @@ def sample(rollout_id: int, prompt: int, answer: int) -> Sample:
 lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=30)
 
 
+def samples_of(lengths_B: list[tuple[int, int]]) -> list[Sample]:
+    return [sample(index, prompt, answer) for index, (prompt, answer) in enumerate(lengths_B)]
+
+
 def packed(lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int) -> list[list[PackedRow]]:
-    samples = [sample(index, prompt, answer) for index, (prompt, answer) in enumerate(lengths_B)]
-    return pack(samples, pack_tokens=pack_tokens, num_ranks=num_ranks)
+    return pack(samples_of(lengths_B), pack_tokens=pack_tokens, num_ranks=num_ranks)
 
 
 def test_two_sequences_make_one_row_and_observed_tokens_are_read_and_not_trained_on() -> None:
@@ -71,19 +75,26 @@ def test_rows_of_like_length_run_at_the_same_time() -> None:
     assert [[len(row.token_N) for row in rank] for rank in rows] == [[8, 3], [7, 2]]
 
 
-@given(lengths, st.integers(24, 80), st.integers(1, 4))
+@given(lengths, st.integers(24, 80), st.integers(1, 4), st.booleans())
 def test_every_sequence_is_in_one_row_whole_with_its_numbers(
-    lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int
+    lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int, with_reference: bool
 ) -> None:
-    rows = [row for rank in packed(lengths_B, pack_tokens, num_ranks) for row in rank]
+    samples = samples_of(lengths_B)
+    if with_reference:
+        samples = [replace(one, reference_logprob_T=one.behaviour_logprob_T - 5) for one in samples]
+    rows = [row for rank in pack(samples, pack_tokens=pack_tokens, num_ranks=num_ranks) for row in rank]
     assert sorted(index for row in rows for index in row.sample_index_S) == list(range(len(lengths_B)))
     for row in rows:
         assert np.array_equal(row.token_N[row.predictor_M + 1], row.answer_M)
         starts = np.flatnonzero(row.position_N == 0)
         sequences = np.split(row.token_N, starts[1:])
         answers, behaviour = row.split(row.answer_M), row.split(row.behaviour_logprob_M)
+        if row.sample_index_S and with_reference:
+            assert np.array_equal(row.reference_logprob_M, row.behaviour_logprob_M - 5)
+        elif row.sample_index_S:
+            assert row.reference_logprob_M is None
         for index, sequence in zip(row.sample_index_S, sequences, strict=False):
-            expected = sample(index, *lengths_B[index])
+            expected = samples[index]
             assert np.array_equal(sequence, np.concatenate([expected.prompt_P, expected.answer_T]))
             assert np.array_equal(answers[index], expected.answer_T)
             assert np.array_equal(behaviour[index], expected.behaviour_logprob_T)
@@ -106,18 +117,6 @@ def test_rows_keep_the_limit_and_ranks_are_even(
     assert max(totals) - min(totals) <= max(flat) - min(flat)
 
 
-def test_reference_log_probabilities_go_with_their_tokens() -> None:
-    samples = [sample(0, 2, 3), sample(1, 1, 1)]
-    rows = pack(
-        [replace(one, reference_logprob_T=one.behaviour_logprob_T - 5) for one in samples], pack_tokens=7, num_ranks=2
-    )
-    for ((row,),) in (rows[:1], rows[1:]):
-        assert row.reference_logprob_M is not None
-        assert row.reference_logprob_M.tolist() == (row.behaviour_logprob_M - 5).tolist()
-    ((row,),) = pack(samples, pack_tokens=7, num_ranks=1)
-    assert row.reference_logprob_M is None
-
-
 def scored(rollout_id: int, prompt: int, answer: int, scores: int) -> Sample:
     """A sample with the reference's log-probabilities of so many tokens."""
     return replace(sample(rollout_id, prompt, answer), reference_logprob_T=np.zeros(scores, np.float32))
@@ -138,3 +137,29 @@ def scored(rollout_id: int, prompt: int, answer: int, scores: int) -> Sample:
 def test_a_sample_that_cannot_be_packed_is_named(samples: list[Sample], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         pack(samples, pack_tokens=4, num_ranks=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_is_of_generated_tokens_alone_and_all_others_are_read(model_path: Path) -> None:
+    """Plain torch reads each sequence whole and keeps the terms of generated tokens only.
+
+    Observed tokens are within four of the answers, and at the end of another, where they are no input of a prediction.
+    """
+    import torch
+    import transformers
+    from tiny_trainer import TEMPERATURE, plain_logprob, plain_loss, samples
+
+    from backends.trainer.model import PolicyModel, load_policy, row_tensors
+
+    batch = samples()
+    batch[0] = replace(batch[0], segments=(*batch[0].segments, Segment.observed(np.array([5, 9, 7]))))
+    assert sum(part.kind is SegmentKind.OBSERVED for one in batch for part in one.segments) == 5
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
+    logprob_M = torch.cat([plain_logprob(plain, one) for one in batch])
+    expected = torch.autograd.grad(plain_loss(logprob_M, batch), list(plain.parameters()))
+    model = PolicyModel(load_policy(str(model_path), device="cpu"), temperature=TEMPERATURE, value_head=False)
+    ((row,),) = pack(batch, pack_tokens=400, num_ranks=1)
+    packed_M, *_ = model(**row_tensors(row, torch.device("cpu")))
+    gradients = torch.autograd.grad(plain_loss(packed_M, batch), list(model.parameters()))
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert torch.allclose(gradient, wanted, rtol=1e-4, atol=1e-5)

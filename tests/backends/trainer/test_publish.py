@@ -1,15 +1,8 @@
-"""What is published and exported has the names and bits of ``save_pretrained``; how it is loaded.
-
-Tiny models of random weights; what of DeepSpeed only puts parameters together, which lie whole here, is left out.
-"""
+"""Published and exported weights have the names and bits of ``save_pretrained``: tiny models of random weights."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +10,17 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from safetensors import safe_open  # noqa: E402
+from own_memory import own_bytes  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import backends.trainer.model  # noqa: E402
-from backends.trainer.model import PolicyModel, copy_policy, load_policy, save_policy  # noqa: E402
+from backends.trainer.model import TRAINED_DTYPES, PolicyModel, copy_policy, load_policy, save_policy  # noqa: E402
 from backends.trainer.publish import Publisher  # noqa: E402
 from backends.transfer.row import layout, view_of  # noqa: E402
 from backends.transfer.transport import is_mismatch  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
-from pipelinerl.hardware.transport import OURS, find_transport  # noqa: E402
+from pipelinerl.hardware.transport import BROADCAST, FILE, WeightTransport  # noqa: E402
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -51,15 +44,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for DeepSpeed: nothing is partitioned here; several buckets."""
-    zero = SimpleNamespace(GatheredParameters=lambda parameters: contextlib.nullcontext())
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(zero=zero))  # type: ignore[arg-type]
+def small_buckets_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.trainer.model, "BUCKET_BYTES", 50_000)
+    monkeypatch.setitem(TRAINED_DTYPES, "cpu", torch.bfloat16)
 
 
 def saved_model(model_type: str, folder: Path) -> dict[str, Any]:
-    """Write a model of random weights; return what its file holds. Biases that balance experts are in float32."""
+    """Write a model of random weights; return the tensors of its file. Biases that balance experts are in float32."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
@@ -71,19 +62,13 @@ def saved_model(model_type: str, folder: Path) -> dict[str, Any]:
     return weights
 
 
-def loaded(folder: Path, dtype: Any = None) -> PolicyModel:
-    return PolicyModel(load_policy(str(folder), device="cpu", dtype=dtype), temperature=1.0, value_head=True)
+def loaded(folder: Path) -> PolicyModel:
+    return PolicyModel(load_policy(str(folder), device="cpu"), temperature=1.0, value_head=True)
 
 
-def publisher(folder: Path, transport: str) -> Publisher:
+def publisher(folder: Path, transport: WeightTransport) -> Publisher:
     published = folder / "published"
-    return Publisher(
-        0,
-        device="cpu",
-        transport=find_transport(transport, key="transport", among=OURS),
-        folder=published,
-        model_path=str(folder),
-    )
+    return Publisher(0, device="cpu", transport=transport, folder=published, model_path=str(folder))
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
@@ -97,31 +82,25 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_names_bits_and_types_are_those_of_save_pretrained(model_type: str, tmp_path: Path) -> None:
     saved = saved_model(model_type, tmp_path)
-    model = loaded(tmp_path, torch.bfloat16)
+    biases = [one for name, one in saved.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == (model_type in {"glm4_moe", "deepseek_v3"})
+    assert all(one.dtype == torch.float32 and one.abs().min() > 0 for one in biases)
+    model = loaded(tmp_path)
     assert same(copy_policy(model, receive=True), saved)
-    for transport in ("file", "broadcast"):
-        one = publisher(tmp_path, transport)
+    in_file, sent = publisher(tmp_path, FILE), publisher(tmp_path, BROADCAST)
+    for one in (in_file, sent):
         one.check(model)
-        weights = one.publish(model, 1)
-        assert weights is not None
-        if transport == "file":
-            assert same(load_file(weights.location.removeprefix("file:")), saved)
-        else:
-            row = one._sender._row.row  # type: ignore[attr-defined]
-            assert same({place.name: view_of(row, place) for place in layout(one._source.parameters)}, saved)  # type: ignore[union-attr]
+    weights = in_file.publish(model, 1)
+    assert weights is not None
+    assert same(load_file(weights.location.removeprefix("file:")), saved)
+    sent.publish(model, 1)
+    row = sent._sender._row.row  # type: ignore[attr-defined]
+    assert same({place.name: view_of(row, place) for place in layout(sent._source.parameters)}, saved)  # type: ignore[union-attr]
     save_policy(model, copy_policy(model, receive=True), tmp_path / "exported")
     assert same(load_file(tmp_path / "exported" / "model.safetensors"), saved)
 
 
-def test_the_biases_that_balance_experts_are_published(tmp_path: Path) -> None:
-    saved = saved_model("glm4_moe", tmp_path)
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert saved[bias].dtype == torch.float32
-    assert saved[bias].abs().min() > 0
-    assert "model.layers.1.mlp.experts.3.down_proj.weight" in saved
-
-
-def test_layers_that_only_draft_are_neither_trained_nor_missed(tmp_path: Path) -> None:
+def test_layers_that_only_draft_tokens_are_neither_trained_nor_missed(tmp_path: Path) -> None:
     saved = saved_model("glm4_moe", tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert config.num_nextn_predict_layers == 1
@@ -130,26 +109,26 @@ def test_layers_that_only_draft_are_neither_trained_nor_missed(tmp_path: Path) -
     draft["mtp.fc.weight"] = torch.ones(64, 128, dtype=torch.bfloat16)  # as Qwen3-Next and Qwen3.5 name them
     save_file(saved | draft, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert checkpoint_shapes(tmp_path).keys() == saved.keys()
-    publisher(tmp_path, "file").check(loaded(tmp_path))
+    publisher(tmp_path, FILE).check(loaded(tmp_path))
 
 
-@pytest.mark.parametrize("transport", ["file", "broadcast"])
-def test_weights_that_engines_do_not_know_are_refused_when_the_trainer_starts(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", [FILE, BROADCAST], ids=lambda transport: transport.name)
+def test_weights_that_engines_do_not_know_are_refused_when_the_trainer_starts(
+    transport: WeightTransport, tmp_path: Path
+) -> None:
     saved = saved_model("qwen3_moe", tmp_path)
     model = loaded(tmp_path)
     more = {"model.layers.0.mlp.experts.4.up_proj.weight": torch.zeros(32, 64)}
     save_file(saved | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
-        num = len(opened.keys())
-    pattern = rf"^weights to be sent lack 1 of {num} parameters: {next(iter(more))}$"
+    pattern = rf"^weights to be sent lack 1 of {len(saved) + 1} parameters: {next(iter(more))}$"
     with pytest.raises(BackendError, match=pattern) as refused:
         publisher(tmp_path, transport).check(model)
     assert is_mismatch(str(refused.value))
     assert not is_mismatch("weights to be sent have a wrong checksum in 1 of 3 parameters: x")  # another transfer helps
 
 
-def test_the_group_that_is_meant_is_ended_and_no_other(tmp_path: Path) -> None:
-    one = publisher(tmp_path, "broadcast")
+def test_only_the_named_group_is_aborted(tmp_path: Path) -> None:
+    one = publisher(tmp_path, BROADCAST)
     before, _ = one.group.open(), one.group.open()
     one.group.abort(before, "engine 0 is lost")
     assert "did not come" in str(one.join_group(["trainer", "engine 0"], 0.01))
@@ -160,17 +139,6 @@ def test_the_group_that_is_meant_is_ended_and_no_other(tmp_path: Path) -> None:
     one.close()
 
 
-STATUS = Path("/proc/self/status")
-
-
-def own_bytes() -> int:
-    """Return this process's memory that it shares with no other."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-@pytest.mark.skipif(not STATUS.exists(), reason="memory is told by Linux")
 def test_the_ranks_of_a_machine_share_the_pages_of_the_weights_file(tmp_path: Path) -> None:
     """A rank maps the file, bit for bit, and has no copy of the model of its own in the host's memory."""
     config = transformers.LlamaConfig(
@@ -179,9 +147,9 @@ def test_the_ranks_of_a_machine_share_the_pages_of_the_weights_file(tmp_path: Pa
     torch.manual_seed(0)
     saved = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
-    load_policy(str(tmp_path), device="cpu", dtype=torch.bfloat16)  # what is loaded once, is
+    load_policy(str(tmp_path), device="cpu")  # libraries load once
     size, before = (tmp_path / "model.safetensors").stat().st_size, own_bytes()
-    loaded = load_policy(str(tmp_path), device="cpu", dtype=torch.bfloat16)
+    loaded = load_policy(str(tmp_path), device="cpu")
     assert size > 80e6
     assert own_bytes() - before < 0.1 * size
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in saved.state_dict().items())

@@ -62,8 +62,8 @@ def test_replicas_share_a_batch_until_one_dies_and_go_on_when_started_again(mode
     async def live() -> None:
         await reference.start()
         await check()
-        with pytest.raises(ValueError, match="got pack_tokens=60, rollout 7 has 99 tokens"):
-            await reference.logprobs([replace(samples()[7], prompt_P=np.ones(99 - len(samples()[7].answer_T)))])
+        with pytest.raises(ValueError, match="got pack_tokens=60, rollout 6 has 99 tokens"):
+            await reference.logprobs([replace(samples()[6], prompt_P=np.ones(99 - len(samples()[6].answer_T)))])
         processes = [await one.__ray_call__.remote(lambda _: os.getpid()) for one in reference._replicas]
         os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(

@@ -36,25 +36,18 @@ def test_the_peak_of_a_gpu(name: str, peak: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "factors"),
+    ("schedule", "warmup", "optimizer_steps", "factors"),
     [
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
-        ("cosine", [0.5, 1, 1, 0.8535534, 0.5, 0.1464466, 0]),
+        ("constant", 2, 6, [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", 2, 6, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", 2, 6, [0.5, 1, 1, 0.8535534, 0.5, 0.1464466, 0]),
+        ("linear", 4, 2, [0.25, 0.5]),  # all warm-up
+        ("cosine", 0, 4, [1, 0.8535534, 0.5, 0.1464466, 0, 0]),  # beyond the last step
     ],
 )
-def test_the_rate_rises_in_two_steps_and_then_follows_the_schedule(schedule: str, factors: list[float]) -> None:
-    config = OptimizerConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 2, "schedule": schedule})
-    factor = learning_rate_factor(config, optimizer_steps=6)
-    assert [factor(done) for done in range(7)] == pytest.approx(factors, abs=1e-7)
-
-
-def test_a_run_that_is_all_warm_up_never_falls() -> None:
-    config = OptimizerConfig(learning_rate=1e-3, warmup_steps=4, schedule="linear")
-    factor = learning_rate_factor(config, optimizer_steps=2)
-    assert [factor(done) for done in range(2)] == [0.25, 0.5]
-
-
-def test_steps_beyond_the_last_have_no_rate() -> None:
-    factor = learning_rate_factor(OptimizerConfig(learning_rate=1e-3, schedule="cosine"), optimizer_steps=4)
-    assert factor(5) == 0
+def test_the_rate_rises_in_the_warm_up_and_then_follows_the_schedule(
+    schedule: str, warmup: int, optimizer_steps: int, factors: list[float]
+) -> None:
+    config = OptimizerConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": warmup, "schedule": schedule})
+    factor = learning_rate_factor(config, optimizer_steps=optimizer_steps)
+    assert [factor(done) for done in range(len(factors))] == pytest.approx(factors, abs=1e-7)

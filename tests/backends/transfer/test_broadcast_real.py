@@ -12,7 +12,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_trainer import samples, settings  # noqa: E402
 from transfer_group import digest_of  # noqa: E402
+from vllm_engine import settings as engine_settings  # noqa: E402
 
 from backends.driver.weight_sync import WeightSyncGroup  # noqa: E402
 from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
@@ -39,7 +40,6 @@ from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
 from backends.ray.cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from backends.vllm.process import VLLMSettings  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
@@ -61,8 +61,7 @@ TIMEOUT_S = 600.0
 """Nothing here waits for it."""
 SILENCE_S = 5.0
 """An engine is given up after so long, once a worker of it has been stopped. Before, after ``TIMEOUT_S``: Ray starts
-engines at niceness 15, where what other test files run has thirty times their share of a core, and one made no decode
-step for ten seconds. At niceness 0 Ray itself does not start in its 30 s."""
+engines at niceness 15, and beside other test files one made no decode step for ten seconds."""
 
 
 def find(name: str, cores: list[int] | None = None) -> Any:
@@ -78,8 +77,8 @@ def find(name: str, cores: list[int] | None = None) -> Any:
 
 @pytest.fixture
 def subreaper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have Ray end what an actor has started. It has this process ignore SIGCHLD then, and who comes after would wait
-    for children that are gone."""
+    """Have Ray end the processes of its actors. This process ignores SIGCHLD then, and later tests would wait for
+    children that are gone."""
     monkeypatch.setenv(SUBREAPER, "true")
     yield
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -162,41 +161,31 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
 async def silent_while_weights_arrive(
     engines: list[RayEngine], trainer: RayTrainer, sending: asyncio.Task[bool]
 ) -> None:
-    """The worker that all wait for says nothing: the other engine generates with the old weights, the trainer trains.
+    """While a worker is silent, the other engine generates with the old weights, and the trainer trains.
 
-    The transfer ends when the loss is known, not before and not when its time-out comes.
+    The transfer ends when the loss is known, not before and not after its time-out.
     """
     request = GenerateRequest(1, (3, 13), 20, seed=0, temperature=1.0)
     meanwhile = await engines[1].generate(request)
     assert meanwhile.spans.versions == (3,)
     await trainer.train(samples(5)[:1], completes_step=False)
     assert not sending.done()
-    await engines[0]._call("__ray_call__", impatient())
+    impatient = {"generate_timeout_s": SILENCE_S}  # Ray sends a lambda by value, with its names
+    await engines[0]._call("__ray_call__", lambda one: setattr(one, "_settings", replace(one._settings, **impatient)))
     with pytest.raises(EngineLostError, match=f"no decode step for {SILENCE_S:g} s"):
         await engines[0].generate(request)
     assert not await sending
 
 
-def impatient() -> Callable[[Any], None]:
-    """Return what shortens the wait of an engine for its workers; Ray sends what is made in a function as it is."""
-    silence_s = SILENCE_S
-
-    def change(engine: Any) -> None:
-        engine._settings = replace(engine._settings, generate_timeout_s=silence_s)
-
-    return change
-
-
 def engine(model_path: Path, index: int) -> RayEngine:
-    given = VLLMSettings(
+    given = engine_settings(
+        model_path,
         engine_id=index,
-        model_path=str(model_path),
         num_slots=16,
         max_tokens=256,
-        device="cpu",
         transport=BROADCAST,
         cpu_cores=str(index % (os.cpu_count() or 1)),
-        start_timeout_s=1200,
+        cpu_in_place=False,
         update_timeout_s=TIMEOUT_S,
         generate_timeout_s=TIMEOUT_S,
     )
@@ -240,19 +229,19 @@ async def generate_and_vanish(self, request):
 
 RayEngine.generate, RayEngine.update = generate_and_vanish, update_and_note
 """
-"""A task in whose run a machine vanishes, with all that runs there: it has loaded weights, and goes on generating."""
+"""A task in whose run a machine vanishes with its processes, after it has loaded weights, while it generates."""
 
 
-def handed_over(out: Path, *, seat: int) -> None:
-    """What was in progress on the seat of the machine that went away was begun again, and trained on; nothing is lost.
+def check_started_again(out: Path, *, engine: int) -> None:
+    """Check that rollouts in progress on the engine of the lost machine were started again, and trained on.
 
-    ``check_ledger`` counts: each rollout ends once, and none is trained on twice.
+    ``check_ledger`` shows that each rollout ends once, and none is trained on twice.
     """
     rows = list(itertools.takewhile(lambda row: not isinstance(row.command, Stop), records(out)))
     broken_off = {
         row.event.rollout_id: at
         for at, row in enumerate(rows)
-        if isinstance(row.event, RolloutAborted) and row.event.engine == seat
+        if isinstance(row.event, RolloutAborted) and row.event.engine == engine
     }
     given_up = {row.command.rollout_id for row in rows if isinstance(row.command, AbortRollout)}
     again = {
@@ -280,7 +269,7 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(
         "optimizer_steps=8",
         "scheduler.train_batch_size=64",
         "scheduler.generation_batch_size=32",
-        "scheduler.max_lag=3",  # so that training waits until the seat is given up
+        "scheduler.max_lag=3",  # so that training waits until the engine is given up
         "cluster.accelerators=5",
         "cluster.generation_accelerators=4",
         "cluster.tensor_parallel=2",
@@ -311,7 +300,7 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(
     assert summary.engine_restarts == 0
     assert summary.evaluation.success_after is not None
     assert summary.mismatch.log_ratio_abs_max_at_lag_0 < 1e-3
-    handed_over(tmp_path / "run", seat=int(gone))
+    check_started_again(tmp_path / "run", engine=int(gone))
     loaded = {row.event.engine for row in records(tmp_path / "run") if isinstance(row.event, WeightsLoaded)}
     assert loaded == {0, 1}
     check_probes(told(tmp_path, "last", int(left)), started_with(tmp_path / "run" / "model", workers=2))

@@ -88,20 +88,19 @@ def a_row_and_a_fault(draw: Any) -> tuple[Any, Any]:
     dtype = getattr(torch, draw(st.sampled_from(["float32", "bfloat16"])))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     row = torch.randn(draw(st.integers(1000, 5000)) * 4, generator=generator).to(dtype)
-    wrong = row.clone()
-    words, content = wrong.view(torch.int64), wrong.view(torch.uint8)
+    words = row.view(torch.int64)
     one, other = sorted(draw(st.lists(st.integers(0, words.numel() - 1), min_size=2, max_size=2, unique=True)))
     kind = draw(st.sampled_from(["bit", "signs", "swap", "swap signs", "rows", "tail"]))
+    if kind == "swap signs":
+        words[other] = words[one] ^ -(2**63)
+    wrong = row.clone()
+    words, content = wrong.view(torch.int64), wrong.view(torch.uint8)
     if kind == "bit":
         content[8 * one + draw(st.integers(0, 7))] ^= 1 << draw(st.integers(0, 7))
-    elif kind == "signs":  # what a linear sum is blind to
+    elif kind == "signs":  # a linear sum is blind to it
         words[[one, other]] ^= -(2**63)
-    elif kind == "swap":
+    elif kind in {"swap", "swap signs"}:
         words[[one, other]] = words[[other, one]]
-    elif kind == "swap signs":
-        words[other] = words[one] ^ -(2**63)
-        row = row.clone()
-        row.view(torch.int64)[one], row.view(torch.int64)[other] = words[other].clone(), words[one].clone()
     elif kind == "rows":
         wrong[:1000], wrong[1000:2000] = row[1000:2000], row[:1000]
     else:

@@ -32,18 +32,12 @@ def test_a_checksum_is_the_sha256_of_the_bytes_in_row_major_order() -> None:
     assert checksum(torch.tensor(1.0)) == checksum(torch.ones(1))
 
 
-def test_what_is_written_is_read_bit_for_bit(tmp_path: Path) -> None:
+def test_tensors_are_read_bit_for_bit_and_stay_when_the_file_is_replaced(tmp_path: Path) -> None:
     written = tensors()
     expected = write_weights(tmp_path / "weights", written)
     read = read_verified(tmp_path / "weights", expected, shapes(written))
     assert expected == {name: checksum(tensor) for name, tensor in written.items()}
     assert all(torch.equal(read[name], written[name]) and read[name].dtype == written[name].dtype for name in written)
-
-
-def test_replacing_a_file_leaves_what_was_read_from_it(tmp_path: Path) -> None:
-    written = tensors()
-    expected = write_weights(tmp_path / "weights", written)
-    read = read_verified(tmp_path / "weights", expected, shapes(written))
     write_weights(tmp_path / "weights", {name: tensor * 2 for name, tensor in written.items()})
     assert all(checksum(read[name]) == expected[name] for name in written)
 
@@ -66,26 +60,23 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_every_fault_of_a_file_is_named(tmp_path: Path) -> None:
     path, written = tmp_path / "weights", tensors()
-    expected = write_weights(path, written)
-    model = shapes(written)
-    with pytest.raises(BackendError, match=r"lack 1 of 3 parameters: c$"):
-        read_verified(path, expected, {**model, "c": (1,)})
-    with pytest.raises(BackendError, match=r"have unknown 1 of 1 parameters: b.bias$"):
-        read_verified(path, expected, {"a.weight": (2, 3)})
-    with pytest.raises(BackendError, match=r"have no checksum for 1 of 2 parameters: b.bias$"):
-        read_verified(path, {"a.weight": expected["a.weight"]}, model)
-    with pytest.raises(BackendError, match=r"have a wrong shape in 1 of 2 parameters: a.weight$"):
-        read_verified(path, expected, {**model, "a.weight": (3, 2)})
-    with pytest.raises(BackendError, match=r"cannot be read: .*missing"):
-        read_verified(tmp_path / "missing", expected, model)
+    right, model = write_weights(path, written), shapes(written)
+
+    def check(file: Path, expected: dict[str, str], shapes: dict[str, tuple[int, ...]], text: str) -> None:
+        with pytest.raises(BackendError, match=text):
+            read_verified(file, expected, shapes)
+
+    check(path, right, {**model, "c": (1,)}, r"lack 1 of 3 parameters: c$")
+    check(path, right, {"a.weight": (2, 3)}, r"have unknown 1 of 1 parameters: b.bias$")
+    check(path, {"a.weight": right["a.weight"]}, model, r"have no checksum for 1 of 2 parameters: b.bias$")
+    check(path, right, {**model, "a.weight": (3, 2)}, r"have a wrong shape in 1 of 2 parameters: a.weight$")
+    check(tmp_path / "missing", right, model, r"cannot be read: .*missing")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1  # one bit
     path.write_bytes(content)
-    with pytest.raises(BackendError, match=r"have a wrong checksum in 1 of 2 parameters: "):
-        read_verified(path, expected, model)
+    check(path, right, model, r"have a wrong checksum in 1 of 2 parameters: ")
     path.write_bytes(content[:-1])
-    with pytest.raises(BackendError, match="cannot be read"):
-        read_verified(path, expected, model)
+    check(path, right, model, "cannot be read")
 
 
 def test_the_models_names_come_from_one_file_or_from_all_that_the_index_lists(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""What is asked of NCCL, on a stand-in for it and for the GPU: nothing here has either."""
+"""Calls of NCCL, on stand-ins for the library and for the GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,12 @@ GPU = torch.device("cuda", 3)
 
 
 class Library:
-    """Results are settings; what it is asked is kept."""
+    """Notes calls; their results are settings. A row arrives after so many ``looks``; None: never."""
+
+    looks: int | None = None
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
         self.aborted: list[int] = []
         self.made = self.sent = self.state = 0
 
@@ -33,13 +36,13 @@ class Library:
         return 0
 
     def ncclCommInitRank(self, handle: Any, size: int, common: Any, rank: int) -> int:
-        self.asked.append((bytes(common), rank, size))
+        self.calls.append((bytes(common), rank, size))
         handle._obj.value = None if self.made else HANDLE
         return self.made
 
     def ncclBroadcast(self, *arguments: Any) -> int:
         *plain, handle, stream = arguments
-        self.asked.append((*plain, handle.value, stream))
+        self.calls.append((*plain, handle.value, stream))
         return self.sent
 
     def ncclCommGetAsyncError(self, handle: Any, state: Any) -> int:
@@ -58,31 +61,21 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
-    monkeypatch.setattr(nccl, "_library", lambda: made)
-    return made
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What is sent arrives after so many looks; None: never."""
-    state = SimpleNamespace(looks=0)
 
     class Event:
         def record(self, stream: Any) -> None:
             assert stream.cuda_stream == STREAM
-            self.left = state.looks
+            self.left = made.looks
 
         def query(self) -> bool:
-            if self.left is None:
-                return False
-            self.left -= 1
-            return bool(self.left < 0)
+            self.left = None if self.left is None else self.left - 1
+            return self.left is not None and self.left < 0
 
+    monkeypatch.setattr(nccl, "_library", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device.index))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(nccl, "side_stream", lambda *_: SimpleNamespace(cuda_stream=STREAM))
-    return state
+    return made
 
 
 ROW = torch.zeros(48, dtype=torch.uint8)
@@ -92,12 +85,16 @@ def all_there() -> None:
     pass
 
 
-def test_members_have_one_id_and_send_from_rank_0_into_the_same_memory(library: Library, gpu: SimpleNamespace) -> None:
+def gone() -> None:
+    raise ConnectionError("the other end has gone")
+
+
+def test_members_have_one_id_and_send_from_rank_0_into_the_same_memory(library: Library) -> None:
     common = Nccl.new_id()
     one = Nccl(common, 2, 4, GPU)
-    gpu.looks = 3
+    library.looks = 3
     one.broadcast(ROW, check=all_there, timeout_s=60.0)
-    assert library.asked == [
+    assert library.calls == [
         (bytes(range(1, 129)), 2, 4),
         (ROW.data_ptr(), ROW.data_ptr(), 48, nccl.BYTE, 0, HANDLE, STREAM),
     ]
@@ -107,14 +104,10 @@ def test_members_have_one_id_and_send_from_rank_0_into_the_same_memory(library: 
     assert library.aborted == [HANDLE]
 
 
-def test_what_cannot_be_made_says_why_in_a_line(library: Library, gpu: SimpleNamespace) -> None:
+def test_a_communicator_that_cannot_be_made_says_why_in_a_line(library: Library) -> None:
     library.made = 5
     with pytest.raises(BackendError, match=r"^NCCL: ncclCommInitRank: result 5$"):
         Nccl("00" * nccl.ID_BYTES, 0, 2, GPU)
-
-
-def gone() -> None:
-    raise ConnectionError("the other end has gone")
 
 
 @pytest.mark.parametrize(
@@ -127,17 +120,10 @@ def gone() -> None:
     ],
     ids=["gone", "remote error", "refused", "silent"],
 )
-def test_what_goes_wrong_ends_the_kernel_and_the_communicator_once(
-    library: Library,
-    gpu: SimpleNamespace,
-    check: Any,
-    settings: dict[str, int],
-    timeout_s: float,
-    error: Any,
-    says: str,
+def test_a_failure_ends_the_kernel_and_the_communicator_once(
+    library: Library, check: Any, settings: dict[str, int], timeout_s: float, error: Any, says: str
 ) -> None:
     one = Nccl(Nccl.new_id(), 1, 2, GPU)
-    gpu.looks = None
     for name, value in settings.items():
         setattr(library, name, value)
     with pytest.raises(error, match=f"^{says}$"):
@@ -149,9 +135,11 @@ def test_what_goes_wrong_ends_the_kernel_and_the_communicator_once(
     assert library.aborted == [HANDLE]
 
 
-def test_who_waits_ends_it_when_another_thread_leaves(library: Library, gpu: SimpleNamespace) -> None:
-    """NCCL does not say that two threads may use a communicator at a time; so one that leaves leaves it alone."""
-    one, gpu.looks = Nccl(Nccl.new_id(), 1, 2, GPU), None
+def test_a_broadcast_ends_its_communicator_when_another_thread_leaves(
+    library: Library, threads: ThreadPoolExecutor
+) -> None:
+    """NCCL does not say that two threads may use a communicator at a time; so ``close`` aborts none in use."""
+    one = Nccl(Nccl.new_id(), 1, 2, GPU)
     looked, left = threading.Event(), threading.Event()
 
     def check() -> None:
@@ -159,20 +147,10 @@ def test_who_waits_ends_it_when_another_thread_leaves(library: Library, gpu: Sim
         if left.is_set():
             gone()
 
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            one.broadcast(ROW, check=check, timeout_s=60.0)
-        except ConnectionError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
+    waiting = threads.submit(one.broadcast, ROW, check=check, timeout_s=60.0)
     assert looked.wait(60.0)
     one.close()
     assert not library.aborted
     left.set()
-    waiting.join(60.0)
+    assert isinstance(waiting.exception(60.0), ConnectionError)
     assert library.aborted == [HANDLE]
-    assert len(errors) == 1

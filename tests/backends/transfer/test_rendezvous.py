@@ -1,4 +1,4 @@
-"""The store of a group: who may come in, and until when."""
+"""The store of a process group: its address and port, and the machines that it admits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,15 @@ def listens_at(port: int) -> list[str]:
     ]
 
 
-def test_a_store_listens_on_one_address_only() -> None:
-    store = RendezvousStore("127.0.0.1", timeout_s=600)
-    assert listens_at(store.port) == ["127.0.0.1"]
-
-
-def test_a_store_can_have_the_port_that_was_asked_for() -> None:
+def test_a_store_listens_at_a_reserved_port_of_one_address_only() -> None:
     with reserved_port("127.0.0.1") as held:
         port = held.getsockname()[1]
-        assert RendezvousStore("127.0.0.1", port, timeout_s=600).port == port
+        store = RendezvousStore("127.0.0.1", port, timeout_s=600)
+    assert store.port == port
+    assert listens_at(port) == ["127.0.0.1"]
 
 
-def test_a_store_does_not_hear_strangers() -> None:
+def test_a_store_drops_the_packets_of_strangers() -> None:
     """No packet of theirs gets through, not even the first one of a connection."""
     store = RendezvousStore("127.0.0.1", timeout_s=600, members=["127.0.0.1", "127.0.0.3"])
     for address in ("127.0.0.1", "127.0.0.3"):
@@ -40,8 +37,8 @@ def test_a_store_does_not_hear_strangers() -> None:
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", store.port), timeout=0.3, source_address=("127.0.0.2", 0))
     member = torch.distributed.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=600))
-    member.set("said", "by a member")
-    assert store.get("said") == b"by a member"
+    member.set("key", "by a member")
+    assert store.get("key") == b"by a member"
 
 
 def test_without_ray_the_address_is_one_of_this_machine() -> None:

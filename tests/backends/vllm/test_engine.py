@@ -8,40 +8,30 @@ engine has no end token, so that its answers have the length asked for.
 from __future__ import annotations
 
 import asyncio
-import gc
+import copy
 import os
-import re
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from character_model import make_model
-from sending_trainer import Trainer, wrong_in_one_bit
-from vllm_engine import PROMPT, Subject, real, settings
+from vllm_engine import PROMPT, REAL, Subject, settings
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.version import client
 from pipelinerl.errors import BackendError, EngineLostError
-from pipelinerl.hardware.transport import BROADCAST, FILE
+from pipelinerl.hardware.transport import BROADCAST, FILE, WeightTransport
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
+pytestmark = REAL
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]
 
 END, TRIES = 1, 10
-
-
-# -------------------------------------------------------------------------------------------- fixtures
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run[Any]]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-    gc.collect()  # vLLM's client is in cycles; its sockets' warnings belong here
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +64,6 @@ async def update_in_flight(subject: Subject, kind: WeightUpdate, num_updates: in
     return answers, times
 
 
-# ----------------------------------------------------------------------------- with one engine, in this order
-
-
-@real
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_distribution_sampled_from(
     subject: Subject, run: Run[Any], temperature: float
@@ -87,7 +73,6 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert max(subject.error(answer, keep=False, temperature=temperature) for answer in answers) < 1e-5
 
 
-@real
 @pytest.mark.parametrize("sampling", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.85}], ids=["top_p", "top_k", "min_p"])
 def test_log_probabilities_are_those_among_the_words_that_are_left(
     subject: Subject, run: Run[Any], sampling: dict[str, float]
@@ -111,7 +96,6 @@ def test_log_probabilities_are_those_among_the_words_that_are_left(
         assert left_TV.float().mean() < 0.8  # the test can tell
 
 
-@real
 def test_a_stop_text_ends_an_answer_and_is_in_it(subject: Subject, run: Run[Any]) -> None:
     seven = 9  # the token of the character
     answers = run(gather(subject.engine, [request(number, 300, stop=("7",)) for number in range(8)]))
@@ -119,7 +103,6 @@ def test_a_stop_text_ends_an_answer_and_is_in_it(subject: Subject, run: Run[Any]
     assert max(subject.error(answer, keep=False) for answer in answers) < 1e-5
 
 
-@real
 def test_temperature_0_takes_the_likeliest_token(subject: Subject, run: Run[Any]) -> None:
     import torch
 
@@ -129,7 +112,6 @@ def test_temperature_0_takes_the_likeliest_token(subject: Subject, run: Run[Any]
     assert answer.tokens_T.tolist() == likeliest.tolist()
 
 
-@real
 def test_a_request_that_cannot_be_answered_is_refused_and_the_engine_goes_on(subject: Subject, run: Run[Any]) -> None:
     with pytest.raises(BackendError, match="generation failed: engine=2 rollout=5; ") as refused:
         run(subject.engine.generate(request(5, 10, prompt=(3,) * 600)))
@@ -142,7 +124,6 @@ async def by_direct_copies(engine: VLLMEngine) -> bool:
     return all(await engine._vllm.llm.collective_rpc(lambda worker: worker.weight_transfer_engine._swap.direct))
 
 
-@real
 def test_kept_sequences_go_on_with_the_old_keys_and_values(subject: Subject, run: Run[Any]) -> None:
     answers, times = run(update_in_flight(subject, WeightUpdate.KEEP, num_updates=2))
     assert all(len(answer.spans.versions) == 3 and not answer.aborted for answer in answers)
@@ -152,7 +133,6 @@ def test_kept_sequences_go_on_with_the_old_keys_and_values(subject: Subject, run
     assert run(by_direct_copies(subject.engine))
 
 
-@real
 def test_recomputed_sequences_go_on_with_new_keys_and_values(subject: Subject, run: Run[Any]) -> None:
     answers, _ = run(update_in_flight(subject, WeightUpdate.RECOMPUTE))
     assert all(len(answer.spans.versions) == 2 and not answer.aborted for answer in answers)
@@ -160,7 +140,6 @@ def test_recomputed_sequences_go_on_with_new_keys_and_values(subject: Subject, r
     assert min(subject.error(answer, keep=True) for answer in answers) > 0.01
 
 
-@real
 def test_aborted_sequences_can_be_continued_with_the_new_weights(subject: Subject, run: Run[Any]) -> None:
     parts, _ = run(update_in_flight(subject, WeightUpdate.ABORT))
     newest = len(subject.versions) - 1
@@ -172,7 +151,6 @@ def test_aborted_sequences_can_be_continued_with_the_new_weights(subject: Subjec
     assert max(subject.error(rest, prompt, keep=False) for rest, prompt in zip(rests, prompts, strict=True)) < 1e-4
 
 
-@real
 def test_a_prompt_is_computed_once_per_version(
     subject: Subject, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,17 +167,6 @@ def test_a_prompt_is_computed_once_per_version(
     assert max(subject.error(answer, prompt, keep=False) for answer in answers) < 1e-4
 
 
-@real
-def test_an_empty_engine_loads_and_says_what_it_verified(subject: Subject, run: Run[Any]) -> None:
-    weights = subject.next_weights()
-    run(subject.engine.update(weights, WeightUpdate.WAIT))
-    assert run(subject.engine.checksums()) == weights.checksums
-    answer = run(subject.engine.generate(request(0, 60)))
-    assert answer.spans.versions == (weights.version,)
-    assert subject.error(answer, keep=False) < 1e-4
-
-
-@real
 def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_changes_nothing(
     subject: Subject, run: Run[Any], tmp_path: Path
 ) -> None:
@@ -213,8 +180,6 @@ def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_change
         after = [run(fresh.generate(request(number, 100))) for number in range(8)]
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
         assert all(answer.spans.versions == (0,) for answer in after)
-
-        run(bad_update_loses_the_engine(fresh, tmp_path / "corrupted"))
     finally:
         run(fresh.shutdown())
     subject.versions.pop()  # it was never loaded
@@ -236,13 +201,16 @@ async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> 
     return answers
 
 
-async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder: Path) -> None:
-    """Send three bad files past our own handling of failures, then resume."""
-    from safetensors.torch import load_file, save_file
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+async def receive_only(engine: VLLMEngine, transport: WeightTransport, weights: Weights) -> None:
+    """Have all workers receive and verify weights, past our own handling of failures."""
+    await engine._vllm.receive({"ends": transport.ends, "standing_still": False, **asdict(weights)})
 
-    good = weights.location.removeprefix("file:")
-    tensors = load_file(good)
+
+async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder: Path) -> None:
+    """Have workers read three bad files, then resume."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights.location.removeprefix("file:"))
     save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, folder / "incomplete")
     tensors["model.norm.weight"][0] += 1e-7
     save_file(tensors, folder / "corrupted")
@@ -251,74 +219,67 @@ async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder:
         "corrupted": "have a wrong checksum in 1 of 27 parameters: model.norm.weight",
         "missing": "cannot be read",
     }
-    await engine._vllm.llm.pause_generation(mode="keep", clear_cache=False)
+    await engine._vllm.pause(WeightUpdate.KEEP)
     for name, text in faults.items():
-        sent = replace(weights, location=f"file:{folder / name}")
-        info = {"ends": FILE.ends, "standing_still": False, **asdict(sent)}
-        await engine._vllm.llm.start_weight_update()
         with pytest.raises(Exception, match=text):
-            await engine._vllm.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-    await engine._vllm.llm.resume_generation()
+            await receive_only(engine, FILE, replace(weights, location=f"file:{folder / name}"))
+    await engine._vllm.resume()
 
 
-async def bad_update_loses_the_engine(engine: VLLMEngine, path: Path) -> None:
-    """The update fails twice; what is in progress ends, and the engine serves nothing from then on."""
-    in_progress = asyncio.create_task(engine.generate(request(0, 400)))
-    await asyncio.sleep(0)
-    with pytest.raises(EngineLostError) as lost:
-        await engine.update(Weights(7, f"file:{path}", {"lm_head.weight": "0"}), WeightUpdate.KEEP)
-    pattern = (
-        r"weight update failed: phase=transfer engine=2 version=7 after \d+\.\d s; .*no checksum.*; start the engine"
-    )
-    assert re.match(pattern, str(lost.value), re.DOTALL)
-    for call in (in_progress, engine.generate(request(1, 5)), engine.update(Weights(7, "file:x"), WeightUpdate.KEEP)):
-        with pytest.raises(EngineLostError, match="weight update failed"):
-            await call
+def broadcast_weights(version: int, model: Any) -> Weights:
+    from transfer_group import digest_of, label_of
+
+    tensors = model.state_dict()
+    return Weights(version, f"broadcast:{label_of(tensors, version)}", {"all parameters": digest_of(tensors)})
 
 
-@real
-def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_nothing(
+def test_broadcast_weights_are_loaded_bit_for_bit_and_a_wrong_bit_changes_nothing(
     subject: Subject, run: Run[Any], tmp_path: Path
 ) -> None:
+    import torch
+    from transfer_group import Group
+
     make_model(tmp_path / "model", seed=9, end_token="<eos>")
     engine = VLLMEngine(settings(tmp_path / "model", cpu_cores="1", transport=BROADCAST))
-    trainer, model = Trainer(), subject.versions[-1]
+    model, other = subject.versions[-1], make_model(tmp_path / "other", seed=10, end_token=None)
+    wrong = copy.deepcopy(other.state_dict())
+    wrong["lm_head.weight"].view(torch.uint8)[5, 3] ^= 1
 
-    async def scenario() -> None:
+    async def scenario(group: Group) -> None:
+        async def refuses(version: int, of: Any, text: str) -> None:
+            with pytest.raises(Exception, match=text):
+                await receive_only(engine, BROADCAST, broadcast_weights(version, of))
+
         await engine.start()
-        with pytest.raises(Exception, match="the engine has joined no group"):
-            await swap_only(engine, trainer.weights(7, model))
-        await trainer.meet(engine, model)
-        assert await trainer.send(7, model) == 0
-        weights = trainer.weights(7, model)
+        await refuses(7, model, "the engine has joined no group")
+        await engine.join_group(group.at, first_worker=1)
+        await asyncio.to_thread(group.meet)
+        assert await asyncio.to_thread(group.send, 7) == 0
         assert (await engine.generate(request(0, 60))).spans.versions == (0,)  # they have come, that is all
+        weights = broadcast_weights(7, model)
         await engine.update(weights, WeightUpdate.KEEP)
         assert await engine.checksums() == weights.checksums
         before = await answers_bit_for_bit_the_same(engine, subject.engine)
-        other = make_model(tmp_path / "other", seed=10, end_token=None)
-        assert await trainer.send(8, wrong_in_one_bit(other), said_to_be=other) == 1
-        await engine._vllm.llm.pause_generation(mode="keep", clear_cache=False)
-        for refused in (trainer.weights(8, other), weights, trainer.weights(9, other)):
-            with pytest.raises(Exception, match="are not staged: nothing that is complete and right is"):
-                await swap_only(engine, refused)
-        await engine._vllm.llm.resume_generation()
+        assert await asyncio.to_thread(group.send, 8, tensors=wrong, label_as=other.state_dict()) == 1
+        await engine._vllm.pause(WeightUpdate.KEEP)
+        for version, of in ((8, other), (7, model), (9, other)):
+            await refuses(version, of, "are not staged: nothing that is complete and right is")
+        await engine._vllm.resume()
         after = [await engine.generate(request(number, 100)) for number in range(8)]
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
-        assert await trainer.send(8, other) == 0
-        await engine.update(trainer.weights(8, other), WeightUpdate.KEEP)
-        subject.versions.append(other)
+        assert await asyncio.to_thread(group.send, 8, tensors=other.state_dict()) == 0
+        await engine.update(broadcast_weights(8, other), WeightUpdate.KEEP)
         answer = await engine.generate(request(0, 60))
         assert answer.spans.versions == (8,)
+        subject.versions.append(other)
         as_newest = replace(answer, spans=VersionSpans((len(subject.versions) - 1,), answer.spans.ends))
         assert subject.error(as_newest, keep=False) < 1e-4
         subject.versions.pop()
         assert await by_direct_copies(engine)
 
-    try:
-        run(scenario())
-    finally:
-        run(engine.shutdown())
-        trainer.sender.leave()
+    with ExitStack() as ends:
+        ends.callback(lambda: run(engine.shutdown()))
+        run(scenario(Group(ends, 1, tensors=model.state_dict(), timeout_s=600)))
 
 
 async def in_progress_in_a_core_that_stands_still(engine: VLLMEngine, core: Any) -> asyncio.Task[Generated]:
@@ -334,16 +295,6 @@ async def in_progress_in_a_core_that_stands_still(engine: VLLMEngine, core: Any)
     raise AssertionError("answers were whole too early")
 
 
-async def swap_only(engine: VLLMEngine, weights: Weights) -> None:
-    """Have what has arrived verified, past our own handling of failures."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    info = {"ends": BROADCAST.ends, "standing_still": False, **asdict(weights)}
-    await engine._vllm.llm.start_weight_update()
-    await engine._vllm.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-
-
-@real
 def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject, run: Run[Any]) -> None:
     import psutil
 

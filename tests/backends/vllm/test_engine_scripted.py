@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +16,8 @@ from vllm_engine import real, settings
 import backends.vllm.engine
 from backends.interface import Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
-from backends.vllm.process import check_model
 from backends.vllm.version.client import Client, version_spans
-from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
+from pipelinerl.errors import BackendError, EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.hardware.transport import STREAMED
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -30,15 +26,18 @@ def reported(*spans: tuple[str, int, int]) -> list[Any]:
     return [SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans]
 
 
-def test_spans_are_the_engines_with_its_first_label_as_version_0() -> None:
-    spans = reported(("default", 0, 182), ("1", 182, 290), ("12", 290, 400))
-    assert version_spans(spans, 400) == VersionSpans((0, 1, 12), (182, 290, 400))
-    assert version_spans([], 0) == VersionSpans((), ())
-
-
-def test_empty_spans_go_and_equal_neighbours_merge() -> None:
-    spans = reported(("default", 0, 0), ("1", 0, 3), ("1", 3, 5), ("2", 5, 5))
-    assert version_spans(spans, 5) == VersionSpans((1,), (5,))
+@pytest.mark.parametrize(
+    ("spans", "versions", "ends"),
+    [
+        ((("default", 0, 182), ("1", 182, 290), ("12", 290, 400)), (0, 1, 12), (182, 290, 400)),
+        ((), (), ()),
+        ((("default", 0, 0), ("1", 0, 3), ("1", 3, 5), ("2", 5, 5)), (1,), (5,)),  # empty ones; equal neighbours
+    ],
+)
+def test_spans_are_the_engines_with_its_first_label_as_version_0(
+    spans: Any, versions: tuple[int, ...], ends: tuple[int, ...]
+) -> None:
+    assert version_spans(reported(*spans), max(ends, default=0)) == VersionSpans(versions, ends)
 
 
 def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
@@ -46,24 +45,30 @@ def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
         version_spans(reported(("1", 0, 3)), 4)
 
 
-def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json is not there"):
-        check_model(settings(tmp_path))
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    with pytest.raises(ConfigError, match="without tied embeddings on CPU"):
-        check_model(settings(tmp_path))
-    check_model(settings(tmp_path, device="gpu"))
+def engine_with(client: Any, **changed: Any) -> VLLMEngine:
+    engine = VLLMEngine(settings(Path("model"), **changed))
+    engine._vllm = client
+    return engine
 
 
 class Salted:
-    """Stands in for the client of vLLM: keeps the salt of every request."""
+    """Stands in for the client of vLLM: notes the salt of every request, and its shutdown."""
+
+    died, last_output_s = False, 0.0
 
     def __init__(self) -> None:
         self.salts: list[str] = []
+        self.ended = False
 
     async def generate(self, request: GenerateRequest, *, salt: str) -> Generated:
         self.salts.append(salt)
         return Generated(np.zeros(0, np.int64), np.zeros(0, np.float32), VersionSpans((), ()), aborted=False)
+
+    def end_calls(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.ended = True
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any) -> None:
@@ -73,12 +78,11 @@ class Salted:
 
 
 def test_a_turn_finds_the_cache_of_the_turns_before_until_new_weights_come() -> None:
-    """Keys and values are shared by salt: the same for all turns between two updates, and never one that was before."""
-    client = Salted()
+    """Keys and values are shared by salt: the same for all turns between two updates, and never used again."""
+    client: Any = Salted()
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model")))
-        engine._vllm = client  # type: ignore[assignment]
+        engine = engine_with(client)
         for version in (1, 2, 2):  # the last one is loaded again, as after a restart of the trainer
             for turn in (1, 2):
                 await engine.generate(GenerateRequest(0, (3,) * turn, 1, seed=0, temperature=1.0))
@@ -89,15 +93,14 @@ def test_a_turn_finds_the_cache_of_the_turns_before_until_new_weights_come() -> 
     assert len(set(client.salts)) == 3
 
 
-def test_a_hang_is_time_in_which_the_engine_could_have_been_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the time before it has work, nor that in which the process that listens stood still itself."""
+def test_a_hang_is_time_in_which_the_engine_could_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the time before it has work, nor time in which the listening process itself stood still."""
     monkeypatch.setattr(backends.vllm.engine, "WATCH_PERIOD_S", 0.02)
-    client = SimpleNamespace(died=False, last_output_s=time.monotonic(), end_calls=lambda: None)
+    client: Any = Salted()
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model"), generate_timeout_s=0.3))
-        engine._vllm = client  # type: ignore[assignment]
-        watching = asyncio.create_task(engine._watch(client))  # type: ignore[arg-type]
+        engine = engine_with(client, generate_timeout_s=0.3)
+        watching = asyncio.create_task(engine._watch(client))
         await asyncio.sleep(0.5)  # without work
         engine._running[1] = asyncio.Event()
         for _ in range(2):
@@ -105,56 +108,28 @@ def test_a_hang_is_time_in_which_the_engine_could_have_been_heard(monkeypatch: p
             await asyncio.sleep(0.03)
             assert not watching.done()
             client.last_output_s += 1.0
-        await watching  # from now on it is heard of no more
+        await watching  # from now on there is no output
         with pytest.raises(EngineLostError, match=r"no decode step for 0.3 s, 1 requests in progress"):
             engine._alive()
 
     asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
-def _shares(told: Any) -> None:
-    memory = SharedMemory(create=True, size=4096)
-    resource_tracker.unregister(f"/{memory.name}", "shared_memory")  # nobody tidies up after a killed process
-    told.put(memory.name)
-    time.sleep(600)
-
-
-class Ends(Salted):
-    """Stands in for the client of vLLM, which ends its processes itself."""
-
-    died = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        context = multiprocessing.get_context("spawn")
-        told = context.Queue()
-        self.last_output_s = time.monotonic()
-        self.process = context.Process(target=_shares, args=(told,))
-        self.process.start()
-        self.shared = Path("/dev/shm") / told.get(timeout=600)
-
-    def end_calls(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        self.process.kill()
-        self.process.join(600)
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is elsewhere")
-def test_an_engine_that_ends_well_leaves_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    clients: list[Ends] = []
-    monkeypatch.setattr(backends.vllm.engine, "start_client", lambda _: clients.append(Ends()) or clients[0])
+def test_an_engine_that_ends_well_leaves_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are looked up while its processes live, which vLLM's own shutdown ends, and removed after that."""
+    client, removed, module = Salted(), list[tuple[bool, set[str]]](), backends.vllm.engine
+    monkeypatch.setattr(module, "start_client", lambda _: client)
+    monkeypatch.setattr(module, "shared_memory_of", lambda _: set() if client.ended else {"/dev/shm/psm_1"})
+    monkeypatch.setattr(module, "remove_shared_memory", lambda paths: removed.append((client.ended, paths)))
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(tmp_path))
+        engine = VLLMEngine(settings(Path("model")))
         await engine.start()
-        assert clients[0].shared.exists()
+        assert await engine.shared_memory() == {"/dev/shm/psm_1"}
         await engine.shutdown()
 
     asyncio.run(scenario())
-    assert not clients[0].shared.exists()
+    assert removed == [(True, {"/dev/shm/psm_1"})]
 
 
 class ScriptedLLM:
@@ -182,22 +157,18 @@ class ScriptedLLM:
         return call
 
 
-def update_scripted(llm: ScriptedLLM) -> list[str]:
-    async def scenario() -> list[str]:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0))
-        engine._vllm = Client(llm)
-        await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
-        return llm.calls
-
-    return virtual_clock.run(scenario())
+def update_scripted(llm: ScriptedLLM) -> None:
+    engine = engine_with(Client(llm), update_timeout_s=60.0)
+    virtual_clock.run(engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP))
 
 
 @real
 def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() -> None:
-    calls = update_scripted(ScriptedLLM(fail=("update_weights",)))
+    llm = ScriptedLLM(fail=("update_weights",))
+    update_scripted(llm)
     transfer = ["start_weight_update", "update_weights"]
     loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
-    assert calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
+    assert llm.calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
 
 
 @real
@@ -214,8 +185,7 @@ def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_wor
     llm = Streamed()
 
     async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0, transport=STREAMED, tensor_parallel=2))
-        engine._vllm = Client(llm)
+        engine = engine_with(Client(llm), update_timeout_s=60.0, transport=STREAMED, tensor_parallel=2)
         with pytest.raises(TransferError, match=r"^engine 2: ConnectionError: the sender has gone$"):
             await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
         await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
@@ -229,13 +199,9 @@ def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_wor
 @real
 @pytest.mark.parametrize(("what", "hangs"), [("sleep", "sleep"), ("wake", "wake_up")])
 def test_an_engine_that_hangs_while_it_changes_turns_is_lost(what: str, hangs: str) -> None:
-    async def scenario() -> None:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0, colocated=True))
-        engine._vllm = Client(ScriptedLLM(hang=hangs))
-        await getattr(engine, what)()
-
+    engine = engine_with(Client(ScriptedLLM(hang=hangs)), update_timeout_s=60.0, colocated=True)
     with pytest.raises(EngineLostError, match=rf"{what} failed: engine=2 after \d+\.\d s; no answer for 60 s; start"):
-        virtual_clock.run(scenario())
+        virtual_clock.run(getattr(engine, what)())
 
 
 @real

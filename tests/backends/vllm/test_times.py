@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backends.vllm import request_times
-from backends.vllm.decode_steps import StepMeter
-from backends.vllm.request_times import RequestTimes
+from backends.vllm import times as module
+from backends.vllm.times import RequestTimes, StepMeter
 from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.scheduler.events import EngineSeconds
-
-
-def sums(steps: int, sequences: int, context: int, started: int, read_tokens: int, seconds: float) -> DecodeSteps:
-    return DecodeSteps(
-        steps=steps,
-        sequences=sequences,
-        context=context,
-        started=started,
-        read_tokens=read_tokens,
-        seconds=seconds,
-    )
 
 
 def test_steps_are_added_up_with_what_was_in_them() -> None:
@@ -35,9 +23,11 @@ def test_steps_are_added_up_with_what_was_in_them() -> None:
     meter.ends(5 + 3)
     meter.output(2.0, 2, 0)
     # The last step is still open. Contexts: 5 + 1 twice and 7; then a token more each.
-    assert meter.take() == sums(2, 6, (6 + 6 + 7) + (7 + 7 + 8), 1, 7, 0.75)
+    assert meter.take() == DecodeSteps(
+        steps=2, sequences=6, context=(6 + 6 + 7) + (7 + 7 + 8), started=1, read_tokens=7, seconds=0.75
+    )
     meter.output(2.5, 2, 2)
-    assert meter.take() == sums(1, 2, 8 + 9, 0, 0, 0.25)  # of the two that are left
+    assert meter.take() == DecodeSteps(steps=1, sequences=2, context=8 + 9, seconds=0.25)  # of the two that are left
 
 
 def test_a_request_counts_as_begun_in_the_step_after_it_is_sent() -> None:
@@ -69,15 +59,11 @@ def test_neither_a_pause_nor_idle_time_is_a_step() -> None:
     assert (taken.steps, taken.seconds) == (3, 1.0 + 1.0 + 2.0)
 
 
-def test_sums_add_up() -> None:
-    assert sums(1, 2, 3, 4, 5, 6.0) + sums(10, 20, 30, 40, 50, 60.0) == sums(11, 22, 33, 44, 55, 66.0)
-
-
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> RequestTimes:
     """Of an engine that stood still from 2.0 to 2.5 s, from 5 to 6 s, and from 9.5 to 20 s."""
     clock_s = iter((2.0, 2.5, 5.0, 6.0, 9.5, 20.0))
-    monkeypatch.setattr(request_times.time, "monotonic", lambda: next(clock_s))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock_s))
     times = RequestTimes()
     times.go_on()  # it did not stand still before
     for _ in range(3):

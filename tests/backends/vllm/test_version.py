@@ -1,4 +1,4 @@
-"""What holds for one version of vLLM: its arguments, checked by name before anything starts; its answers."""
+"""Facts of one version of vLLM: its arguments, checked by name before anything starts; its answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusals import message
 from vllm_engine import settings
 
 from backends.vllm.version import arguments
@@ -18,41 +19,29 @@ from pipelinerl.errors import BackendError, ConfigError
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-def refusal(arguments: dict[str, Any], accelerators: int = 1) -> str:
-    with pytest.raises(ConfigError) as refused:
-        check_arguments(arguments, accelerators=accelerators, device="cpu")
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
 @needs_vllm
 def test_an_unknown_argument_is_one_line_with_the_nearest_names() -> None:
-    assert refusal({"kv_cache_type": "fp8"}) == (
+    assert message(check_arguments, {"kv_cache_type": "fp8"}, accelerators=1, device="cpu") == (
         'train.engine.vllm.kv_cache_type is no argument of vLLM 0.32\'s engine; did you mean kv_cache_dtype? got "fp8"'
     )
     check_arguments({"kv_cache_dtype": "fp8", "enable_expert_parallel": True, "seed": 3}, accelerators=1, device="gpu")
 
 
-def test_what_follows_from_another_key_names_it() -> None:
-    assert refusal({"max_num_seqs": 64}) == (
-        "train.engine.vllm.max_num_seqs must be left out, since scheduler.generation_batch_size decides, got 64"
-    )
-    assert refusal({"quantization": "fp8"}) == (
-        "train.engine.vllm.quantization must be left out, since new weights can be loaded into plain parameters only, "
-        'got "fp8"'
-    )
+REPLICAS = "data_parallel_size must divide cluster.tensor_parallel=4, the accelerators of an engine, got "
 
 
-def test_experts_of_a_cpu_are_not_spread() -> None:
-    assert refusal({"enable_expert_parallel": True}, accelerators=2).startswith(
-        "train.engine.vllm.enable_expert_parallel must be false on device='cpu', where"
-    )
-
-
-@pytest.mark.parametrize("replicas", [0, 3, "2", True])
-def test_replicas_divide_an_engines_accelerators(replicas: object) -> None:
-    text = "train.engine.vllm.data_parallel_size must divide cluster.tensor_parallel=4, the accelerators of an engine, "
-    assert refusal({"data_parallel_size": replicas}, accelerators=4).startswith(f"{text}got ")
+@pytest.mark.parametrize(
+    ("argument", "value", "text"),
+    [
+        ("max_num_seqs", 64, "max_num_seqs must be left out, since scheduler.generation_batch_size decides, got 64"),
+        ("quantization", "fp8", "quantization must be left out, since new weights can be loaded into plain parameters"),
+        ("enable_expert_parallel", True, "enable_expert_parallel must be false on device='cpu', where"),
+        *(("data_parallel_size", replicas, REPLICAS) for replicas in (0, 3, "2", True)),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_with_the_reason(argument: str, value: object, text: str) -> None:
+    says = message(check_arguments, {argument: value}, accelerators=4, device="cpu")
+    assert says.startswith(f"train.engine.vllm.{text}")
     check_arguments({"data_parallel_size": 2}, accelerators=4, device="cpu")
 
 
@@ -70,7 +59,7 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
         check_version()
 
 
-def test_arguments_of_the_run_file_go_before_ours_but_for_those_that_follow_from_its_keys() -> None:
+def test_arguments_of_the_run_file_override_ours_but_not_arguments_that_follow_from_its_keys() -> None:
     plain = engine_arguments(settings(Path("model"), num_slots=64, tensor_parallel=4))
     assert (plain["enable_prefix_caching"], plain["max_num_seqs"], plain["tensor_parallel_size"]) == (True, 64, 4)
     given = {"enable_prefix_caching": False, "data_parallel_size": 4, "max_num_batched_tokens": 1000, "max_num_seqs": 1}

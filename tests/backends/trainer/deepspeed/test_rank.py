@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ transformers = pytest.importorskip("transformers")
 from character_model import make_model  # noqa: E402
 from tiny_trainer import (  # noqa: E402
     BATCH,
+    MARKS,
+    ROUNDING,
     largest_difference,
     parameters,
     path_of,
@@ -37,14 +40,14 @@ import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
 import backends.transfer.streamed  # noqa: E402
 from backends.check.machine_rows import taught  # noqa: E402
-from backends.interface import TrainResult, Weights  # noqa: E402
+from backends.interface import Sample, TrainResult, Weights  # noqa: E402
 from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, torch_adamw_passes  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
 from backends.transfer.row import label  # noqa: E402
-from backends.transfer.streamed import Streaming  # noqa: E402
+from backends.transfer.streamed import StreamReceiver  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
@@ -52,23 +55,29 @@ from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.hardware.transport import BROADCAST, STREAMED  # noqa: E402
 from pipelinerl.rl.config import LossConfig  # noqa: E402
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
-]
+pytestmark = MARKS
 STAGES = (0, 1, 2, 3)
-ROUNDING = 2e-5
-"""Largest difference of a parameter, with steps of up to 1e-3: sums in another order, made larger by Adam."""
+
+
+Plain = tuple[dict[str, Any], list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
-def plain(model_path: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+def plain(model_path: Path) -> Plain:
     return plain_training(model_path, 3)
+
+
+def check_trains_as(
+    plain: Plain, rank: DeepSpeedRank, *, batch: Callable[[int], list[Sample]] = samples, rel: float = 1e-4
+) -> None:
+    for step, metrics in enumerate(plain[1]):
+        assert train(rank, batch(step))[1] == pytest.approx(metrics, rel=rel, abs=1e-9)
+    assert largest_difference(parameters(rank), plain[0]) < ROUNDING
 
 
 @pytest.mark.parametrize("zero_stage", STAGES)
 def test_however_a_batch_is_cut_the_step_is_that_of_plain_adamw(
-    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]], zero_stage: int
+    model_path: Path, plain: Plain, zero_stage: int
 ) -> None:
     whole, cut = (started(model_path, zero_stage=zero_stage) for _ in range(2))
     first = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
@@ -101,11 +110,7 @@ def test_the_pack_of_a_check_changes_weights_whatever_the_loss(model_path: Path,
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_an_output_layer_that_is_the_embedding_learns_as_both(tmp_path: Path, zero_stage: int) -> None:
     make_model(tmp_path, tied=True)
-    expected, steps = plain_training(tmp_path, 2)
-    rank = started(tmp_path, zero_stage=zero_stage)
-    for step, metrics in enumerate(steps):
-        assert train(rank, samples(step))[1] == pytest.approx(metrics, rel=1e-4)
-    assert largest_difference(parameters(rank), expected) < ROUNDING
+    check_trains_as(plain_training(tmp_path, 2), started(tmp_path, zero_stage=zero_stage))
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -138,22 +143,28 @@ def test_what_is_published_and_exported_is_what_is_trained(
     assert list(folder.iterdir()) == []
 
 
+def first_worker(rank: DeepSpeedRank, model_path: Path) -> Membership:
+    """Open a group; return the membership of its first worker."""
+    shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
+    return Membership(rendezvous=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=600.0)
+
+
 def test_what_is_streamed_is_put_together_bucket_by_bucket(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.transfer.streamed, "STREAM_BYTES", 50_000)
     rank = started(model_path, zero_stage=3, transport=STREAMED)
     assert rank.publish(1) == Weights(1, "streamed:1")
     train(rank, samples())
     assert rank.send(1) == "no group"
-    shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
-    worker = Streaming(Membership(rendezvous=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=600.0))
+    worker = StreamReceiver("")
+    worker.join(first_worker(rank, model_path))
     with ThreadPoolExecutor(max_workers=1) as thread:
-        loading = thread.submit(lambda: {name: tensor.clone() for name, tensor in worker.arriving(1)})
+        loading = thread.submit(lambda: {name: one.clone() for name, one in worker.receive(Weights(1, "streamed:1"))})
         assert rank.join_group(["trainer", "engine 0"], 600.0) is None
         assert rank.send(1) is None
         got = loading.result()
     assert largest_difference(dict(sorted(parameters(rank).items())), dict(sorted(got.items()))) == 0
     rank.shutdown()
-    worker.abandon()
+    worker.close()
 
 
 def test_what_is_sent_is_what_was_trained_when_it_was_published(
@@ -170,12 +181,10 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
     assert weights.checksums == {"all parameters": checksum}
     train(rank, samples(1))
     assert rank.send(1) == "version 1 cannot be sent: no group"
-    rendezvous, shapes = rank.open_group(), checkpoint_shapes(model_path)
+    membership = first_worker(rank, model_path)
 
     def receive() -> Receiver:
-        cpu = torch.device("cpu")
-        joins = Membership(rendezvous=rendezvous, worker=1, shapes=shapes, device=cpu, timeout_s=600.0)
-        member = Receiver(joins, place="here")
+        member = Receiver(membership, place="here")
         for right in (False, False, False, True):
             notice = member.next_transfer()
             assert member.receive(notice if right else {**notice, "sums": []}) is right
@@ -221,13 +230,10 @@ def test_the_value_head_starts_at_zero_and_is_the_baseline(model_path: Path, zer
 
 @pytest.mark.parametrize("zero_stage", STAGES)
 def test_the_step_is_that_of_a_frozen_copy_asked_within_the_step(model_path: Path, zero_stage: int) -> None:
-    expected, steps = plain_training(model_path, 3, kl_coefficient=0.5)
+    plain = plain_training(model_path, 3, kl_coefficient=0.5)
+    assert plain[1][-1]["kl_loss"] > 1e-4  # at the start it is 0
     rank = started(model_path, zero_stage=zero_stage, loss=LossConfig(truncation=1.2, kl_coefficient=0.5))
-    for step, metrics in enumerate(steps):
-        _, got = train(rank, with_reference(model_path, samples(step)))
-        assert got == pytest.approx(metrics, rel=1e-3, abs=1e-9)  # at the start the divergence is 0
-    assert steps[-1]["kl_loss"] > 1e-4
-    assert largest_difference(parameters(rank), expected) < ROUNDING
+    check_trains_as(plain, rank, batch=lambda step: with_reference(model_path, samples(step)), rel=1e-3)
 
 
 def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -> None:
@@ -236,14 +242,9 @@ def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -
         train(rank, samples())
 
 
-def test_activation_checkpointing_changes_nothing(
-    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]]
-) -> None:
+def test_activation_checkpointing_changes_nothing(model_path: Path, plain: Plain) -> None:
     trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=True)
-    rank = started(model_path, trainer=trainer)
-    for step in range(3):
-        train(rank, samples(step))
-    assert largest_difference(parameters(rank), plain[0]) < ROUNDING
+    check_trains_as(plain, started(model_path, trainer=trainer))
 
 
 def test_without_zero_a_step_that_is_not_finite_is_skipped_too(model_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 transformers = pytest.importorskip("transformers")
 
+from own_memory import own_bytes  # noqa: E402
 from tiny_trainer import (  # noqa: E402
+    MARKS,
     OPTIMIZER,
+    ROUNDING,
     STEPS,
     largest_difference,
     parameters,
@@ -45,14 +47,9 @@ from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.rl.config import LossConfig  # noqa: E402
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
-]
+pytestmark = MARKS
 SPLIT = (1, 2, 3)
 """ZeRO's stages in which a rank has a part of the state."""
-ROUNDING = 2e-5
-"""As in ``test_rank.py``."""
 BIG = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
 """A model of 105 MB in bfloat16, whose largest parameters have 2 MB."""
 EXPERTS = {
@@ -138,9 +135,8 @@ def test_going_on_from_a_checkpoint_is_the_same_as_never_having_stopped(
 ) -> None:
     """Whatever is trained between the snapshot and its file."""
     monkeypatch.setitem(TRAINED_DTYPES, "cpu", dtype)
-    straight, resumed = (
-        started(model_path, zero_stage=zero_stage, loss=LossConfig(value_coefficient=0.5)) for _ in range(2)
-    )
+    with_value = LossConfig(value_coefficient=0.5)
+    straight, resumed = (started(model_path, zero_stage=zero_stage, loss=with_value) for _ in range(2))
     for step in range(2):
         train(straight, samples(step))
     straight.snapshot()
@@ -155,10 +151,8 @@ def test_going_on_from_a_checkpoint_is_the_same_as_never_having_stopped(
 
 def test_another_stage_goes_on_from_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
     """One that keeps its small parameters whole, as DeepSpeed does by default."""
-    first, other = (
-        started(model_path, zero_stage=0),
-        started(model_path, zero_stage=3, whole_parameter_elements=100_000),
-    )
+    first = started(model_path, zero_stage=0)
+    other = started(model_path, zero_stage=3, whole_parameter_elements=100_000)
     train(first, samples())
     train(other, samples(7))
     state = saved(first, tmp_path / "first")
@@ -172,9 +166,7 @@ def test_another_stage_goes_on_from_a_checkpoint(model_path: Path, tmp_path: Pat
 
 def _in_float32(rank: int, port: int, model_path: Path, zero_stage: int) -> Any:
     """Make three steps as one of two ranks; return the first rank's published weights and the last metrics."""
-    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 600})
-    one = DeepSpeedRank(settings(model_path, rank=rank, num_ranks=2, trainer=trainer))
-    one.start("127.0.0.1", port)
+    one = started(model_path, zero_stage=zero_stage, port=port, rank=rank, num_ranks=2)
     metrics: dict[str, float] = {}
     for step in range(3):
         batch = samples(step)
@@ -191,10 +183,8 @@ def _in_float32(rank: int, port: int, model_path: Path, zero_stage: int) -> Any:
 
 
 def _resized(rank: int, port: int, model_path: Path, folder: Path, zero_stage: int) -> None:
-    """Go on in bfloat16 from what one rank has saved, and save before and after a step."""
-    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 60, "step_timeout_s": 600})
-    one = DeepSpeedRank(settings(model_path, rank=rank, num_ranks=2, trainer=trainer))
-    one.start("127.0.0.1", port)
+    """Go on in bfloat16 from the state that one rank has saved, and save before and after a step."""
+    one = started(model_path, zero_stage=zero_stage, port=port, rank=rank, num_ranks=2)
     one.load(folder / f"one-{zero_stage}")
     for name in ("loaded", "trained"):
         one.snapshot()
@@ -204,20 +194,15 @@ def _resized(rank: int, port: int, model_path: Path, folder: Path, zero_stage: i
 
 
 def _loaded(model_path: Path) -> tuple[int, dict[str, Any]]:
-    """Load a model under ZeRO-3; return the most memory that this process has had more than before, and biases."""
-    status, peak, ended = Path("/proc/self/status"), [], threading.Event()
-
-    def own() -> int:
-        found = re.search(r"^RssAnon:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        assert found is not None
-        return int(found[1]) * 1024
+    """Load a model under ZeRO-3; return the largest growth of this process's memory meanwhile, and biases."""
+    peak, ended = list[int](), threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.001):
-            peak.append(own())
+            peak.append(own_bytes())
 
-    gc.collect()  # models have cycles: what was loaded before must not go while this one comes
-    before, watcher = own(), threading.Thread(target=watch)
+    gc.collect()  # models have cycles: models loaded before must not go while this one comes
+    before, watcher = own_bytes(), threading.Thread(target=watch)
     watcher.start()
     config = deepspeed_config(settings(model_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3)))
     model = load_policy(str(model_path), device="cpu", zero3=config)
@@ -226,7 +211,7 @@ def _loaded(model_path: Path) -> tuple[int, dict[str, Any]]:
     half = sum(parameter.ds_tensor.nbytes for parameter in model.parameters())
     assert half > 45e6
     biases = {name: buffer.numpy() for name, buffer in model.named_buffers() if name.endswith("_bias")}
-    return max(*peak, own()) - before, biases
+    return max(*peak, own_bytes()) - before, biases
 
 
 def _one_of_two(rank: int, port: int, model_path: Path, folder: Path, results: Any) -> None:
