@@ -49,7 +49,7 @@ def throughput_against_lag(report: PlanReport) -> Chart:
 def _by_family(
     stage: str, candidates: Iterable[tuple[str, float, float, str]], *, mark: Mark = Mark.POINTS, alpha: float = 1.0
 ) -> list[Series]:
-    """Return the points of each family of candidates: family, mean lag, throughput, label."""
+    """Return a series for each family of ``candidates``: family, mean lag, throughput, label."""
     families: dict[str, list[tuple[float, float, str]]] = {}
     for family, lag, rate, label in candidates:
         families.setdefault(family, []).append((lag, rate, label))

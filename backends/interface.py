@@ -1,4 +1,4 @@
-"""All that an implementer of a backend must offer, and the values that cross.
+"""The interface that a backend implements, and its value types.
 
 A *backend* makes the parts of a real run. ``contract/`` checks every promise made here. ``vllm/`` and ``trainer/`` keep
 the promises for real (``kinds.py`` puts them together), ``fake.py`` in memory. All calls on engines, trainer and

@@ -169,7 +169,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 async def _driven(driver: Driver) -> None:
-    """Run; the first of ``ENDING`` makes a clean end, where this thread may and the process does not ignore it."""
+    """Run; the first signal of ``ENDING`` ends cleanly, on the main thread and unless the process ignores it."""
     signals = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         signals = []

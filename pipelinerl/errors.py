@@ -40,7 +40,7 @@ class TransferError(BackendError):
 
 
 class WeightsRefusedError(BackendError):
-    """Weights have other names or shapes than an engine's model: no other attempt would change that."""
+    """Weights have other names or shapes than an engine's model: a retry cannot help."""
 
 
 class ReferenceLostError(BackendError):

@@ -85,7 +85,7 @@ class Scoring:
         self._free = [0] * (latency.reward_workers or 0)  # heap: tick from which each worker is free
 
     def ticks(self, now: int) -> int:
-        """Have a rollout that has finished now scored, and return the ticks until it is."""
+        """Score a rollout that finishes now; return the ticks until its score."""
         if not self._free:
             return self._ticks
         begins = max(now, self._free[0])
@@ -145,8 +145,8 @@ class FrontEnd:
         self._host.rollout_finished(self._engine_id, *self._reports.pop(wake.tag))
 
 
-class DrawnGroup:
-    """The group drawn last, since its rollouts mostly start one after the other (mutable).
+class GroupCache:
+    """Cache of the last drawn group: its rollouts mostly start one after the other (mutable).
 
     ``policy_prompt_tokens``: length of every prompt of a policy's task. None: chance draws answers and rewards.
     """
@@ -241,7 +241,7 @@ class SimulatedCluster:
             group_size=config.workload.group_size,
             seed=config.seed,
         )
-        self._drawn = DrawnGroup(config, workload, self._delays, policy_prompt_tokens)
+        self._drawn = GroupCache(config, workload, self._delays, policy_prompt_tokens)
         self._publish_ticks = to_ticks(hardware.weights.publish_s)
         self._transfer_ticks = _transfer_ticks(hardware, colocated=config.colocated)
         self._to_training_ticks = to_ticks(hardware.switch.to_training_s)

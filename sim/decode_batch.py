@@ -235,7 +235,7 @@ class TimedBatch(DecodeBatch):
         super().stand_still(until)
 
     def break_off(self, at: int) -> None:
-        """Have the step that is under way end at a tick."""
+        """End the current step at a tick."""
         self._prefilled_ticks += min(self.prefill_ticks, at - self.tick)
         super().break_off(at)
 

@@ -139,7 +139,7 @@ class Episodes:
         return self._cut(prompt_tokens, generated, observed, seconds, faults)
 
     def _play(self, place: int) -> tuple[Episode, NDArray[np.float64]]:
-        """Return a recorded episode as far as chance does not decide it, and the seconds before each of all its turns.
+        """Return the part of a recorded episode that is not random, and the seconds before each of its turns.
 
         Made once per rollout: 50 turns cost the time and memory of one.
         """
@@ -174,7 +174,7 @@ class Episodes:
         )
 
     def _num_turns(self, stream: np.random.Generator, mean: float, prompt_id: int) -> int:
-        """Return the number of turns of a rollout: log-normal, in part by its prompt."""
+        """Return the number of turns of a rollout: log-normal, correlated within a prompt."""
         turns, share = self._environment.turns, self._environment.turns.group_share
         normal = stream.standard_normal(1)
         if share:
@@ -217,9 +217,9 @@ class Episodes:
         return min(float(_drawn(stream, mean, cv, 1)[0]), config.step_max_s)
 
     def _choose(self, stream: np.random.Generator, rollout_id: int, prompt_id: int) -> int:
-        """Return the place of an episode: siblings are different ones of one task, where that has enough; else any.
+        """Return the place of an episode: siblings get different episodes of one task if it has enough, else any.
 
-        Of a run, the tasks come in their order, again and again, and their episodes in theirs.
+        A recorded run's tasks, and the episodes of each, come in their order, again and again.
         """
         if self._in_order:
             group = self._groups[prompt_id % len(self._groups)]

@@ -195,7 +195,7 @@ class LearningPolicy(Protocol):
         """Its answers, which give engines their lengths."""
 
     def finished(self, rollout_id: int, spans: VersionSpans) -> float:
-        """Return the reward of a rollout whose last token is there."""
+        """Return the reward of a finished rollout."""
 
     def forget(self, rollout_id: int) -> None:
         """Forget a rollout that will not be trained on."""

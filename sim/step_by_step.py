@@ -252,7 +252,7 @@ class StepByStepEngine:
         return not self._pausing and (not (self._running or self._chunked) or self._suspended_since is not None)
 
     def _wake_if_idle(self) -> None:
-        """Have a boundary for a request; an engine at work has one anyway."""
+        """Schedule a boundary if the engine is idle and has a call to take up."""
         if not self._at_boundary and self._takes_up_at_once():
             self._plan(self._clock.now)
 

@@ -20,7 +20,7 @@ BLOCKS_KEPT = 4
 
 
 def named_stream(seed: int, name: str, block: int) -> np.random.Generator:
-    """Return a fresh generator of a block of a stream; numbers are 0 at least.
+    """Return a fresh generator of a block of a stream; ``seed`` and ``block`` are at least 0.
 
     Its bit generator is named here, since numpy's default may change.
     """

@@ -1,4 +1,4 @@
-"""Messages to tokens by a chat template, so that no generated token is ever made of text again.
+"""Messages to tokens by a chat template, so that generated text is never tokenized again.
 
 A conversation is kept as tokens. New messages give the tokens that the template writes *after* an answer, with the
 mark of the next answer at their end. The template is given a placeholder for the answer: so a template that changes

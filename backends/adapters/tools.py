@@ -118,7 +118,7 @@ class ToolEnvironment:
         return self._task.num_held_out
 
     async def reset(self, index: int, *, held_out: bool) -> tuple[int, ...]:
-        """Return the problem, and the tools."""
+        """Return the tokens of the problem and of the tools."""
         self._problem = self._task.problem(index, held_out=held_out)
         return self._chat.prompt([*self._above, {"role": "user", "content": self._problem.prompt}])
 

@@ -130,7 +130,7 @@ def check(
     backend: Backend | None = None,
     on_step: Callable[[StepRow, dict[str, float]], None] | None = None,
 ) -> CheckReport:
-    """Check a run on the machines that are to carry it out; without the packages of training only its task.
+    """Check a run on its own machines; without the training packages only its task.
 
     ``out``: new folder for the report, a hardware.toml and the few steps, seen by all machines if ``shared``.
     ``backend`` None: of the run file.

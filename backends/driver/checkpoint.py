@@ -142,7 +142,7 @@ class CheckpointKeeper:
         return partial / _TRAINER
 
     def copy(self, state: DriverState) -> bytes:
-        """Return the content of a checkpoint beside the trainer's part; the trace is on disk up to here."""
+        """Return a checkpoint without the trainer's part; the trace is on disk up to here."""
         content = {"config": _fixed(self._config), "state": state, "recording": self._recording.mark()}
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 

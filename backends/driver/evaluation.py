@@ -88,7 +88,7 @@ class Evaluation:
         return (await self._answers(self._state.version, slots=slots)).success
 
     async def _answers(self, step: int, *, slots: int) -> EvaluationPoint:
-        """Answer all problems, ``slots`` at a time per engine; one not generated or rewarded is not right."""
+        """Answer all problems, ``slots`` at a time per engine; a failed generation or reward counts as wrong."""
         begin_s = time.monotonic()
         handles = list(self._pool)
         room = {handle.engine_id: asyncio.Semaphore(slots) for handle in handles}

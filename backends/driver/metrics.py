@@ -36,7 +36,7 @@ def check_logging(train: TrainConfig) -> None:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl, TensorBoard, Weights & Biases after each step; keeps steps up to ``go_on_after``."""
+    """Writes metrics.jsonl, TensorBoard and Weights & Biases; keeps a resumed run's steps up to ``go_on_after``."""
 
     def __init__(self, out: Path, config: RunConfig, *, go_on_after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -135,7 +135,7 @@ def _spread(items: Sequence[Any]) -> list[Any]:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line; of one that was cut, infinity."""
+    """Return the step of a line; infinity if it is truncated."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

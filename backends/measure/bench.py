@@ -93,7 +93,7 @@ class PlainShape:
 
 
 def parameter_count(shape: PlainShape) -> int:
-    """Return the parameters of the model: matrices, and embeddings that are not shared (count)."""
+    """Return the number of parameters; input and output embeddings are separate."""
     return shape.layers * sum(rows * columns for rows, columns in shape.products()) + 2 * shape.vocabulary * shape.width
 
 

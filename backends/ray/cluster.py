@@ -152,7 +152,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _RaysProcesses:
-    """The processes of a Ray of our own, and their children; this process may have other children."""
+    """Processes of the private Ray cluster, told apart from other children of this process."""
 
     def __init__(self) -> None:
         self._me = psutil.Process()
@@ -161,7 +161,7 @@ class _RaysProcesses:
         self._seen: set[Any] = set()
 
     def started(self) -> None:
-        """Note Ray's first processes, once it has started; until then whatever has been started is Ray's."""
+        """Note Ray's first processes, once it has started: all children started until then."""
         self._first = set(self._me.children(recursive=True)) - self._before
 
     def look(self) -> None:
@@ -171,7 +171,7 @@ class _RaysProcesses:
                 self._seen |= set(process.children(recursive=True))
 
     def end(self) -> None:
-        """End remaining processes, first those that others clean up after."""
+        """End remaining processes; resource trackers last, as they clean up after the others."""
         if not self._first:
             self.started()
         _, left = psutil.wait_procs(self._first | self._seen, timeout=END_TIMEOUT_S)

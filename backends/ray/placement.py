@@ -134,7 +134,7 @@ def _what_is_missing(config: RunConfig, limit_s: float) -> str:
 
 
 def _check_folder(config: RunConfig, machines: Collection[str]) -> None:
-    """Refuse files of weights that lie in the memory of one machine where others are to read them."""
+    """Refuse weight files in one machine's memory if several machines must read them."""
     folder, number = config.train_table.weights_folder, len(set(machines))
     if number > 1 and config.train_transport.in_folder and Path(folder).is_relative_to(SHARED_MEMORY):
         raise ConfigError(

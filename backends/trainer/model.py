@@ -140,7 +140,7 @@ def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:
 
 
 def policy_weights(model: PolicyModel) -> dict[str, Any]:
-    """Return parameters, tied ones once, and buffers (biases that balance experts) by name in memory, no value head."""
+    """Return parameters (tied ones once) and buffers (biases that balance experts), by name; no value head."""
     policy = model.policy
     saved = policy.state_dict().keys() - set(policy._keys_to_ignore_on_save or ())
     named = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}

@@ -60,7 +60,7 @@ class Publisher:
         self._source: PolicyWeights | None = None
 
     def check(self, model: PolicyModel) -> None:
-        """Raise ``WeightMismatchError`` on rank 0 if engines lack a published weight's name and shape."""
+        """Raise ``WeightMismatchError`` on rank 0 if names or shapes of weights differ from the engines' model."""
         if self._receives:
             shapes = {name: tuple(weight.shape) for name, weight in saved_shapes(model).items()}
             check_names(shapes, checkpoint_shapes(self._model_path), source="weights to be sent")

@@ -88,7 +88,7 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """A worker's end: the row that has arrived."""
+    """A worker's end: it reads parameters from the received row."""
 
     def __init__(self, model_path: str) -> None:  # noqa: ARG002
         self._staging: Staging | None = None

@@ -102,7 +102,7 @@ def write_weights(path: Path | str, tensors: dict[str, torch.Tensor]) -> dict[st
 def read_verified(
     path: Path | str, expected: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
-    """Map a file of ``write_weights``, verified bit for bit; ``BackendError`` if it is unreadable or not right."""
+    """Map a file of ``write_weights``; ``BackendError`` if it is unreadable, or differs in names, shapes or a bit."""
     return verified(_read(path), expected=expected, shapes=shapes, source=f"weights in {path}")
 
 

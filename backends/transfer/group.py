@@ -219,7 +219,7 @@ class GroupHost:
         self._opened: Sender | None = None
 
     def open(self) -> str:
-        """Leave the group before; return the rendezvous of a new one."""
+        """Leave the previous group; return the rendezvous of a new one."""
         from backends.transfer.rendezvous import own_address  # Ray, which vLLM's workers do without
 
         self.close()
@@ -308,7 +308,7 @@ class Receiver:
         self.close()
 
     def next_transfer(self) -> dict[str, Any]:
-        """Return the next transfer's header, without limit; ``OSError`` if the sender has gone, or after ``close``."""
+        """Wait without limit for the next transfer's header; ``OSError`` if the sender has gone or after ``close``."""
         while "communicator" in (notice := self._sender.recv(patiently=True)):
             self._communicator = answer(self._sender, notice, self._device, self._timeout_s)
         return notice
@@ -404,7 +404,7 @@ TIMEOUT_S = 300.0
 
 
 class LinkSender:
-    """Rank 0's part."""
+    """Rank 0's part in measuring the bandwidth."""
 
     def __init__(self) -> None:
         self._host = GroupHost()

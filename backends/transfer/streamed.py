@@ -44,7 +44,7 @@ class StreamSender:
         self._device = HOST
 
     def publish(self, source: WeightSource, version: int) -> Weights | None:  # noqa: ARG002
-        """Do nothing: the weights at the time of sending are sent."""
+        """Copy nothing: ``send`` reads the current weights."""
         return Weights(version, f"{transport.STREAMED.name}:{version}") if self._receives else None
 
     def send(self, source: WeightSource, version: int) -> str | None:
@@ -222,7 +222,7 @@ def _send_bucket(sender: Sender, row: torch.Tensor, version: int, parts: list[in
 
 
 def _take(receiver: Receiver, version: int, bucket: Bucket) -> dict[str, torch.Tensor]:
-    """Receive a bucket as often as it takes until it is right; return its parameters by name."""
+    """Receive a bucket until it is verified; return its parameters by name."""
     while True:
         notice = receiver.next_transfer()
         if notice["version"] != version:

@@ -101,7 +101,7 @@ class WeightReceiver(Protocol):
     """The engine's end in one worker."""
 
     def join(self, member: Membership) -> None:
-        """Begin to join a group and leave the one before; the sender learns when all have joined."""
+        """Begin to join a group and leave the previous one; the sender learns when all have joined."""
 
     def receive(self, weights: Weights) -> Iterable[tuple[str, Any]]:
         """Yield the verified parameters of a version.
@@ -154,5 +154,5 @@ class WeightMismatchError(BackendError):
 
 
 def is_mismatch(failure: str) -> bool:
-    """Return whether a failure is a ``WeightMismatchError``; of vLLM's and of a member's only the text arrives."""
+    """Return whether the text of an error, all that vLLM or a member passes on, is of a ``WeightMismatchError``."""
     return re.search(rf" ({LACK}|{UNKNOWN}|{SHAPE}) \d+ of \d+ parameters: ", failure) is not None

@@ -175,7 +175,7 @@ def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _kept(owner: str, kept_by: Any, *, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that an object keeps, and that its own objects keep: a layer has one for its kernel."""
+    """Yield the tensors of an object and of the objects in it, such as a layer's kernel."""
     for name, value in vars(kept_by).items():
         for index, part in enumerate(value if isinstance(value, (list, tuple)) else [value]):
             if isinstance(part, torch.Tensor):

@@ -90,7 +90,7 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
         self._of(init_info.ends).join(member)
 
     def start_weight_update(self) -> None:
-        """Do nothing: the model stays whole until weights are verified."""
+        """Change no weights: the model stays whole until new ones are verified."""
         self._verified = None
 
     def receive_weights(self, update_info: WeightsInfo) -> None:

@@ -91,7 +91,7 @@ class LocalWorker:
 
     @classmethod
     async def launched(cls, kind: str, log: Path | None) -> LocalWorker:
-        """Return a launched process; its first request must be the table of its task."""
+        """Launch a process; the first request to it must be the table of its task."""
         words = [sys.executable, "-P", "-m", worker_main.__name__, kind, *([] if log is None else [str(log)])]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
@@ -131,7 +131,7 @@ class LocalWorker:
 
 
 class WorkerPool:
-    """So many processes of one kind for a task; their output goes to ``log`` (None: the driver's)."""
+    """Up to ``number`` processes of one kind for a task; their output goes to ``log`` (None: the driver's)."""
 
     def __init__(
         self, kind: str, task: TaskConfig, *, number: int, log: Path | None, launch: Launch = LocalWorker.launched
@@ -143,7 +143,7 @@ class WorkerPool:
         self._all: set[Worker] = set()
 
     async def take(self) -> Worker:
-        """Return a process, when there is a place; ``WorkerFailedError`` if it cannot be started."""
+        """Wait for a place, then return an idle or new process; ``WorkerFailedError`` if it cannot start."""
         await self._places.acquire()
         try:
             while self._idle and not self._idle[-1].alive:
@@ -154,7 +154,7 @@ class WorkerPool:
             raise
 
     def give_back(self, worker: Worker) -> None:
-        """Take a process back; it is not asked anything just now."""
+        """Take back a process that answers no request now."""
         if worker.alive:
             self._idle.append(worker)
         else:

@@ -193,7 +193,7 @@ class TaskClient:
 
 
 def why_no_reward(error: BaseException) -> str:
-    """Return the rollout's failure for a reward's error."""
+    """Word the failure of a rollout by the error of its reward."""
     return str(error) if isinstance(error, WorkerFailedError) else f"its reward raised {kind_and_line(error)}"
 
 

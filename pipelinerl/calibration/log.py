@@ -172,7 +172,7 @@ def logged_lengths(log: LoggedRun) -> tuple[LengthConfig, str]:
     """Return log-normal lengths for a log, and the values fitted.
 
     Of the 95 % quantile, the 90 % quantile, the share of answers that were cut and the mean longest answer of a step,
-    the first that is known decides the spread; the mean of the cut distribution is that of the log. The longest of n
+    the first that is known decides the spread; the cut distribution has the log's mean. The longest of n
     answers is taken to be the quantile (n - 0.375) / (n + 0.25) (Blom 1958).
     """
     mean, longest = log.mean.length_mean, log.longest

@@ -87,7 +87,7 @@ class EngineLog:
     """Time at which the engine went on, seconds of the pause, version."""
 
     def late_reports(self) -> list[int]:
-        """Return, per weight update, the rollouts with their last token before the pause and their report after it."""
+        """Return, per weight update, how many rollouts ended before the pause and were reported later."""
         reports_L2 = np.array(sorted((life.end_s, life.pieces[-1][0]) for life in self.lived))
         numbers = []
         for (loaded_s, pause_s, version), (next_s, _, _) in pairwise([*self.loads, (math.inf, 0.0, 0)]):
@@ -509,7 +509,7 @@ class _Caches:
             self._tokens[engine][rollout_id] = num_tokens
 
     def take(self, rollout_id: int, engine: int) -> tuple[int, int | None]:
-        """Return the tokens that an engine has of a rollout that goes on there, and ``salt`` of its ``_Start``."""
+        """Return ``cached`` and ``salt`` of the ``_Start`` of a rollout on an engine."""
         return self._tokens[engine].pop(rollout_id, 0), self._version[engine] if self._drops_old else None
 
     def loaded(self, engine: int, version: int) -> None:

@@ -193,7 +193,7 @@ def with_value(tables: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def with_placeholders(tables: Mapping[str, Any], *, resized: bool = False) -> tuple[dict[str, Any], bool]:
-    """Return tables with a value for every key that ``plan`` finds, and whether none of these keys was missing.
+    """Fill in the missing keys that ``plan`` searches; return the tables, and whether none was missing.
 
     Half of the accelerators generate, in whole engines, 64 sequences each; of a list of ``[plan]`` the first value
     is taken. ``resized``: the cluster has another size than its own split was written for.

@@ -52,7 +52,7 @@ class SchedulerConfig(StrictModel):
 
     @property
     def schedule(self) -> ScheduleKind:
-        """The kind of schedule: all that depends on it asks this."""
+        """The kind of schedule: the one source of facts about it."""
         return PARTIAL_ROLLOUTS if self.partial_rollouts else find_schedule(self.kind, key="kind")
 
     @property

@@ -175,7 +175,7 @@ class TrainConfig(StrictModel):
     """Destinations of metrics."""
 
     def chosen_transport(self, *, colocated: bool) -> WeightTransport:
-        """Return how weights reach the engines, of a run and of its simulation."""
+        """Return the weight transport of a run and of its simulation."""
         return chosen_transport(self.transport, on_gpus=self.device == "gpu", colocated=colocated)
 
     @model_validator(mode="after")

@@ -131,7 +131,7 @@ def kv_cache_tokens(
         tensor_parallel: Accelerators of the engine (count).
         coefficients: The empirical numbers.
         sequences: Sequences whose states of linear attention lie in the same memory (count).
-        longest: Tokens that are left even if that many states take more; fewer slots can then be filled.
+        longest: Tokens returned at least, if they fit beside one sequence's states; then not every slot can be filled.
     """
     usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
     free = usable * tensor_parallel - model.parameters * model.weight_bytes

@@ -94,7 +94,7 @@ def _no_bytes(_: HostShare) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransport:
-    """One way of the weights: the facts that planning, simulation and training depend on."""
+    """A method of weight transfer: the facts that planning, simulation and training depend on."""
 
     name: str
     """Its name in tables; the run file's, if it is in ``PUBLISHED`` or ``OURS``. ``Weights.location`` begins with
@@ -106,7 +106,7 @@ class WeightTransport:
     coefficients: tuple[str, ...] = (ROOT_LAW,)
     """Coefficients that ``seconds`` reads; the least known one decides its uncertainty."""
     levels: Mapping[Level, float] = field(default_factory=dict)
-    """``sync_s_per_root_gb`` of a published method. Empty: that of the level."""
+    """``sync_s_per_root_gb`` of a published method. Empty: the level's."""
     source: str = ""
     """Measurements behind ``levels``."""
     host_bytes: Callable[[HostShare], float] = _no_bytes

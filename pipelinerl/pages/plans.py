@@ -250,7 +250,7 @@ def measurement_to_make(report: CertaintyReport) -> MeasurementValue | None:
 def measurements(report: CertaintyReport) -> Section:
     """Return a line per measurement: its gain, and the probability that its choice is the fastest.
 
-    The choice loses least on average and need not be the fastest most often: a gain may leave that probability alone.
+    The choice loses least on average and need not be the fastest most often: a gain may leave it unchanged.
     """
     title = (
         "throughput that a measurement gains on average, and the probability of the fastest, "

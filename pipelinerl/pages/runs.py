@@ -42,7 +42,7 @@ _ONE_RUN = "none: one seed, and the hardware as the run file has it"
 
 
 def run_page(reports: Mapping[str, RunReport], folders: Sequence[Path] = ()) -> Page:
-    """Return the page of runs by name, one or several side by side; with folders, in that order, it has a run file."""
+    """Return the page of one run, or of several side by side; ``folders``, in the same order, supply the run file."""
     names = list(reports)
     best = max(names, key=lambda name: reports[name].tokens_per_s)
     report = reports[best]

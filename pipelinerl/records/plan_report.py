@@ -132,7 +132,7 @@ class Against(Report):
     label: str
     """The recommendation."""
     family: str
-    """The kind of scheduler of that."""
+    """Its kind of scheduler."""
     tokens_per_s: float
     """Its throughput: trained tokens per second over the whole run."""
     lag_mean: float

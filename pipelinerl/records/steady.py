@@ -22,7 +22,7 @@ def steady_part(num_rows: int, unit: int) -> tuple[int, int]:
 def too_short(steps: np.recarray[Any, Any], *, rl_step: int | None) -> list[str]:
     """Return the reasons why a run, by its steps.csv, is too short to stand for a longer one.
 
-    Its throughput and mean lag are compared with those of its second half, in whole RL steps (of ``rl_step`` optimizer
+    Its throughput and mean lag are compared with its second half's, in whole RL steps (of ``rl_step`` optimizer
     steps, if any). A throughput that falls and a lag that shrinks are not judged: no start-up does that.
     """
     start, end = steady_part(len(steps), rl_step or 1)

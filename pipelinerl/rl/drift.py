@@ -125,7 +125,7 @@ def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
 
 
 def ess_at_lag(model: DriftModel, lag: float) -> float:
-    """Return the modelled ESS of tokens about one lag (optimizer steps): the mean over the rates."""
+    """Return the modelled ESS of tokens of one lag (optimizer steps): the mean over the rates."""
     return math.fsum(math.exp(-rate * lag**model.exponent) for rate in model.rates) / len(model.rates)
 
 

@@ -249,7 +249,7 @@ class _WeightSums:
 
 
 def _add_by(key_T: NDArray[np.integer], log_ratio_T: NDArray[np.float64], sums: dict[int, _WeightSums]) -> None:
-    """Add tokens to the sums of their lag or turn; most answers have one."""
+    """Add tokens to the sums of their lag or turn (key); most answers have one key."""
     first = int(key_T[0])
     keys = [first] if (key_T == first).all() else np.unique(key_T).tolist()
     for key in keys:

@@ -339,7 +339,7 @@ class Scheduler(ABC):
     # ------------------------------------------------------------------------------------------ state
 
     def _finished(self, event: RolloutFinished, commands: list[Command]) -> None:
-        """Record a rollout with its last token; with its score, if that takes no time."""
+        """Record a finished rollout, and its score if scoring took no time."""
         pool, rollout_id, reward = self._pool, event.rollout_id, event.reward
         if event.engine is None:
             group = pool.leave_environment(rollout_id)

@@ -189,7 +189,7 @@ class ObservationReady:
 
     rollout_id: int
     read_tokens: int | None = None
-    """Tokens of its prompt and of all that it has observed so far (count). None: an older trace, which has no such."""
+    """Tokens of its prompt and of all that it has observed so far (count). None: an older trace."""
 
 
 @value
@@ -312,7 +312,7 @@ class StartRollout:
 
 @value
 class AbortRollout:
-    """End a rollout in progress; its partial answer is not wanted."""
+    """End a rollout in progress; its partial answer is discarded."""
 
     rollout_id: int
     engine: int

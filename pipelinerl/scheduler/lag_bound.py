@@ -70,9 +70,9 @@ class LagBound:
         return self._max_lag is None or self.num_live + num_rollouts <= self._capacity(bound, version, left)
 
     def is_safe(self, taken: Mapping[int, int], *, version: int, left: int) -> bool:
-        """Return whether all other live rollouts can be trained in time after ``taken``, by bound, are. O(max_lag).
+        """Return whether all other live rollouts can be trained in time once ``taken`` (by bound) are. O(max_lag).
 
-        ``version``: of the next batch then, ``left`` rollouts of which are not taken then.
+        ``version``: of the next batch then; ``left``: its rollouts not yet taken.
         """
         if self._max_lag is None:
             return True

@@ -5,9 +5,8 @@ Theory of operation. Two machines run side by side and meet in the ready queue.
 * Rollouts: a group is *admitted*, its rollouts start where there is room, finish, are scored; when all
   are scored the group is *ready* (or discarded, if its rewards carry no signal).
 * Trainer: ``IDLE -> TRAINING -> IDLE`` per micro-batch; after the last micro-batch of a step the
-  version rises by one, and every ``publish_every`` versions the weights are published (``PUBLISHING``) unless the
-  previous publication is still on its way to some engine; then the publication is made up for, with the version
-  there is by then, as soon as that has arrived.
+  version rises by one, and every ``publish_every`` versions the weights are published (``PUBLISHING``). If an engine
+  has not yet loaded the previous publication, the newest version is published as soon as all have.
 
 ``handle`` records the event, then decides by looking at the state only. Each kind of schedule says whether a group may
 be admitted, where a ready group goes, which rollouts form the next micro-batch, whether it is time to publish, and what

@@ -334,13 +334,13 @@ class RolloutPool:
         return group
 
     def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
-        """Record that a rollout that has just left its engine, or its environment, has all its tokens and is scored."""
+        """Record that a finished rollout, which has left its engine or environment, is being scored."""
         group.engines[rollout_id % self.group_size] = SCORING
         group.num_scoring += 1
         self.num_scoring += 1
 
     def awaited(self, rollout_id: int) -> RolloutGroup:
-        """Record that a rollout is no longer being scored, and return its group; ``score`` is next if it has one."""
+        """Record the end of a rollout's scoring, and return its group; ``score`` follows if it succeeded."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)
         if group is None or group.engines[member] != SCORING:
@@ -442,7 +442,7 @@ class RolloutPool:
         return rollout_id in self._acting
 
     def oldest(self, group: RolloutGroup) -> int:
-        """Return the version that no token of a group is older than: as reported, once all of it has been."""
+        """Return the oldest version of a group's tokens: a bound until all its rollouts are reported."""
         generated = group.num_scoring + len(group.scored) == self.group_size
         return group.oldest_reported if generated else group.oldest_bound
 

@@ -83,7 +83,7 @@ class PartialRolloutScheduler(Scheduler):
         super()._decide(commands)
 
     def _begin_rl_step(self) -> None:
-        """If enough rollouts are ready and it is safe, choose an RL step's and hold the engines."""
+        """Choose the rollouts of an RL step and hold the engines, if enough are ready and ``max_lag`` is safe."""
         steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self.version)
         num_groups = steps * self.settings.train_batch_size // self.group_size
         if not num_groups or len(self._ready) < num_groups:

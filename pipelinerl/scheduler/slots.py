@@ -78,7 +78,7 @@ class EngineSlots:
             self._last_freed = load
 
     def hold(self, engine: int) -> None:
-        """Give no slot of this engine, which is not held, until it is released."""
+        """Withhold the slots of an engine that is not held, until it is released."""
         assert engine not in self._held
         self._held.add(engine)
         self.num_free -= self._num_free_on(engine)

@@ -98,7 +98,7 @@ class LengthStatistics:
 
     @cached_property
     def share(self) -> FloatArray:
-        """Share of the answers with at least so many tokens, by position."""
+        """Share of the answers that reach a position, by position."""
         pad = -self.lengths.max_tokens % self.width
         counts = np.concatenate([self.lengths.unfinished, np.zeros(pad)])
         share: FloatArray = counts.reshape(-1, self.width).mean(axis=1) / self.lengths.num_sequences

@@ -125,11 +125,11 @@ class TurnMeans:
         return float(width_s * open_still.sum())
 
     def dropped(self, lost: FloatArray) -> FloatArray:
-        """Return the share of turns that find their KV cache gone where idle caches lack a share of their room.
+        """Return the share of turns whose KV cache was evicted, when idle caches lack a share ``lost`` of their room.
 
-        The caches least recently left go first, so those in gaps longer than some T: with E[(gap - T)+] / E[gap] of the
-        room gone, a share P(gap >= T) of the turns misses its own. Where many gaps are about equally long, a little
-        room that is missing drops nearly all of them. Source: Che, Tung and Wang 2002, of least recent use.
+        The least recently used caches go first, so all in gaps longer than some T: with E[(gap - T)+] / E[gap] of the
+        room lost, a share P(gap >= T) of the turns misses its own. Where many gaps are about equally long, a little
+        lost room evicts nearly all of them. Source: Che, Tung and Wang 2002, of least recent use.
         """
         gone, share = _by_threshold(self.gap_quantiles)
         return np.where(lost > 0, np.interp(lost, gone, share), 0.0)

@@ -78,7 +78,7 @@ class Draft:
         return self.length - self.num_observed
 
     def observe(self, words: Sequence[int], *, longest_turn: int) -> None:
-        """Have another turn begin after an observation; the weights it begins with compute its cache again."""
+        """Begin another turn after an observation; its first weights recompute the cache."""
         first, self.length = self.length, self.length + len(words)
         self.word_L[first : self.length] = words
         self.generated_L[first : self.length] = False

@@ -269,5 +269,5 @@ def _check_turns(config: RunConfig, task: TokenTask) -> None:
 
 
 def problem(task: TokenTask, *, seed: int, prompt_id: int) -> tuple[int, ...]:
-    """Return a prompt, which is a function of seed and number alone."""
+    """Return a prompt, a function of seed and ``prompt_id`` alone."""
     return task.draw(named_stream(seed, "problems", prompt_id))

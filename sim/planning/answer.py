@@ -154,9 +154,9 @@ def plan(
     Args:
         config: The run file; its ``plan`` table holds the lists to search and the limits.
         how: Output folder, processes and so on; None: the defaults.
-        whole: Whether the run file is a way to run, to compare with; else it has placeholders.
-        assumed: Keys that nobody gave.
-        effects: Whether keys that no draw moves get the effects of other values, by a screening for each.
+        whole: Whether the run file is a complete candidate, to compare with; else it has placeholders.
+        assumed: Defaults of missing keys.
+        effects: Whether to screen other values of assumed keys that no draw varies.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
@@ -231,7 +231,7 @@ class _Search:
         return outcomes
 
     def job(self, candidate: Candidate) -> Job:
-        """Return a simulation of ``simulate_steps``, but of an RL step at least."""
+        """Return a simulation of ``simulate_steps``; at least one RL step or two publications."""
         least = cycle(candidate) if candidate.schedule.has_rl_steps else 2 * cycle(candidate)
         return Job(candidate, min(self.config.optimizer_steps, max(least, self.steps)))
 

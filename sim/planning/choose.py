@@ -193,7 +193,7 @@ def next_to_simulate(
 def _promises(kept: Sequence[Screened], chances: Sequence[float], within: Sequence[Outcome]) -> list[float]:
     """Return the gain of each candidate over the best outcome within the limits and the best of its kind (tokens/s).
 
-    It is multiplied by ``chances``, the odds of each to keep the limits. Ties gain something too; else faster is
+    It is multiplied by ``chances``, the odds of each to keep the limits. Ties gain, too; without gain, faster is
     better.
     """
     best: dict[str, float] = {}

@@ -46,7 +46,7 @@ def verdict(outcome: Outcome, screener: Screener, limits: Limits) -> str:
 
 
 def unit_of(config: RunConfig) -> int:
-    """Return the number of GPUs that 'more GPUs' adds: a node of 8 in whole engines, or an engine if few are there."""
+    """Return the number of GPUs that 'more GPUs' adds: a node of 8 in whole engines, or one engine below 32 GPUs."""
     engine = config.cluster.tensor_parallel
     return engine * math.ceil(8 / engine) if config.cluster.accelerators >= 32 else engine
 
@@ -109,7 +109,7 @@ def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
     limit = _broken(outcome, free, screener, limits)
     if limit is None:
         if free_gain <= NOTHING:
-            return f"{given} nothing: {_what_stays(free, screener)}"
+            return f"{given} nothing: {_why_no_gain(free, screener)}"
         return f"{given} {free_gain:+.0%}{_where(free.candidate, candidate, more)}"
     if outcome.breaks(limits) is not None:
         return f"{given} {free_gain:+.0%}{_where(free.candidate, candidate, more)}, and {limit.value} stays broken"
@@ -130,7 +130,7 @@ def _where(grown: Candidate, candidate: Candidate, more: int) -> str:
     return f"{words}, {sides.get(generating, f'{generating} of them to generate')}"
 
 
-def _what_stays(grown: Screened, screener: Screener) -> str:
+def _why_no_gain(grown: Screened, screener: Screener) -> str:
     """Return the reason why more GPUs give nothing."""
     config, estimate = grown.candidate.config, grown.estimate
     if config.colocated:

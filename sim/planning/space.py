@@ -370,7 +370,7 @@ def engine_sizes(space: SearchSpace) -> Sequence[int]:
 
 
 def whole_engines(accelerators: int, engine: int) -> int:
-    """Return the accelerators that make whole engines of a size; the others stand idle where all generate."""
+    """Return ``accelerators`` rounded down to whole engines; the others stand idle where all generate."""
     return accelerators // engine * engine
 
 
@@ -603,7 +603,7 @@ def label_of(choice: Choice, space: SearchSpace) -> str:
 
 
 def listed_axes(space: SearchSpace, *, tried: bool) -> Iterator[tuple[Axis, list[Any]]]:
-    """Yield every list of the run file that some kind of schedule ``tried`` has, its values once, or that none has."""
+    """Yield every list of the run file that some schedule ``tried`` uses, its values once, or that none uses."""
     for axis in _REPORT_ORDER:
         values: list[Any] | None = getattr(space.plan, axis.name)
         if values is not None and tried is any(axis.applies_to(schedule) for schedule in space.plan.schedules):
@@ -611,12 +611,12 @@ def listed_axes(space: SearchSpace, *, tried: bool) -> Iterator[tuple[Axis, list
 
 
 def values_of(axis: Axis, choices: Sequence[Choice]) -> set[Any]:
-    """Return the values of an axis in choices whose kind of schedule has it."""
+    """Return the values of an axis in choices whose schedule uses it."""
     return {choice[axis.name] for choice in choices if axis.applies_to(schedule_of(choice))}
 
 
 def unused_values(space: SearchSpace, choices: Sequence[Choice]) -> Iterator[tuple[Axis, Any]]:
-    """Yield every listed value that is in none of some choices, unless no kind of schedule tried has its list."""
+    """Yield every listed value that no choice has, except in lists that no schedule tried uses."""
     for axis, values in listed_axes(space, tried=True):
         used = values_of(axis, choices)
         yield from ((axis, value) for value in values if value not in used)

@@ -335,7 +335,7 @@ def simulation_grid(run: ReconstructedRun, *, training_given: bool) -> Simulatio
 
 
 class Band(NamedTuple):
-    """Seconds: the median of the likely ones, and the ends of a band that holds 80 % of them."""
+    """Likely seconds: median, and ends of a band that holds 80 %."""
 
     low_s: float
     middle_s: float

@@ -346,7 +346,7 @@ def is_collected(header: Sequence[str]) -> bool:
 
 
 def collected_runs(table: Table) -> list[PublishedRun]:
-    """Return the rows of a file of collected columns, translated; columns that it lacks count as empty.
+    """Return the published runs of a table, a row each; missing columns count as empty.
 
     Cells beyond the header belong to ``evidence``, a text in which a comma was not quoted. Raises ConfigError if there
     is no row or no column ``id``, or a cell is no number of the right kind.

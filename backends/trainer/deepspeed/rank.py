@@ -116,7 +116,7 @@ class DeepSpeedRank:
         self._publisher.check(self._engine.module)
 
     def _meet(self, master_address: str, master_port: int, members: Sequence[str] | None) -> None:
-        """Make the group of ranks before DeepSpeed would, whose own is bound to a device: more groups can then hang.
+        """Make the group of ranks before DeepSpeed does: its own is bound to a device, and further groups can hang.
 
         DeepSpeed keeps groups for the life of a process, so a second trainer in this process has the same.
         """

@@ -228,7 +228,7 @@ class Client:
         self._updating = True
 
     async def transfer_faults(self) -> list[str]:
-        """Return, where weights are streamed, why they have not come in full; empty: every worker has loaded them."""
+        """Return the workers' faults in a streamed transfer; empty: every worker has loaded the weights."""
         return [fault for fault in await self.llm.collective_rpc("transfer_fault") if fault]
 
     async def load(self, version: int) -> None:
