@@ -104,9 +104,9 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
             axes.grid(axis="y")
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     figure.supylabel("lag (optimizer steps)")
-    panels[-1][0].set(xlabel="optimizer step")
+    panels[-1][0].set(xlabel="optimizer step" if columns == 1 else "optimizer step (smoothed)")
     if columns == 2:
-        panels[-1][1].set(xlabel="optimizer step, the last 100 in full")
+        panels[-1][1].set(xlabel="optimizer step (the last 100, not smoothed)")
     handles: list[Artist] = [
         Line2D([], [], color=INK, linewidth=0.6, label="largest lag of a token"),
         Line2D([], [], color=INK, label="mean lag"),
@@ -143,7 +143,7 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
     handles: list[Artist] = [Patch(color=MUTED, linewidth=0, label="trained tokens")]
     if any(run.report.max_lag is not None for run in runs):
         handles.append(Line2D([], [], label="max_lag", **LIMIT))
-    title = "How old the trained tokens are"
+    title = "Trained tokens by lag"
     figure.legend(handles=handles, loc="outside upper left", ncols=2, title=title, alignment="left")
     return figure
 
