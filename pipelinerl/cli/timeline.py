@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import refuse_no_file
-from pipelinerl.cli.output import say, status
+from pipelinerl.cli.output import print_line, status
 from pipelinerl.errors import ConfigError
 
 
@@ -33,9 +33,9 @@ def timeline(
         made = read_timeline(folder, begin_s=begin_s, end_s=end_s)
         write_timeline(made, out)
     counts = made.counts
-    say(
+    print_line(
         f"{out}: {counts.optimizer_steps} optimizer steps, {counts.rollouts_finished} rollouts finished, "
         f"{counts.weights_loaded} weights loaded; without {counts.stays_left_out} stays of rollouts that had no lane"
     )
     if counts.cut_at_s is not None:
-        say(f"cut at {counts.cut_at_s:.6g} s, where the file is full: go on with --begin {counts.cut_at_s:.6g}")
+        print_line(f"cut at {counts.cut_at_s:.6g} s, where the file is full: go on with --begin {counts.cut_at_s:.6g}")

@@ -12,6 +12,7 @@ from hostile_names import HIDDEN, NAMES, visible
 from tiny_comparison import CONVENTIONAL, PIPELINE, run
 from tiny_plan import in_this_process
 
+import pipelinerl
 from analysis.timeline import read_timeline
 from pipelinerl.api import compare
 from pipelinerl.cli.output import complain
@@ -103,3 +104,8 @@ def test_a_timeline_has_no_text_of_a_run(command: Command, tmp_path: Path) -> No
     text = json.dumps(read_timeline(folder).entries)
     assert '"forward"' in text
     assert [name for name in NAMES if json.dumps(name)[1:-1] in text] == []
+
+
+def test_one_function_prints_what_pages_do_not() -> None:
+    files = [path for path in (Path(pipelinerl.__file__).parent).rglob("*.py") if "typer.echo(" in path.read_text()]
+    assert [path.name for path in files] == ["output.py"]
