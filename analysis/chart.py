@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from analysis.read import Run
 from analysis.style import COLUMN_IN, INK, MUTED, SeriesStyle, add_legend, handy_scale, house_style, make_panels
 from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.explain import printable
 
 SMALL_PT = 1.6
 
@@ -90,7 +91,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Chart:
-    """One panel."""
+    """One panel; its texts are ``printable``."""
 
     title: str
     caption: str = ""
@@ -99,6 +100,11 @@ class Chart:
     series: Sequence[Series]
     switch: str | None = "y"
     """Axis that a page can turn logarithmic. None: neither."""
+
+    def __post_init__(self) -> None:
+        """Escape unseen characters."""
+        for one in fields(self):
+            object.__setattr__(self, one.name, printable(getattr(self, one.name)))
 
 
 @house_style

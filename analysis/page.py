@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
 from importlib import resources
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from bokeh.embed import file_html
 from bokeh.models import ColumnDataSource as Source
-from bokeh.models import (
-    DataTable,
-    HoverTool,
-    HTMLTemplateFormatter,
-    Legend,
-    LegendItem,
-    NumeralTickFormatter,
-    TableColumn,
-    TabPanel,
-    Tabs,
-)
+from bokeh.models import HoverTool, Legend, LegendItem, NumeralTickFormatter, TabPanel, Tabs
 from bokeh.plotting import figure as new_figure
 from bokeh.resources import INLINE
 from jinja2 import Environment
@@ -40,10 +31,6 @@ HEIGHT, ROW_HEIGHT_OF_CHART = 360, 26
 """Height of a chart, and of each of its rows where it has rows (pixels)."""
 MAX_POINTS = 1000
 """Most points of a line (count); longer lines are thinned out."""
-ROW_HEIGHT = 26
-"""Of a table (pixels)."""
-LETTER_WIDTH = 7
-"""Width of a letter in a table, about (pixels)."""
 CLOUD_SIZE, PIXELS_PER_PT = 4, 1.6
 """Size of a point of a cloud, and size of other points per pt of a file (pixels)."""
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
@@ -67,26 +54,45 @@ def run_charts(runs: Sequence[Run], comparison: ComparisonReport | None = None) 
 
 
 def page_html(page: Page, charts: Sequence[Chart]) -> str:
-    """Return the text of the file, with the charts below text and tables."""
+    """Return the text of the file, with the charts below text and tables.
+
+    The template escapes all text; Bokeh gets text only where it shows it as text: legends, rows of an axis, tooltips.
+    Should that fail, the page's policy loads nothing, runs no script but Bokeh's and ours, known by their hashes, and
+    evaluates none (hence no ``CustomJS``, no ``DataTable``). Bokeh makes its styles in the browser: they are allowed.
+    """
     models = interactive(charts)
     template = Environment(autoescape=True).from_string((resources.files("analysis") / "page.html").read_text("utf-8"))
-    drawn = {f"table{number}": sortable(table) for number, table in enumerate(page.tables) if table.sortable}
-    drawn |= {f"figure{number}": model for number, model in enumerate(models)}
-    for name, model in drawn.items():
-        model.name = name
+    for number, model in enumerate(models):
+        model.name = f"figure{number}"
     link = "data:text/plain;base64," + b64encode((page.run_file or "").encode()).decode()
     words = {"page": page, "figures": charts, "run_file_link": link, "version": pipelinerl.__version__}
-    text: str = file_html([*drawn.values()], INLINE, page.title, template=template, template_variables=words)
+    words |= {"hashes": _hashes, "ranked": _ranked}
+    text: str = file_html(models, INLINE, page.title, template=template, template_variables=words)
     return text
+
+
+def _hashes(*scripts: str) -> str:
+    """Return the sources of a content security policy that allow these script elements, and no other script."""
+    bodies = re.findall("<script[^>]*>(.*?)</script>", "".join(scripts), re.DOTALL)
+    return " ".join(f"'sha256-{b64encode(sha256(body.encode()).digest()).decode()}'" for body in bodies)
+
+
+def _ranked(table: Table) -> list[list[tuple[str, int]]]:
+    """Return each cell with its place when its column is sorted; cells without a number are last."""
+    columns = []
+    for cells in zip(*table.rows, strict=True):
+        keys: list[Any] = [*sort_values([*cells])]
+        places = {key: place for place, key in enumerate(sorted({one for one in keys if one is not None}))}
+        columns.append([(cell, places.get(key, len(places))) for cell, key in zip(cells, keys, strict=True)])
+    return [[*row] for row in zip(*columns, strict=True)]
 
 
 def interactive(charts: Sequence[Chart]) -> list[Any]:
     """Return Bokeh's model of each chart; a series switched off in one is off in all."""
     switches: dict[str, list[Any]] = {}
     models = [_interactive(chart, switches) for chart in charts]
-    for renderers in switches.values():
-        for one, other in pairwise([*renderers, renderers[0]]):
-            one.js_link("visible", other, "visible")
+    for item in (one for model in models for one in model.select({"type": LegendItem})):
+        item.renderers = switches[item.label.value]
     return models
 
 
@@ -108,12 +114,9 @@ def _interactive(chart: Chart, switches: dict[str, list[Any]]) -> Any:
         axes.toolbar.logo = None
         axes.background_fill_alpha = axes.border_fill_alpha = 0.0
         axes.grid.grid_line_color = PALE
-        entries: dict[str, list[Any]] = {}
         for one in chart.series:
-            entries.setdefault(one.label, []).append(_draw(axes, one, chart))
-        for name, renderers in entries.items():
-            switches.setdefault(name, []).extend(renderers)
-        items = [LegendItem(label=name, renderers=renderers) for name, renderers in entries.items()]
+            switches.setdefault(one.label, []).append(_draw(axes, one, chart))
+        items = [LegendItem(label=name) for name in dict.fromkeys(one.label for one in chart.series)]
         look = {"border_line_color": None, "background_fill_alpha": 0.0, "location": "left", "padding": 0}
         look |= {"ncols": 2, "spacing": 4, "label_text_font_size": "12px"}
         axes.add_layout(Legend(items=items, click_policy="hide", **look), "above")
@@ -191,19 +194,3 @@ def _kept(number: int) -> slice:
     """Return a slice of at most ``MAX_POINTS`` of so many values, the last one included."""
     step = max(1, -(-number // MAX_POINTS))
     return slice((number - 1) % step if number else 0, None, step)
-
-
-def sortable(table: Table) -> Any:
-    """Return a table that a click on the name of a column sorts by its numbers."""
-    data: dict[str, Any] = {}
-    columns = []
-    for number, name in enumerate(table.columns):
-        cells = [row[number] for row in table.rows]
-        data |= {f"value{number}": sort_values(cells), f"text{number}": cells}
-        shown = HTMLTemplateFormatter(template=f'<span title="<%- text{number} %>"><%- text{number} %></span>')
-        width = LETTER_WIDTH * min(110, 3 + max(len(text) for text in (name, *cells)))
-        columns.append(TableColumn(field=f"value{number}", title=name or " ", formatter=shown, width=width))
-    height = ROW_HEIGHT * (len(table.rows) + 1) + 20
-    size = {"width": sum(one.width for one in columns) + 20, "height": height, "row_height": ROW_HEIGHT}
-    plain = {"index_position": None, "autosize_mode": "none", "reorderable": False}
-    return DataTable(source=Source(data), columns=columns, **size, **plain)

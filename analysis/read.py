@@ -20,7 +20,7 @@ from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, METRICS_FILE, PROFILE_FILE, SUMMARY_FILE
 from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.arrays import FloatArray, RealArray
-from pipelinerl.util.explain import read_text
+from pipelinerl.util.explain import printable, read_text
 
 REWARD = "reward/mean"
 """Mean reward of the rollouts of a step; in every line."""
@@ -67,7 +67,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
         if not sum(tokens):
             raise ConfigError(f"{folder / PROFILE_FILE}: lag_histogram.{key} must hold a token")
     return Run(
-        name=name if name is not None else folder.resolve().name,
+        name=printable(name if name is not None else folder.resolve().name),
         report=report,
         steps=steps,
         figure_data=figure_data,

@@ -19,7 +19,7 @@ from pipelinerl.cli.compare import compare
 from pipelinerl.cli.drift import drift
 from pipelinerl.cli.environments import environments
 from pipelinerl.cli.measure import measure
-from pipelinerl.cli.output import complain
+from pipelinerl.cli.output import complain, print_line
 from pipelinerl.cli.plan import plan
 from pipelinerl.cli.plot import plot
 from pipelinerl.cli.replay import replay
@@ -46,7 +46,7 @@ UsageFault: type[Exception] = typer.BadParameter.__mro__[2]
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pipelinerl {pipelinerl.__version__}")
+        print_line(f"pipelinerl {pipelinerl.__version__}")
         raise typer.Exit
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipelinerl.cli.options import HardwareOption, JsonOption, SetOption
-from pipelinerl.cli.output import complain, print_json, status
+from pipelinerl.cli.output import complain, print_json, print_line, status
 from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def calibrate(
     if as_json:
         print_json(hardware_file.as_json(fit) | ({} if log is None else _log_as_json(log)))
     elif log is None:
-        typer.echo(text, nl=False)
+        print_line(text, nl=False)
     else:
         _print_log(log, name, text, out)
 
@@ -164,9 +164,9 @@ def _print_log(log: CalibratedLog, name: str, text: str, out: Path | None) -> No
 
     print_page(log_page(log), name)
     if out is None:
-        typer.echo(f"\n{text}", nl=False)
+        print_line(f"\n{text}", nl=False)
     elif out.suffix != ".toml" and not log.log.asynchronous:
-        typer.echo(f"what if asynchronous: {_asynchronous(log.run, out / 'run.toml')}")
+        print_line(f"what if asynchronous: {_asynchronous(log.run, out / 'run.toml')}")
 
 
 def _log_as_json(result: CalibratedLog) -> dict[str, Any]:

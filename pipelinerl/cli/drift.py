@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import JsonOption
-from pipelinerl.cli.output import print_json, status
+from pipelinerl.cli.output import print_json, print_line, status
 
 
 def drift(
@@ -33,6 +33,6 @@ def drift(
     if as_json:
         print_json({**model.model_dump(), "checks": [asdict(one) for one in checks]})
         return
-    typer.echo(f"[drift]\nexponent = {model.exponent:g}\nrates = [{', '.join(f'{rate:.4g}' for rate in model.rates)}]")
+    print_line(f"[drift]\nexponent = {model.exponent:g}\nrates = [{', '.join(f'{rate:.4g}' for rate in model.rates)}]")
     for one in checks:
-        typer.echo(f"# {one.run}: ESS {one.modelled:.3f} modelled, {one.measured:.3f} measured")
+        print_line(f"# {one.run}: ESS {one.modelled:.3f} modelled, {one.measured:.3f} measured")

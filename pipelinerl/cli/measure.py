@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import JsonOption, needs_extra
-from pipelinerl.cli.output import complain, print_json, status
+from pipelinerl.cli.output import complain, print_json, print_line, status
 
 
 class Device(StrEnum):
@@ -35,13 +35,13 @@ def measure(
             from backends.measure.bench import measure as measure_times
 
         done = measure_times(
-            out, device=device.value, model=model, on_progress=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
+            out, device=device.value, model=model, on_progress=lambda text: print_line(f"pipelinerl: {text}", err=True)
         )
     if as_json:
         print_json(done)
     else:
         rows = ", ".join(f"{count} of {kind}" for kind, count in done["rows"].items())
-        typer.echo(f"{done['device']}: {rows} in {done['seconds']:.0f} s; next: calibrate {out / 'step_times.csv'}")
+        print_line(f"{done['device']}: {rows} in {done['seconds']:.0f} s; next: calibrate {out / 'step_times.csv'}")
     if not done["complete"]:
         complain("interrupted; what was measured is kept")
         raise typer.Exit(1)

@@ -33,15 +33,22 @@ LOOK_FIRST = (
 """Figures to look at first, by file name; the first three that were drawn are shown by path."""
 
 
+def print_line(text: object, *, nl: bool = True, err: bool = False) -> None:
+    """Print a line that drives no terminal, whatever names it has."""
+    from pipelinerl.util.explain import printable
+
+    typer.echo(printable(str(text)), nl=nl, err=err)
+
+
 def complain(text: str) -> None:
     """Print each line on stderr, after the program's name."""
-    for line in text.splitlines():
-        typer.echo(f"pipelinerl: {line}", err=True)
+    for line in text.split("\n"):
+        print_line(f"pipelinerl: {line}", err=True)
 
 
 def print_json(data: Any) -> None:
     """Print results for programs on stdout."""
-    typer.echo(json.dumps(data, indent=2))
+    print_line(json.dumps(data, indent=2))
 
 
 def print_report(report: Report, page: Page, name: str, *, as_json: bool, only_table: bool = False) -> None:
@@ -148,7 +155,7 @@ def draw_kept(folder: Path, *, quiet: bool) -> None:
 
             paths = draw([folder])
         if paths and not quiet:
-            typer.echo(figures_named(paths))
+            print_line(figures_named(paths))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.cli import options
-from pipelinerl.cli.output import complain, draw_kept, print_json, stage_bars
+from pipelinerl.cli.output import complain, draw_kept, print_json, print_line, stage_bars
 
 if TYPE_CHECKING:
     from pipelinerl.records.plan_report import PlanReport
@@ -93,7 +93,7 @@ def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json:
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
         print_page(cases_page(plans, failures=failed) if several else plan_page(reports[0]), name)
     if kept is not None and not as_json:
-        typer.echo(f"the question is in {kept}; change it, and ask: pipelinerl plan {shlex.quote(str(kept))}")
+        print_line(f"the question is in {kept}; change it, and ask: pipelinerl plan {shlex.quote(str(kept))}")
     if out is not None:
         for folder in (one.folder for one in cases if one.report is not None):
             draw_kept(out / folder if several else out, quiet=as_json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.output import status
+from pipelinerl.cli.output import print_line, status
 from pipelinerl.errors import ConfigError
 
 
@@ -32,4 +32,4 @@ def plot(
     except OSError as error:
         raise ConfigError(f"--out must be a folder that can be written, got {figures}: {error.strerror}") from None
     for path in paths:
-        typer.echo(path)
+        print_line(path)

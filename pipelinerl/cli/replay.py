@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import needs_extra
-from pipelinerl.cli.output import status
+from pipelinerl.cli.output import print_line, status
 
 
 def replay(
@@ -28,14 +28,14 @@ def replay(
 
     trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
     if next(trace.records(), None) is None:
-        typer.echo("nothing to compare: the run ended before it began")
+        print_line("nothing to compare: the run ended before it began")
         return
     with status("replaying"):
         result = replay_trace(trace)
     if result.difference is not None:
-        typer.echo(f"different: {result.difference}")
+        print_line(f"different: {result.difference}")
         raise typer.Exit(1)
-    typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
+    print_line(f"identical: {result.num_commands} commands from {result.num_events} events")
     if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
         recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
         with status("learning again"):
@@ -44,6 +44,6 @@ def replay(
 
             now = relearn(trace).fingerprint()
         if now != recorded:
-            typer.echo(f"different: learned weights {now}, recorded {recorded}")
+            print_line(f"different: learned weights {now}, recorded {recorded}")
             raise typer.Exit(1)
-        typer.echo(f"identical: learned weights, SHA-256 {now[:16]}...")
+        print_line(f"identical: learned weights, SHA-256 {now[:16]}...")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.cli.options import refuse_no_file
-from pipelinerl.cli.output import status
+from pipelinerl.cli.output import print_line, status
 from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def report(
     except OSError as error:
         raise ConfigError(f"--out must be a file that can be written, got {out}: {error.strerror}") from None
     size = len(text.encode())
-    typer.echo(f"{out}: {size / 1e6:.2f} MB" if size >= LEAST_MB else f"{out}: {size / 1e3:.1f} kB")
+    print_line(f"{out}: {size / 1e6:.2f} MB" if size >= LEAST_MB else f"{out}: {size / 1e3:.1f} kB")
     if show:
         webbrowser.open(out.resolve().as_uri())
 

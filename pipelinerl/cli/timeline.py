@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import refuse_no_file
-from pipelinerl.cli.output import status
+from pipelinerl.cli.output import print_line, status
 from pipelinerl.errors import ConfigError
 
 
@@ -35,11 +35,11 @@ def timeline(
         made = read_timeline(folder, begin_s=begin_s, end_s=end_s)
         write_timeline(made, out)
     counts = made.counts
-    typer.echo(
+    print_line(
         f"{out}: {counts.optimizer_steps} optimizer steps, {counts.rollouts_finished} rollouts finished, "
         f"{counts.weights_loaded} weight loads"
     )
     if counts.stays_left_out:
         typer.echo(f"left out: {counts.stays_left_out} rollouts on an engine or environment without a free track")
     if counts.cut_at_s is not None:
-        typer.echo(f"cut at {counts.cut_at_s:.6g} s, where the file is full: go on with --begin {counts.cut_at_s:.6g}")
+        print_line(f"cut at {counts.cut_at_s:.6g} s, where the file is full: go on with --begin {counts.cut_at_s:.6g}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from html import escape
 
 from pipelinerl.records.cost import CostReport
+from pipelinerl.util.explain import printable
 
 COMMAND = "$ "
 """Starts a line that is a command."""
@@ -66,7 +68,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A report for a reader who has nothing else."""
+    """A report for a reader who has nothing else; its texts are ``printable``."""
 
     title: str
     question: str
@@ -81,6 +83,11 @@ class Page:
     """A line each; on pages only."""
     run_file: str | None = None
 
+    def __post_init__(self) -> None:
+        """Escape unseen characters."""
+        for one in fields(self):
+            object.__setattr__(self, one.name, printable(getattr(self, one.name)))
+
 
 def sort_values(cells: list[str]) -> list[float | None] | list[str]:
     """Return the keys that sort a column: the numbers that cells begin with (None: no value), or else the texts.
@@ -94,7 +101,7 @@ def sort_values(cells: list[str]) -> list[float | None] | list[str]:
 
 
 def page_markdown(page: Page) -> str:
-    """Return a page for a pull request: tables in Markdown, the run file folded away."""
+    """Return a page for a pull request: the run file is folded away, and no name makes HTML or a link."""
     lines = [f"# {page.title}", "", f"**{page.question}**", "", page.answer, ""]
     lines += [f"- {name}: {text}" for name, text in page.facts]
     for one in page.sections:
@@ -103,8 +110,10 @@ def page_markdown(page: Page) -> str:
         lines += ["", f"## {capitalised(table.title)}", "", *markdown_table(table.columns, table.rows)]
         lines += ["", table.note] if table.note else []
     lines += _list("Assumptions", page.assumptions)
+    lines = [escape(line, quote=False).replace("](", "]\\(") for line in lines]
     if page.run_file is not None:
-        fold = ["<details><summary>The run file</summary>", "", "```toml", page.run_file.rstrip(), "```", ""]
+        fence = "`" * max(3, *(1 + len(one) for one in re.findall("`*", page.run_file)))
+        fold = ["<details><summary>The run file</summary>", "", f"{fence}toml", page.run_file.rstrip(), fence, ""]
         lines += ["", *fold, "</details>"]
     return "\n".join(lines) + "\n"
 

@@ -6,34 +6,40 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table
 from pipelinerl.records.check_report import Finding
+from pipelinerl.util.explain import printable
 
-FINDINGS = {Finding.OK: "green", Finding.SLOW: "yellow", Finding.WRONG: "bold red", Finding.UNCHECKED: "dim"}
+FINDINGS: dict[str, str] = {
+    Finding.OK: "green",
+    Finding.SLOW: "yellow",
+    Finding.WRONG: "bold red",
+    Finding.UNCHECKED: "dim",
+}
 
 
 def print_page(page: Page, name: str, *, only_table: bool = False) -> None:
     """Print answer, first table and sections of a page, or the table alone; ``name`` is before the table's title."""
-    console = Console()
+    console = Console(markup=False, emoji=False)
     answers = [one for one in page.sections if one.place is Place.ANSWER]
     if answers:
         _print_answers(console, [Section("answer", page.answer.splitlines()), *answers])
     table = page.tables[0]
-    console.print(_drawn(table, name))
+    console.print(_drawn(table, printable(name)))
     if table.note:
-        console.print(escape(f"{table.note}\n" if answers else table.note), style="dim")
+        console.print(f"{table.note}\n" if answers else table.note, style="dim")
     if only_table:
         return
     if answers:
         for fact, text in page.facts:
-            console.print(f"{fact.lower()}: {text}", soft_wrap=True, markup=False, highlight=False)
+            console.print(f"{fact.lower()}: {text}", soft_wrap=True, highlight=False)
     for line in _lines(page):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False)
     if page.answer and not answers:
-        console.print(page.answer, markup=False, highlight=False)
+        console.print(page.answer, highlight=False)
 
 
 def _lines(page: Page) -> Iterator[str]:
@@ -52,15 +58,15 @@ def _print_answers(console: Console, answers: list[Section]) -> None:
     for one in answers:
         words = [line for line in one.lines if not line.startswith(COMMAND)]
         if words:
-            grid.add_row(escape(one.title), escape("\n".join(words)))
+            grid.add_row(one.title, "\n".join(words))
     console.print(grid)
     for line in (line for one in answers for line in one.lines if line.startswith(COMMAND)):
-        console.print(escape(line), soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print()
 
 
 def _drawn(table: Table, name: str) -> RichTable:
-    title, columns = escape(f"{name}: {table.title}"), table.columns[: table.terminal_columns]
+    title, columns = f"{name}: {table.title}", table.columns[: table.terminal_columns]
     if not table.sortable:  # ruled
         drawn = RichTable(title=title, title_justify="left", show_header=any(columns))
     else:
@@ -79,17 +85,16 @@ def _drawn(table: Table, name: str) -> RichTable:
             drawn.add_column(column, justify="left" if column == "finding" else "right", no_wrap=True)
     above = None
     for number, row in enumerate(table.rows):
-        cells = [_styled(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+        cells = [
+            Text(cell, style=FINDINGS.get(cell, "")) if column == "finding" else cell
+            for cell, column in zip(row, table.columns, strict=True)
+        ]
         if table.layout is Layout.STACKED:
             cells = [f"{cells[0]}\n  {cells[1]}", *cells[2:]]
         elif table.layout is Layout.GROUPED:
             if cells[0] != above:
                 drawn.add_section()
-                drawn.add_row(f"[bold]{cells[0]}[/bold]")
+                drawn.add_row(Text(row[0], style="bold"))
             above, *cells = cells
         drawn.add_row(*cells[: len(columns)], style="bold" if number == table.marked else None)
     return drawn
-
-
-def _styled(cell: str, column: str) -> str:
-    return f"[{FINDINGS[Finding(cell)]}]{cell}[/]" if column == "finding" else escape(cell)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -13,6 +16,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipelinerl.errors import ConfigError, RunFailedError
+
+UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode categories of characters that drive terminals, turn or hide text, or have no bytes in UTF-8."""
 
 
 @contextmanager
@@ -47,6 +53,24 @@ def shown(value: Any) -> str:
     """Return a value as a user would write it, on one line, cut to a readable length: 80 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def printable(value: Any) -> Any:
+    """Return text, or all text in a container, with unseen characters but tabs and line ends as Python's escapes."""
+    match value:
+        case str() if not isinstance(value, Enum) and not value.isprintable():
+            kept = ("\t", "\n")
+            return "".join(
+                repr(one)[1:-1] if one not in kept and unicodedata.category(one) in UNSEEN else one
+                for one in value.replace("\r\n", "\n")
+            )
+        case list() | tuple():
+            return type(value)(printable(one) for one in value)
+        case dict():
+            return {printable(key): printable(one) for key, one in value.items()}
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{one.name: printable(getattr(value, one.name)) for one in fields(value)})
+    return value
 
 
 def read_text(path: Path, what: str = "") -> str:
