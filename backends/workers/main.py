@@ -132,7 +132,7 @@ def _fault(answer: object) -> str | None:
     elif content and max(content) >= TOKENS_END:
         return f"content must have tokens below {TOKENS_END}, got {max(content)}"
     if not isinstance(reward, Real) or not math.isfinite(reward):
-        return f"reward must be a finite number, got {reward!r}"
+        return f"reward must be a finite number, got {reward!r:.100}"
     return None if isinstance(answer.done, bool) else f"done must be true or false, got {answer.done!r}"
 
 

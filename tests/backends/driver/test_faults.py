@@ -180,6 +180,15 @@ def test_a_rollout_that_cannot_be_prompted_or_rewarded_fails_and_the_run_goes_on
     assert says in caplog.text
 
 
+def test_a_failure_is_one_line_of_a_few_hundred_characters_however_long_its_message(out, caplog):
+    def moody(problem):
+        raise RuntimeError("no reward " * 100_000)
+
+    with pytest.raises(RunFailedError, match="stalled"):
+        run(config := config_of(discard_limit=50), out, parts_of(config, task=Letters(reward=moody)))
+    assert 100 < max(map(len, caplog.messages)) < 500
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(out, kind):
     config = config_of(kind=kind, train={"evaluation": {"problems": 8}})

@@ -309,6 +309,7 @@ def test_held_out_problems_are_played_with_environments_of_their_own(out, kind):
         (Observation((3, -1)), "content must be text or a tuple of tokens, got tuple"),
         (Observation((3, 1.5)), "content must be text or a tuple of tokens, got tuple"),
         (Observation("", "1"), "reward must be a finite number, got '1'"),
+        (Observation("", "1" * 10**6), f"reward must be a finite number, got '{'1' * 99}"),
         (Observation("", float("inf")), "reward must be a finite number, got inf"),
         (Observation(done=1), "done must be true or false, got 1"),
     ],
