@@ -124,12 +124,9 @@ def _fault(answer: object) -> str | None:
         return f"content must be text or a tuple of tokens, got {type(content).__name__}"
     if len(content) > LONGEST_ANSWER:
         return f"content must have at most {LONGEST_ANSWER} characters or tokens, got {len(content)}"
-    if isinstance(content, str):
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:  # no tokenizer takes it
-            return f"content must be text that UTF-8 can encode, got {content[error.start]!r} at {error.start}"
-    elif content and max(content) >= TOKENS_END:
+    if isinstance(content, str) and content.encode(errors="ignore").decode() != content:
+        return "content must be text that UTF-8 can encode"  # no tokenizer takes it
+    if not isinstance(content, str) and max(content, default=0) >= TOKENS_END:
         return f"content must have tokens below {TOKENS_END}, got {max(content)}"
     if not isinstance(reward, Real) or not math.isfinite(reward):
         return f"reward must be a finite number, got {reward!r:.100}"

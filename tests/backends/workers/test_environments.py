@@ -178,7 +178,7 @@ WAYS = {
     "hangs": "its step took more than 1 s",
     "raises": "its step raised RuntimeError: no game today",
     "megabytes": "its step gave no observation: content must have at most 1048576 characters or tokens, got 5000000",
-    "undecodable": "its step gave no observation: content must be text that UTF-8 can encode, got '\\udcff' at 0",
+    "undecodable": "its step gave no observation: content must be text that UTF-8 can encode",
     "giant": "its step gave no observation: content must have tokens below 2147483648, got 9223372036854775808",
     "nonsense": "its step gave no observation: reward must be a finite number, got nan",
 }
