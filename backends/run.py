@@ -16,6 +16,7 @@ from typing import Any
 from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver.lifecycle import Driver
 from backends.driver.metrics import MetricsLog, SamplesLog
+from backends.driver.tasks import DriverLoop
 from backends.interface import Backend, Parts
 from backends.kinds import backend_of
 from backends.preflight import check_run, evaluation_task, task_of
@@ -132,7 +133,8 @@ def _attempt(
     )
     with closing(log):
         try:
-            asyncio.run(_driven(driver))
+            with asyncio.Runner(loop_factory=DriverLoop) as runner:
+                runner.run(_driven(driver))
         finally:
             summary = recording.finish(driver.summary())
     return summary

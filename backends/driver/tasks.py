@@ -1,14 +1,41 @@
-"""The asyncio tasks of a run: the first one that fails ends it."""
+"""The asyncio tasks of a run, of which the first that fails ends it, and the clock of their time-outs."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from pipelinerl.errors import RunInterruptedError
 
 T = TypeVar("T")
+LOG = logging.getLogger("pipelinerl")
+TICK_S, LONGEST_TICK_S = 1.0, 10.0
+"""Between two looks at the clock; if more passes the process stood still."""
+
+
+class DriverLoop(asyncio.SelectorEventLoop):
+    """Its clock stands while this process does (Ctrl-Z, a job scheduler's SIGSTOP): nobody else was late then."""
+
+    _seen_s, _stood_s = math.inf, 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tick()
+
+    def time(self) -> float:
+        """Return the seconds by which time-outs are counted."""
+        now_s = super().time()
+        if now_s - self._seen_s > LONGEST_TICK_S:
+            self._stood_s += now_s - self._seen_s
+            LOG.warning("this process stood still for %.0f s; time-outs do not count them", now_s - self._seen_s)
+        self._seen_s = now_s
+        return now_s - self._stood_s
+
+    def _tick(self) -> None:
+        self.call_later(TICK_S, self._tick)
 
 
 class RunTasks:

@@ -44,6 +44,8 @@ ENVIRONMENT, REWARDS = "environment", "rewards"
 CLOSE_LIMIT_S = 5.0
 LONGEST_ANSWER = 1 << 20
 """Characters, or tokens."""
+TOKENS_END = 2**31
+"""No vocabulary has a token from here on."""
 
 
 def main() -> None:
@@ -122,8 +124,12 @@ def _fault(answer: object) -> str | None:
         return f"content must be text or a tuple of tokens, got {type(content).__name__}"
     if len(content) > LONGEST_ANSWER:
         return f"content must have at most {LONGEST_ANSWER} characters or tokens, got {len(content)}"
+    if isinstance(content, str) and content.encode(errors="ignore").decode() != content:
+        return "content must be text that UTF-8 can encode"  # no tokenizer takes it
+    if not isinstance(content, str) and max(content, default=0) >= TOKENS_END:
+        return f"content must have tokens below {TOKENS_END}, got {max(content)}"
     if not isinstance(reward, Real) or not math.isfinite(reward):
-        return f"reward must be a finite number, got {reward!r}"
+        return f"reward must be a finite number, got {reward!r:.100}"
     return None if isinstance(answer.done, bool) else f"done must be true or false, got {answer.done!r}"
 
 

@@ -49,9 +49,13 @@ def named_value(name: str, shipped: Mapping[str, T], kind: type[T], *, key: str)
     return found
 
 
+LONGEST_MESSAGE = 300
+"""Characters; an error may hold megabytes of data."""
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return str(error).strip().partition("\n")[0].rstrip()
+    """Return the first line of an error's message, its first ``LONGEST_MESSAGE`` characters."""
+    return str(error).strip().partition("\n")[0][:LONGEST_MESSAGE].rstrip()
 
 
 def kind_and_line(error: BaseException) -> str:

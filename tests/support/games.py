@@ -87,6 +87,10 @@ class Hostile(Game):
                 raise RuntimeError("no game today")
             case "megabytes":
                 return Observation("x" * 5_000_000)
+            case "undecodable":
+                return Observation(b"\xff".decode(errors="surrogateescape"))
+            case "giant":
+                return Observation((2**63,))
         return Observation(reward=float("nan"))
 
     async def reset(self, index: int, *, held_out: bool) -> Content:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from command_line import has_rows, wait_for
 from in_memory import config_of, parts_of, run, run_checked
 
@@ -71,5 +75,71 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one
     assert "partial" not in {path.name for path in (out / FOLDER).iterdir()}
 
 
+KILLED = config_of(steps=8, longest=20, train={"checkpoint": {"every": 2, "keep": 1}})
+NUM_KILLS = 20
+FILES_CHANGE = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_run_that_is_killed_anywhere_in_the_writing_of_checkpoints_goes_on_from_a_whole_one(tmp_path: Path) -> None:
+    """At 20 of all operations on files, from the first whole checkpoint on, evenly spread: nothing is trained twice."""
+    process = subprocess.run(
+        [sys.executable, __file__, tmp_path, "killed"],
+        capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    before = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(before) == NUM_KILLS
+    assert {2, 4, 6} <= set(before)  # steps of the checkpoints that they go on from
+
+
+def _in_a_process_of_its_own(work: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            sys.stdout.flush()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _kill_it_everywhere(folder: Path) -> None:
+    counted = folder / "counted"
+
+    def first(out: Path, *, killed_at: int | None) -> None:
+        numbers = itertools.count(1)
+        last = 0
+
+        def look(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal last
+            if event in FILES_CHANGE and (event in {"os.remove", "os.rmdir"} or FOLDER in str(arguments[0])):
+                if not last and not (out / FOLDER / "step_000002").exists():
+                    return
+                last = next(numbers)
+                if last == killed_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(look)
+        run(KILLED, out, parts_of(KILLED))
+        counted.write_text(str(last))
+
+    def goes_on(out: Path) -> None:
+        sys.stdout.write(f"{read_newest(out, KILLED).state.version}\n")
+        run_checked(KILLED, out, resume=True)
+
+    assert _in_a_process_of_its_own(lambda: first(folder / "whole", killed_at=None)) == 0
+    for number in range(NUM_KILLS):
+        out = folder / str(number)
+        killed_at = 1 + number * int(counted.read_text()) // NUM_KILLS
+        status = _in_a_process_of_its_own(lambda out=out, at=killed_at: first(out, killed_at=at))
+        assert status == -signal.SIGKILL
+        assert _in_a_process_of_its_own(lambda out=out: goes_on(out)) == 0
+
+
 if __name__ == "__main__":
-    run(CONFIG, Path(sys.argv[1]), parts_of(CONFIG, trainer=Writer(hangs_at=6)))
+    if sys.argv[2:]:
+        _kill_it_everywhere(Path(sys.argv[1]))
+    else:
+        run(CONFIG, Path(sys.argv[1]), parts_of(CONFIG, trainer=Writer(hangs_at=6)))

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 from collections import Counter
 from functools import partial
 
@@ -179,6 +180,15 @@ def test_a_rollout_that_cannot_be_prompted_or_rewarded_fails_and_the_run_goes_on
     assert says in caplog.text
 
 
+def test_a_failure_is_one_line_of_a_few_hundred_characters_however_long_its_message(out, caplog):
+    def moody(problem):
+        raise RuntimeError("no reward " * 100_000)
+
+    with pytest.raises(RunFailedError, match="stalled"):
+        run(config := config_of(discard_limit=50), out, parts_of(config, task=Letters(reward=moody)))
+    assert 100 < max(map(len, caplog.messages)) < 500
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(out, kind):
     config = config_of(kind=kind, train={"evaluation": {"problems": 8}})
@@ -269,3 +279,29 @@ def test_rewards_in_processes_that_die_cost_their_groups_only(out):
     assert {one % 7 for one in failed} == {0}
     assert summary.rollouts.failed >= len(failed)
     assert summary.evaluation.success_after == 0.0  # held-out problems are asked there, too: that one dies
+
+
+def test_an_hour_in_which_the_driver_is_stopped_counts_for_no_time_out(out, monkeypatch, caplog):
+    """As by Ctrl-Z, or a job scheduler's SIGSTOP: the clock has gone on, a reward in progress has no answer yet."""
+    begun, stopped, hour, clock = threading.Event(), threading.Event(), [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + hour[0])
+
+    def late(problem):
+        if problem.expected >= 6:
+            begun.set()
+            stopped.wait(60)
+        return 1.0
+
+    class Stopping(FakeTrainer):
+        async def train(self, samples, *, completes_step):
+            if self.version == 2 and not stopped.is_set():
+                while not begun.is_set():
+                    await asyncio.sleep(0.001)
+                hour[0] = 3600.0
+                stopped.set()
+            return await super().train(samples, completes_step=completes_step)
+
+    config = config_of(train={"task": {"name": "arithmetic", "reward_timeout_s": 600}})
+    parts = parts_of(config, task=Letters(reward=late), trainer=Stopping(train_batch_size=8))
+    assert run_checked(config, out, parts).rollouts.failed == 0
+    assert "this process stood still for 3600 s" in caplog.text

@@ -178,6 +178,8 @@ WAYS = {
     "hangs": "its step took more than 1 s",
     "raises": "its step raised RuntimeError: no game today",
     "megabytes": "its step gave no observation: content must have at most 1048576 characters or tokens, got 5000000",
+    "undecodable": "its step gave no observation: content must be text that UTF-8 can encode",
+    "giant": "its step gave no observation: content must have tokens below 2147483648, got 9223372036854775808",
     "nonsense": "its step gave no observation: reward must be a finite number, got nan",
 }
 
@@ -307,6 +309,7 @@ def test_held_out_problems_are_played_with_environments_of_their_own(out, kind):
         (Observation((3, -1)), "content must be text or a tuple of tokens, got tuple"),
         (Observation((3, 1.5)), "content must be text or a tuple of tokens, got tuple"),
         (Observation("", "1"), "reward must be a finite number, got '1'"),
+        (Observation("", "1" * 10**6), f"reward must be a finite number, got '{'1' * 99}"),
         (Observation("", float("inf")), "reward must be a finite number, got inf"),
         (Observation(done=1), "done must be true or false, got 1"),
     ],
