@@ -115,11 +115,6 @@ class EnginePool:
         await self._confirmed[engine_id].wait()
         return await self.serving(engine_id)
 
-    async def load(self, weights: Weights) -> None:
-        """Give all engines these weights, outside of the schedule; nothing is in progress."""
-        self.newest = weights
-        await asyncio.gather(*(self.update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self.engine_ids))
-
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
         while True:
@@ -132,7 +127,10 @@ class EnginePool:
                 self.lost(handle, error)
 
     async def update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
-        """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
+        """Bring the engine of an id to a version; return None if another call or a restart has done it, or will.
+
+        ``TransferError`` if the engine finds its file damaged.
+        """
         if weight_update is WeightUpdate.WAIT:
             await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
         while (handle := self._serving[engine_id]).up.is_set():

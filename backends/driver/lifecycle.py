@@ -37,6 +37,7 @@ from pipelinerl.errors import (
     ReferenceLostError,
     RunFailedError,
     RunInterruptedError,
+    TransferError,
 )
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
@@ -284,9 +285,9 @@ class Driver:
             raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
 
     async def _keep_in_spite_of(self, failure: BaseException) -> None:
-        """Keep a checkpoint although reference or engines are lost, if the trainer does not wait for an engine."""
-        waits = self._config.colocated
-        if not isinstance(failure, ReferenceLostError) and (waits or not isinstance(failure, EngineLostError)):
+        """Keep a checkpoint although reference, engines or files are, if the trainer does not wait for an engine."""
+        waits, well = self._config.colocated, isinstance(failure, ReferenceLostError | TransferError)
+        if not well and (waits or not isinstance(failure, EngineLostError)):
             return
         if self._loop.trainer_task is not None:
             limit_s = self._train.trainer.step_timeout_s if waits else None

@@ -354,9 +354,10 @@ class EventLoop:
             await self._evaluation.finished()
         await self._sync.to_training()
         samples = self._samples_of(command)
-        begin_s = time.monotonic()
-        result = await self._trainer.train(samples, completes_step=command.completes_step)
-        train_s = time.monotonic() - begin_s
+        async with self._sync.trainer_turn:
+            begin_s = time.monotonic()
+            result = await self._trainer.train(samples, completes_step=command.completes_step)
+            train_s = time.monotonic() - begin_s
         state.count_trained(samples, result, command.version, turns=self._turns is not None)
         state.micro_batches.append(command)
         if command.completes_step:
