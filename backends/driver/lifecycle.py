@@ -114,9 +114,7 @@ class Driver:
             tasks=self._tasks,
             metrics=self.metrics,
         )
-        self._preprocessing = Preprocessing(
-            parts.reference, limit=config.scheduler.ready_queue_limit, spawn=self._tasks.spawn
-        )
+        self._preprocessing = Preprocessing(parts.reference, spawn=self._tasks.spawn)
         self._turns = self._evaluation_turns = None
         if config.environment is not None:
             count = config.environment.count

@@ -7,9 +7,9 @@ after the other, as in the simulator, without a lock.
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
 ================  ===============================  ==================================  =========================
-``_generate``     room before training, its engine H per engine (scheduler)            (turn) finished, aborted, failed
+``_generate``     its engine                       H per engine (scheduler)            (turn) finished, aborted, failed
 ``_act``          its environment                  time-outs; ``environment.count``    observation, finished, failed
-``_score``        a reward, the reference model    time-outs                           scored, failed
+``_score``        a reward, the reference model    time-outs; scheduler                scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
 a transfer        trainer and engines beside work  ``update_timeout_s``; one at a time an update of each engine
@@ -210,7 +210,6 @@ class EventLoop:
         if not 0 < len(data.prompt_tokens) <= self._max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
-        await self._preprocessing.room()
         handle = await self._pool.generating(command.engine)
         if self.stop is not None:
             return

@@ -159,6 +159,7 @@ class Scheduler(ABC):
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
         contexts = EngineContexts(num_engines, kv_cache_tokens) if environments and kv_cache_tokens != 0 else None
         self._pool = RolloutPool(slots, group_size=group_size, contexts=contexts)
+        self._room = max(slots.num_free, environments or 0) + settings.ready_queue_limit
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
         self._num_cancelled_at_step = 0  # cancelled rollouts when the last optimizer step ended
 
@@ -186,6 +187,10 @@ class Scheduler(ABC):
     def groups_per_micro_batch(self) -> int:
         """Groups of a micro-batch (count)."""
         return self.settings.micro_batch // self.group_size
+
+    def has_room(self, *, beside: int = 0) -> bool:
+        """Return whether another group may be open, beside so many rollouts that are not (see ``pipeline``)."""
+        return self._pool.num_open + beside + self.group_size <= self._room
 
     def start(self) -> Sequence[Command]:
         """Return the first commands."""

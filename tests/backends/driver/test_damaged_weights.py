@@ -83,6 +83,30 @@ def test_a_version_whose_file_has_a_wrong_bit_is_published_anew_and_costs_no_eng
     )
 
 
+class Several(FakeEngine):
+    """Is lost after a damaged file, as one of several workers."""
+
+    num_lost = 0
+
+    async def update(self, weights, weight_update):
+        try:
+            return await super().update(weights, weight_update)
+        except TransferError:
+            self.num_lost += 1
+            self.die()
+            raise
+
+
+def test_engines_that_a_damaged_file_costs_come_back_to_a_right_one(out, tmp_path):
+    config = config_of(steps=6, longest=40)
+    parts = parts_with(
+        config, tmp_path, lambda weights, version, number: version == 2 and number == 1 and flip(weights)
+    )
+    parts.engines = [Several(num_slots=6, receiver=FILE.receiver(str(tmp_path))) for _ in range(2)]
+    assert run_checked(config, out, parts).engine_restarts == sum(engine.num_lost for engine in parts.engines) > 0
+    assert parts.trainer.published == [1, 2, 2, 3, 4, 5]
+
+
 def test_an_engine_that_comes_back_to_a_damaged_file_gets_it_anew(out, tmp_path):
     """The file changes after the others have loaded it: only the restarted engine reads it again."""
     newest = []
