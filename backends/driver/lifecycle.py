@@ -35,12 +35,12 @@ from pipelinerl.errors import (
     BackendError,
     EngineLostError,
     ReferenceLostError,
-    RunFailedError,
     RunInterruptedError,
     TransferError,
 )
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
+from pipelinerl.records.stall import stalled
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
@@ -156,7 +156,7 @@ class Driver:
             RunFailedError: If the scheduler gave up, or the run was interrupted; a checkpoint has been written.
             BackendError: If the trainer, the reference model, or too many engines, were lost.
         """
-        state, limit = self._state, self._config.scheduler.discard_limit
+        state = self._state
         before = "interrupted before the first optimizer step"
         if self._checkpoint is not None:
             before = (
@@ -175,10 +175,7 @@ class Driver:
             if state.scheduler.stopped is None:
                 await self._until_stopped()
             if state.scheduler.stopped is StopReason.STALLED:
-                raise RunFailedError(
-                    f"stalled: more than scheduler.discard_limit = {limit} rollouts were given up without an optimizer "
-                    "step in between"
-                )
+                raise stalled(state.scheduler)
             await self._conclude()
         finally:
             await self._shut_down()

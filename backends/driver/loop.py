@@ -26,6 +26,7 @@ end with the run: their rollouts fail at their next action or turn.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -47,6 +48,7 @@ from backends.workers.rewards import TaskClient, why_no_reward
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.records.recording import Recorder
+from pipelinerl.records.stall import StallWatch
 from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -73,6 +75,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
 )
 
+LOG = logging.getLogger("pipelinerl")
 ITS_ENVIRONMENT_ENDED = "its environment ended with the run before"
 STOP_TIMEOUT_S = 30.0
 
@@ -106,6 +109,7 @@ class EventLoop:
         self.trainer_task: asyncio.Task[None] | None = None
         self.stop: StopReason | None = None
         self.frozen = False
+        self._stall_watch = StallWatch(LOG.warning)
         self._submitted: set[int] = set()  # rollouts that an engine knows
 
     async def start(self, *, resumed: bool) -> None:
@@ -159,6 +163,8 @@ class EventLoop:
             self._carry_out_all(self._state.scheduler.handle(event))
         except Exception as error:
             self._tasks.fail(error)
+        if self._state.scheduler.given_up:
+            self._stall_watch.look(self.now(), self._state.scheduler)
         if isinstance(event, WeightsLoaded):
             self._evaluation.begin_if_due()
         num_rollouts = isinstance(event, RolloutFinished)

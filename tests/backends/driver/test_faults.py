@@ -269,3 +269,14 @@ def test_rewards_in_processes_that_die_cost_their_groups_only(out):
     assert {one % 7 for one in failed} == {0}
     assert summary.rollouts.failed >= len(failed)
     assert summary.evaluation.success_after == 0.0  # held-out problems are asked there, too: that one dies
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_run_whose_rewards_all_fail_says_so_and_then_ends_in_a_line(out, caplog, monkeypatch, group):
+    monkeypatch.setattr("pipelinerl.records.stall.MANY_ROLLOUTS", 10)
+    monkeypatch.setattr("pipelinerl.records.stall.MANY_BATCHES", 1)
+    config = config_of(group=group, discard_limit=40)
+    with pytest.raises(RunFailedError, match=r"^stalled: .* = 40 .*: a rollout of the group fails; mend train\.task"):
+        run(config, out, parts_of(config, task=Letters(raises_every=1)))
+    (line,) = [one.message for one in caplog.records if "without an optimizer step" in one.message]
+    assert line.startswith("12 rollouts given up" if group == 4 else "11 rollouts given up")
