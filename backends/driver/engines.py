@@ -127,10 +127,7 @@ class EnginePool:
                 self.lost(handle, error)
 
     async def update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
-        """Bring the engine of an id to a version; return None if another call or a restart has done it, or will.
-
-        ``TransferError`` if the engine finds its file damaged.
-        """
+        """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
         if weight_update is WeightUpdate.WAIT:
             await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
         while (handle := self._serving[engine_id]).up.is_set():

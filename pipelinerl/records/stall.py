@@ -21,8 +21,8 @@ _CAUSES = {
 class StallWatch:
     """Says once that many rollouts have been given up without an optimizer step (mutable)."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._version, self._since_s, self._said = say, -1, 0.0, False
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn, self._version, self._since_s, self._warned = warn, -1, 0.0, False
 
     def look(self, time_s: float, scheduler: Scheduler) -> None:
         """Look at a scheduler that has given rollouts up at ``time_s``."""
@@ -30,10 +30,10 @@ class StallWatch:
             self._version, self._since_s = scheduler.version, time_s
         number, seconds = scheduler.given_up.total(), time_s - self._since_s
         many = max(MANY_ROLLOUTS, MANY_BATCHES * scheduler.settings.train_batch_size)
-        if number > many and seconds and not self._said:
-            self._said = True
+        if number > many and seconds and not self._warned:
+            self._warned = True
             rate = f"{number / seconds:,.1f} per second"
-            self._say(f"{number:,} rollouts given up without an optimizer step, {rate}: {_cause(scheduler)}")
+            self._warn(f"{number:,} rollouts given up without an optimizer step, {rate}: {_cause(scheduler)}")
 
 
 def stalled(scheduler: Scheduler) -> RunFailedError:
