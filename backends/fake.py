@@ -145,7 +145,10 @@ class FakeEngine:
             await asyncio.sleep(self._update_s)
             self._check()
             if self._receiver is not None:
-                _check_received(dict(self._receiver.receive(weights)), weights)
+                try:
+                    _check_received(dict(self._receiver.receive(weights)), weights)
+                except BackendError as error:
+                    raise TransferError(str(error)) from error
                 self._receiver.loaded(weights)
             self._weights = weights
             loaded_s = time.monotonic()

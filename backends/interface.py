@@ -92,6 +92,8 @@ class SelfTest:
 
 TRANSFER_ATTEMPTS = 2
 """Times weights are transferred until an engine that refuses them is lost; trainer and engines count alike."""
+PUBLICATIONS = 3
+"""Times a version is published whose file engines find damaged each time; then the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Engine(Protocol):
 
         Raises:
             EngineLostError: If the engine cannot go on. It never serves a mixture of two versions.
+            TransferError: If the file that holds them is damaged; the engine has the weights from before, or is lost.
             WeightsRefusedError: If their names or shapes differ from its model's: the run ends.
         """
 

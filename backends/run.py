@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
@@ -30,6 +31,10 @@ from pipelinerl.rl.problems import Task
 
 LOG = logging.getLogger("pipelinerl")
 MODEL_FOLDER = "model"
+NO_WORD = (
+    "pipelinerl: the run's process has ended without a word: killed, out of memory, or by a reward, which "
+    "train.task.reward_workers keeps apart; --resume goes on from the last checkpoint, if there is one"
+)
 
 Progress = Callable[[StepRow, dict[str, float]], None]
 
@@ -43,6 +48,17 @@ def _frozen_imports() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _last_word() -> Iterator[None]:
+    """Have another process print ``NO_WORD`` if this one ends before this block, as by ``os._exit`` in a reward."""
+    words = ["sh", "-c", 'read -r end || echo "$0" >&2', NO_WORD]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as listener:
+        try:
+            yield
+        finally:
+            listener.communicate(b"end\n")
 
 
 def drive(
@@ -160,7 +176,7 @@ def train(
     checkpoint = read_newest(out, config) if resume else None
     if not resume:
         check_vacant(out)
-    with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports():
+    with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
         return drive(
             config, parts=parts, task=task, evaluation_task=held_out, out=out, checkpoint=checkpoint, on_step=on_step
         )

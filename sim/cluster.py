@@ -36,6 +36,7 @@ from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.tables import LatencyConfig, ResolvedHardware
 from pipelinerl.records.recording import Recorder
+from pipelinerl.records.stall import StallWatch, stalled
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -181,11 +182,12 @@ class SimulatedCluster:
         *,
         engine_factory: EngineFactory = ClosedFormEngine,
         policy: LearningPolicy | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Build the cluster; nothing runs yet.
 
-        Without ``policy`` chance gives answers and rewards, and nothing learns. Raises ConfigError if a file the
-        configuration names cannot be used, or a prompt can never fit.
+        Without ``policy`` chance gives answers and rewards, and nothing learns. ``warn`` gets warnings.
+        Raises ConfigError if a file the configuration names cannot be used, or a prompt can never fit.
         """
         check_turns(config)
         self._config = config
@@ -210,6 +212,7 @@ class SimulatedCluster:
         if config.environment is not None:
             self.rollout_finished, self._start_rollout = self._turn_finished, self._start_turn
         self._scheduler: Scheduler = new_scheduler(config)
+        self._stall_watch = StallWatch(warn)
         settings = _engine_settings(config, hardware, policy)
         if hardware.latency.request_s or hardware.latency.report_s:
             engine_factory = partial(FrontEnd, make=engine_factory, latency=hardware.latency)
@@ -272,10 +275,7 @@ class SimulatedCluster:
         if self._stop is None:
             raise RunInterruptedError("interrupted; what was finished is kept")
         if self._stop is StopReason.STALLED:
-            raise RunFailedError(
-                f"stalled: more than scheduler.discard_limit = {self._config.scheduler.discard_limit} rollouts were "
-                "given up without an optimizer step in between"
-            )
+            raise stalled(self._scheduler)
 
     def interrupt(self) -> None:
         """End the run at the next event; may be called from a signal handler."""
@@ -362,7 +362,9 @@ class SimulatedCluster:
             case DiscardRollouts():
                 for rollout_id in command.rollout_ids:
                     self._forget(rollout_id)
+                self._stall_watch.look(self._now_s, self._scheduler)
             case AbortRollout():
+                self._stall_watch.look(self._now_s, self._scheduler)
                 self._aborting.add(command.rollout_id)
                 self._engines[command.engine].abort(command.rollout_id)
             case Stop():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from pipelinerl.records.step_ledger import Step, StepLedger
 from pipelinerl.records.steps import StepRow
 from pipelinerl.scheduler.kinds import check_lags
 from sim.cluster import SimulatedCluster
+
+LOG = logging.getLogger("pipelinerl")
 
 
 def simulate(
@@ -45,7 +48,9 @@ def simulate(
         RunFailedError: If the run could not reach its end; the folder holds the events until then.
         SchedulerError: If its lags break the promise of its kind of schedule.
     """
-    cluster = SimulatedCluster(config)  # before anything is written: it finds what is wrong with the input
+    cluster = SimulatedCluster(
+        config, warn=LOG.warning
+    )  # before anything is written: it finds what is wrong with the input
     if config.policy is not None:
         return _simulate_learning(config, out=out, trace=trace, on_step=on_step)
     recording = Recording(config, out=out, trace=trace, on_step=on_step)
@@ -96,7 +101,7 @@ def _simulate_learning(
         check_vacant(out)  # not after the base model has been made
     with one_thread(), ExitStack() as files:
         learner = Learner(config)
-        cluster = SimulatedCluster(config, policy=learner)
+        cluster = SimulatedCluster(config, policy=learner, warn=LOG.warning)
         metrics_file: TextIO | None = None
 
         def step_done(row: StepRow) -> None:

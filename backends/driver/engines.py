@@ -115,11 +115,6 @@ class EnginePool:
         await self._confirmed[engine_id].wait()
         return await self.serving(engine_id)
 
-    async def load(self, weights: Weights) -> None:
-        """Give all engines these weights, outside of the schedule; nothing is in progress."""
-        self.newest = weights
-        await asyncio.gather(*(self.update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self.engine_ids))
-
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
         while True:

@@ -35,11 +35,12 @@ from pipelinerl.errors import (
     BackendError,
     EngineLostError,
     ReferenceLostError,
-    RunFailedError,
     RunInterruptedError,
+    TransferError,
 )
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
+from pipelinerl.records.stall import stalled
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
@@ -113,9 +114,7 @@ class Driver:
             tasks=self._tasks,
             metrics=self.metrics,
         )
-        self._preprocessing = Preprocessing(
-            parts.reference, limit=config.scheduler.ready_queue_limit, spawn=self._tasks.spawn
-        )
+        self._preprocessing = Preprocessing(parts.reference, spawn=self._tasks.spawn)
         self._turns = self._evaluation_turns = None
         if config.environment is not None:
             count = config.environment.count
@@ -157,7 +156,7 @@ class Driver:
             RunFailedError: If the scheduler gave up, or the run was interrupted; a checkpoint has been written.
             BackendError: If the trainer, the reference model, or too many engines, were lost.
         """
-        state, limit = self._state, self._config.scheduler.discard_limit
+        state = self._state
         before = "interrupted before the first optimizer step"
         if self._checkpoint is not None:
             before = (
@@ -176,10 +175,7 @@ class Driver:
             if state.scheduler.stopped is None:
                 await self._until_stopped()
             if state.scheduler.stopped is StopReason.STALLED:
-                raise RunFailedError(
-                    f"stalled: more than scheduler.discard_limit = {limit} rollouts were given up without an optimizer "
-                    "step in between"
-                )
+                raise stalled(state.scheduler)
             await self._conclude()
         finally:
             await self._shut_down()
@@ -284,9 +280,9 @@ class Driver:
             raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
 
     async def _keep_in_spite_of(self, failure: BaseException) -> None:
-        """Keep a checkpoint although reference or engines are lost, if the trainer does not wait for an engine."""
-        waits = self._config.colocated
-        if not isinstance(failure, ReferenceLostError) and (waits or not isinstance(failure, EngineLostError)):
+        """Keep a checkpoint although reference, engines or files are, if the trainer does not wait for an engine."""
+        waits, well = self._config.colocated, isinstance(failure, ReferenceLostError | TransferError)
+        if not well and (waits or not isinstance(failure, EngineLostError)):
             return
         if self._loop.trainer_task is not None:
             limit_s = self._train.trainer.step_timeout_s if waits else None

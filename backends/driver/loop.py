@@ -7,9 +7,9 @@ after the other, as in the simulator, without a lock.
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
 ================  ===============================  ==================================  =========================
-``_generate``     room before training, its engine H per engine (scheduler)            (turn) finished, aborted, failed
+``_generate``     its engine                       H per engine (scheduler)            (turn) finished, aborted, failed
 ``_act``          its environment                  time-outs; ``environment.count``    observation, finished, failed
-``_score``        a reward, the reference model    time-outs                           scored, failed
+``_score``        a reward, the reference model    time-outs; scheduler                scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
 a transfer        trainer and engines beside work  ``update_timeout_s``; one at a time an update of each engine
@@ -26,6 +26,7 @@ end with the run: their rollouts fail at their next action or turn.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -47,6 +48,7 @@ from backends.workers.rewards import TaskClient, why_no_reward
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.records.recording import Recorder
+from pipelinerl.records.stall import StallWatch
 from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -73,6 +75,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
 )
 
+LOG = logging.getLogger("pipelinerl")
 ITS_ENVIRONMENT_ENDED = "its environment ended with the run before"
 STOP_TIMEOUT_S = 30.0
 
@@ -106,6 +109,7 @@ class EventLoop:
         self.trainer_task: asyncio.Task[None] | None = None
         self.stop: StopReason | None = None
         self.frozen = False
+        self._stall_watch = StallWatch(LOG.warning)
         self._submitted: set[int] = set()  # rollouts that an engine knows
 
     async def start(self, *, resumed: bool) -> None:
@@ -159,6 +163,8 @@ class EventLoop:
             self._carry_out_all(self._state.scheduler.handle(event))
         except Exception as error:
             self._tasks.fail(error)
+        if self._state.scheduler.given_up:
+            self._stall_watch.look(self.now(), self._state.scheduler)
         if isinstance(event, WeightsLoaded):
             self._evaluation.begin_if_due()
         num_rollouts = isinstance(event, RolloutFinished)
@@ -210,7 +216,6 @@ class EventLoop:
         if not 0 < len(data.prompt_tokens) <= self._max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
-        await self._preprocessing.room()
         handle = await self._pool.generating(command.engine)
         if self.stop is not None:
             return
@@ -354,9 +359,10 @@ class EventLoop:
             await self._evaluation.finished()
         await self._sync.to_training()
         samples = self._samples_of(command)
-        begin_s = time.monotonic()
-        result = await self._trainer.train(samples, completes_step=command.completes_step)
-        train_s = time.monotonic() - begin_s
+        async with self._sync.trainer_turn:
+            begin_s = time.monotonic()
+            result = await self._trainer.train(samples, completes_step=command.completes_step)
+            train_s = time.monotonic() - begin_s
         state.count_trained(samples, result, command.version, turns=self._turns is not None)
         state.micro_batches.append(command)
         if command.completes_step:

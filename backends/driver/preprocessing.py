@@ -2,10 +2,8 @@
 
 Theory of operation. A free reference model gets all waiting rollouts as one batch, while engines generate and the
 trainer trains; one batch at a time, with the time-out of ``ReferenceSettings``. With ``kl_coefficient = 0`` there is no
-reference model and nothing waits. The scheduler bounds rollouts in flight and ready rollouts, but not the ones between:
-when ``limit`` rollouts wait here, no rollout is submitted to an engine until the next batch is taken. So at most
-``limit`` and the rollouts then in flight or being rewarded wait. A lost reference model is restarted and gets the same
-batch, ``RESTARTS`` times in a run; then the run ends.
+reference model and nothing waits. The scheduler bounds the rollouts that wait, which are being scored. A lost reference
+model is restarted and gets the same batch, ``RESTARTS`` times in a run; then the run ends.
 """
 
 from __future__ import annotations
@@ -27,18 +25,12 @@ RESTARTS = 1
 
 
 class Preprocessing:
-    """The stage before training: generation pauses when ``limit`` rollouts wait. ``reference`` None: none waits."""
+    """The stage before training. ``reference`` None: none waits."""
 
     def __init__(
-        self,
-        reference: Reference | None,
-        *,
-        limit: int,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        self, reference: Reference | None, *, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     ) -> None:
-        self._reference, self._limit, self._spawn = reference, limit, spawn
-        self._room = asyncio.Event()
-        self._room.set()
+        self._reference, self._spawn = reference, spawn
         self._waiting: list[tuple[RolloutData, asyncio.Future[NDArray[np.float32]]]] = []
         self._busy = False
         self._restarts_left = RESTARTS
@@ -49,18 +41,12 @@ class Preprocessing:
         if self._reference is not None:
             await self._reference.start()
 
-    async def room(self) -> None:
-        """Wait until fewer than ``limit`` rollouts wait."""
-        await self._room.wait()
-
     async def reference_logprobs(self, data: RolloutData) -> NDArray[np.float32] | None:
         """Return reference log-probabilities (nats), shape [T], or None; never returns if that model is lost."""
         if self._reference is None:
             return None
         future: asyncio.Future[NDArray[np.float32]] = asyncio.get_running_loop().create_future()
         self._waiting.append((data, future))
-        if len(self._waiting) >= self._limit:
-            self._room.clear()
         if not self._busy:
             self._busy = True
             self._spawn(self._work(self._reference))
@@ -69,7 +55,6 @@ class Preprocessing:
     async def _work(self, reference: Reference) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            self._room.set()
             try:
                 logprobs = await self._asked(reference, [data for data, _ in batch])
             except ReferenceLostError as error:

@@ -8,7 +8,8 @@ not kept: engines load them while the trainer sends, and all stand still until t
 
 When a transfer fails, it is tried again without the lost engines. An engine that has no weights when it is to load
 them counts as lost. Nothing waits for a lost engine: it gets the newest weights before it generates again. So its id
-is reported to have a version once the other engines have it: no engine serves that id with an older one.
+is reported to have a version once the other engines have it: no engine serves that id with an older one. A file that
+engines find damaged is published anew from the weights that the trainer has by then: reported lags may be too large.
 
 Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate.
 
@@ -33,7 +34,7 @@ from typing import Any
 from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.metrics import StepMetrics
 from backends.driver.tasks import RunTasks
-from backends.interface import TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
+from backends.interface import PUBLICATIONS, TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
 from backends.transfer.transport import is_mismatch
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import PublishWeights, WeightsLoaded, WeightUpdate
@@ -144,6 +145,10 @@ class WeightSync:
         self._standing_still = group is not None and group.standing_still
         self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
+        self.trainer_turn = asyncio.Lock()
+        """Held while the trainer trains or publishes."""
+        self._repairing = asyncio.Lock()
+        self._num_published = 0  # times, of the newest version
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
@@ -166,7 +171,8 @@ class WeightSync:
             await self._stream(weights, WeightUpdate.KEEP)
         else:
             await self._transfer(weights)
-        await self._pool.load(weights)
+        updates = (self._update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self._pool.engine_ids)
+        await asyncio.gather(*updates)
 
     async def bring_back(self, handle: EngineHandle) -> None:
         """Make a restarted engine load the newest weights; then it is up.
@@ -185,16 +191,49 @@ class WeightSync:
                         for error in (await self._group.form([handle.engine_id])).values():
                             raise error
                         await self._group.send(newest)
-                    await handle.engine.update(newest, WeightUpdate.KEEP)
+                    try:
+                        await handle.engine.update(newest, WeightUpdate.KEEP)
+                    except TransferError as damage:
+                        if self.takes_turns:  # the other engines generate in the trainer's memory
+                            raise
+                        await self._publish_anew(newest, damage)
+                        continue
                 handle.version, loaded = newest.version, newest
             handle.up.set()
         self._metrics.restarted()
 
-    async def _snapshot(self, version: int) -> Weights:
-        async with self._turn():
+    async def _snapshot(self, version: int, *, number: int = 1) -> Weights:
+        async with self._turn(), self.trainer_turn:
             weights = await self._trainer.publish(version)
             self._pool.newest = weights
+            self._num_published = number
         return weights
+
+    async def _update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+        """Bring an engine to a version, as ``EnginePool.update``; a damaged file is published anew."""
+        while True:
+            try:
+                return await self._pool.update(engine_id, weights, weight_update)
+            except TransferError as damage:
+                weights = await self._publish_anew(weights, damage)
+
+    async def _publish_anew(self, damaged: Weights, damage: TransferError) -> Weights:
+        """Publish a version once more for all engines that find it damaged; return the newest weights."""
+        async with self._repairing, contextlib.AsyncExitStack() as still:
+            if self._pool.newest is damaged:
+                if self._num_published == PUBLICATIONS:
+                    raise TransferError(
+                        f"version {damaged.version} was published {PUBLICATIONS} times, and each time its file was "
+                        f"damaged: {damage}; another train.weights_folder may help, --resume goes on"
+                    )
+                LOG.warning("%s; version %d is published anew", damage, damaged.version)
+                for handle in self._pool if self.takes_turns else ():
+                    await still.enter_async_context(handle.updating)
+                await self.to_training()
+                await self._snapshot(damaged.version, number=self._num_published + 1)
+                await self.to_generation()
+        assert self._pool.newest is not None
+        return self._pool.newest
 
     async def _bring(
         self,
@@ -209,7 +248,7 @@ class WeightSync:
         lost: list[int] = []
 
         async def update(engine_id: int) -> None:
-            times = await self._pool.update(engine_id, weights, weight_update) or (streamed or {}).get(engine_id)
+            times = await self._update(engine_id, weights, weight_update) or (streamed or {}).get(engine_id)
             if times is not None:
                 self._metrics.updated(times)
             if self._pool.has_version(engine_id, weights.version):

@@ -84,12 +84,12 @@ def verified(
             yield name, tensor
 
     actual = checksums(kept())
-    check_names({name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes, source=source)
     faults = {
         "have no checksum for": tensors.keys() - expected.keys(),
-        "have a wrong checksum in": {name for name in tensors if actual[name] != expected.get(name)},
+        "have a wrong checksum in": {name for name in expected if actual.get(name) != expected[name]},
     }
-    _refuse(faults, len(shapes), source)
+    _refuse(faults, len(shapes), source)  # first: a damaged name is no other model
+    check_names({name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes, source=source)
     return tensors
 
 

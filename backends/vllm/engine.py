@@ -247,8 +247,9 @@ class VLLMEngine:
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """See ``interface.Engine``; an engine whose update fails is lost, and never resumed.
 
-        Only if weights that are loaded while they are sent have not all come it raises ``TransferError`` and stands
-        still until another update succeeds.
+        ``TransferError``: if weights that are loaded while they are sent have not all come, it stands still until
+        another update succeeds; if a file is damaged, it goes on with the weights from before, one of several workers
+        is lost.
         """
         async with self._updating:
             client = self._alive()
@@ -310,8 +311,17 @@ class VLLMEngine:
             except Exception as error:
                 attempts_left -= 1
                 # vLLM leaves the answers of the other workers of a call that failed to the next call.
-                if not attempts_left or self._settings.tensor_parallel > 1 or is_mismatch(str(error)):
+                unusable = self._settings.tensor_parallel > 1
+                if attempts_left and not unusable and not is_mismatch(str(error)):
+                    continue
+                if is_mismatch(str(error)) or not transport.in_folder:
                     raise
+                damage = f"engine {self._settings.engine_id}: {error}"
+                if unusable:
+                    self._lose(f"{damage}; start the engine again")
+                else:
+                    await self._until(client.resume())
+                raise TransferError(damage) from error
 
     async def checksums(self) -> dict[str, str]:
         """See ``interface.Engine``; empty at version 0."""

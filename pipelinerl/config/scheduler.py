@@ -47,8 +47,8 @@ class SchedulerConfig(StrictModel):
     """What happens when the ready queue is full."""
     filter_no_signal: bool = False
     """Discard groups of equal rewards."""
-    discard_limit: Count = 1_000_000
-    """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
+    discard_limit: Count | None = None
+    """Rollouts given up between two optimizer steps before the run counts as stalled (count). None: 1000 B."""
 
     @property
     def schedule(self) -> ScheduleKind:
@@ -59,6 +59,11 @@ class SchedulerConfig(StrictModel):
     def ready_queue_limit(self) -> int:
         """Finished rollouts that may wait for the trainer (sequences)."""
         return self.ready_queue_size if self.ready_queue_size is not None else 2 * self.train_batch_size
+
+    @property
+    def stall_limit(self) -> int:
+        """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
+        return self.discard_limit if self.discard_limit is not None else 1000 * self.train_batch_size
 
     @property
     def micro_batch(self) -> int:

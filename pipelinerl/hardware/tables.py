@@ -192,6 +192,10 @@ class LatencyConfig(StrictModel):
     preprocess_s: Seconds = 0.0
     """Seconds to prepare a scored rollout for training."""
 
+    def rewards_s(self, rollouts: int) -> float:
+        """Return the seconds in which ``reward_workers`` score so many rollouts."""
+        return 0.0 if self.reward_workers is None else rollouts * self.reward_s / self.reward_workers
+
 
 class HardwareConfig(StrictModel):
     """Speed of the cluster. Read by the simulator only.

@@ -25,6 +25,7 @@ _BOTTLENECKS = {
     Bottleneck.LAG: "lag-bound: slots stay free to keep max_lag",
     Bottleneck.ENVIRONMENT: "environment-bound: slots stay free while all environments are in use",
     Bottleneck.REWARD: "reward-bound: slots stay free while rollouts are scored",
+    Bottleneck.DISCARDS: "discard-bound: more rollouts are given up than trained on",
 }
 _REMEDIES = {
     Bottleneck.GENERATION: "Generation is the bottleneck: more accelerators that generate, larger engine batches or "
@@ -36,6 +37,7 @@ _REMEDIES = {
     Bottleneck.LAG: "The bound on lag is the bottleneck: a larger max_lag makes it faster, more accelerators do not.",
     Bottleneck.ENVIRONMENT: "Environments are the bottleneck: more of them make it faster, more accelerators do not.",
     Bottleneck.REWARD: "Rewards are the bottleneck: faster or more parallel scoring makes it faster.",
+    Bottleneck.DISCARDS: "Discards are the bottleneck: fewer of them make it faster; summary.json has the reasons.",
 }
 _TABLES = ("decode", "prefill", "training", "weights", "switch")
 _ONE_RUN = "none: one seed, and the hardware as the run file has it"

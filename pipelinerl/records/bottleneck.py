@@ -26,9 +26,11 @@ class Bottleneck(StrEnum):
     LAG = "lag"
     """The trainer waits for data, and slots stay free to keep ``max_lag``."""
     REWARD = "reward"
-    """The trainer waits for data, and slots stay free while rollouts are scored."""
+    """The trainer waits for data, and slots stay free while rollouts are scored, or all ``reward_workers`` are busy."""
     ENVIRONMENT = "environment"
     """The trainer waits for data, and slots stay free while all environments are in use."""
+    DISCARDS = "discards"
+    """The trainer waits for data, slots are in use, and more rollouts are given up than trained on."""
     BALANCED = "balanced"
 
 
@@ -98,23 +100,33 @@ def find_bottleneck(
     scoring: float = 0.0,
     in_use: float = 0.0,
     prefill: float = 0.0,
+    scorers_s: float = 0.0,
+    given_up: int = 0,
 ) -> Bottleneck:
     """Return the side that limits the throughput of some optimizer steps.
 
     Colocated: the longer of the two phases, or neither if they differ by at most ``BALANCED_SHARE`` of the time.
-    Otherwise: generation, prefill, lag, reward or environment, by ``Admission.limit``, if the trainer waits for
-    more than ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the
-    steps; else neither. The trainer waits while it neither trains nor publishes; if colocated, engines generate then.
-    ``admission``, if known, takes the last three arguments.
+    Otherwise: generation, prefill, lag, reward or environment, by ``Admission.limit``, if the trainer waits for more
+    than ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the steps;
+    else neither. The trainer waits while it neither trains nor publishes; if colocated, engines generate then.
+    ``admission``, if known, takes the next three arguments.
+
+    Reward comes before generation if all reward workers were busy, ``scorers_s``, but for ``BALANCED_SHARE`` of that
+    time. Discards stand for generation or prefill if more rollouts were given up than trained on.
     """
     if colocated:
         if abs(waiting_s - training_s) <= BALANCED_SHARE * duration_s:
             return Bottleneck.BALANCED
-        return Bottleneck.GENERATION if waiting_s > training_s else Bottleneck.TRAINING
+        if waiting_s < training_s:
+            return Bottleneck.TRAINING
     if waiting_s > BALANCED_SHARE * duration_s:
-        if admission is None or not steps:
-            return Bottleneck.GENERATION
-        in_progress = sum(step.in_progress for step in steps) / len(steps)
-        return admission.limit(in_progress=in_progress, scoring=scoring, in_use=in_use, prefill=prefill)
+        if scorers_s >= (1 - BALANCED_SHARE) * (waiting_s if colocated else duration_s):
+            return Bottleneck.REWARD
+        limit = Bottleneck.GENERATION
+        if admission is not None and steps:
+            in_progress = sum(step.in_progress for step in steps) / len(steps)
+            limit = admission.limit(in_progress=in_progress, scoring=scoring, in_use=in_use, prefill=prefill)
+        many = given_up > sum(step.samples for step in steps)
+        return Bottleneck.DISCARDS if many and limit in (Bottleneck.GENERATION, Bottleneck.PREFILL) else limit
     num_ahead = sum(step.ready >= step.samples for step in steps)
     return Bottleneck.TRAINING if 2 * num_ahead > len(steps) else Bottleneck.BALANCED

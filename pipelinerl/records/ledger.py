@@ -57,7 +57,7 @@ class RunLedger:
     """Keeps the ledger of one run, of engines 0 to below ``num_engines``.
 
     ``longest`` bounds an answer (tokens); ``on_step`` gets each row as soon as its step is done; without
-    ``environments`` rollouts have one turn.
+    ``environments`` rollouts have one turn. ``scorers_s``: time of all reward workers that a rollout takes.
     """
 
     def __init__(
@@ -69,8 +69,9 @@ class RunLedger:
         on_step: Callable[[StepRow], None] | None = None,
         admission: Admission | None = None,
         environments: int | None = None,
+        scorers_s: float = 0.0,
     ) -> None:
-        self._admission = admission
+        self._admission, self._scorers_s = admission, scorers_s
         self.profile = FigureRecorder(engine_ids=range(num_engines), colocated=colocated, longest=longest)
         self.num_engines = num_engines
         self._colocated = colocated
@@ -335,6 +336,8 @@ class RunLedger:
                 scoring=self._trainer.scoring_mean,
                 in_use=environments.in_use_mean if environments is not None else 0.0,
                 prefill=environments.seconds.prefill_share if environments is not None else 0.0,
+                scorers_s=self._scorers_s * (self._num_finished - self._trainer.open_step.num_scoring),
+                given_up=sum(ended.values()) - ended["trained"],
             ),
             environments=environments,
             complete=self._stop == "done",

@@ -120,6 +120,7 @@ class Recording:
                 longest=config.longest_answer_tokens,
                 admission=Admission.of(config),
                 environments=None if config.environment is None else config.environment.count,
+                scorers_s=config.hardware.latency.rewards_s(1),
             )
         self.ledger.on_step = self._step_done
         self._folder = None if out is None else RunFolder(out, config, go_on_after=steps_done)

@@ -269,7 +269,8 @@ class RunTotals(Report):
     """Pipeline: ``generation`` if the trainer waited more than 5 % of the time (``prefill`` if that outlasts decode;
     with over 5 % of the slots free ``reward``, ``environment`` or ``lag``, by what holds rollouts back), else
     ``training`` if a whole batch was usually ready, else ``balanced``. Conventional: the longer phase, ``balanced``
-    within 5 %."""
+    within 5 %. Before ``generation`` come ``reward`` if all ``hardware.latency.reward_workers`` were busy, and
+    ``discards`` if more rollouts were given up than trained on."""
     environments: EnvironmentReport | None = None
     """Environments. Absent where rollouts have one turn."""
     complete: bool

@@ -7,6 +7,7 @@ A schedule of your own is a subclass that answers four questions: ``may_admit``,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NotRequired, Protocol, TypedDict, assert_never
@@ -88,7 +89,7 @@ class SchedulerSettings(Protocol):
         """Whether groups with equal rewards are discarded."""
 
     @property
-    def discard_limit(self) -> int:
+    def stall_limit(self) -> int:
         """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
 
 
@@ -129,6 +130,7 @@ class Scheduler(ABC):
         num_ready: Rollouts in the ready queue (count).
         num_taken: Rollouts of the current optimizer step given to the trainer (count).
         trainer: State of the trainer.
+        given_up: Rollouts cancelled since the last optimizer step, by reason (counts).
         stopped: Why the run is over; None while it is not.
         lag_bound: Live rollouts by age, for a schedule that keeps ``max_lag`` by waiting.
     """
@@ -159,8 +161,9 @@ class Scheduler(ABC):
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
         contexts = EngineContexts(num_engines, kv_cache_tokens) if environments and kv_cache_tokens != 0 else None
         self._pool = RolloutPool(slots, group_size=group_size, contexts=contexts)
+        self._room = max(slots.num_free, environments or 0) + settings.ready_queue_limit
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
-        self._num_cancelled_at_step = 0  # cancelled rollouts when the last optimizer step ended
+        self.given_up: Counter[DiscardReason] = Counter()
 
     @property
     def num_in_flight(self) -> int:
@@ -186,6 +189,10 @@ class Scheduler(ABC):
     def groups_per_micro_batch(self) -> int:
         """Groups of a micro-batch (count)."""
         return self.settings.micro_batch // self.group_size
+
+    def has_room(self, *, beside: int = 0) -> bool:
+        """Return whether another group may be open, beside so many rollouts that are not (see ``pipeline``)."""
+        return self._pool.num_open + beside + self.group_size <= self._room
 
     def start(self) -> Sequence[Command]:
         """Return the first commands."""
@@ -283,7 +290,7 @@ class Scheduler(ABC):
             else:
                 self._train(commands)
         self._fill(commands)
-        if self._pool.num_cancelled - self._num_cancelled_at_step > self.settings.discard_limit:
+        if self.given_up and self.given_up.total() > self.settings.stall_limit:
             self._stop(StopReason.STALLED, commands)
 
     def _fill(self, commands: list[Command]) -> None:
@@ -371,6 +378,7 @@ class Scheduler(ABC):
         """Cancel a live group; start its prompt again if it is stale and ``on_stale`` is ``requeue``."""
         self.lag_bound.add(group.oldest_bound, -self.group_size)
         self._pool.cancel(group, reason, commands)
+        self.given_up[reason] += self.group_size
         if reason is DiscardReason.STALE and self.settings.on_stale is OnStale.REQUEUE:
             self._pool.retry(group)
 
@@ -393,7 +401,7 @@ class Scheduler(ABC):
         if step_done:
             self.version = event.version
             self.num_taken = 0
-            self._num_cancelled_at_step = self._pool.num_cancelled
+            self.given_up.clear()
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
         loading = event.version == self.published and event.engine in self._loaded

@@ -41,6 +41,9 @@ the sum cannot come above R and the scored rollouts that waited for siblings whe
 and the sum never exceeds R. If the sum keeps a group out, something of it ends or is taken: were all of it ready, there
 would be more than ``ready_queue_size`` - n >= B - n of them, so B, which is a multiple of n.
 
+With ``drop_oldest``, and where rollouts are partial, ready ones do not count: open <= R. This bounds the rollouts being
+scored, for which engines wait then; some of them are scored, and a group comes in.
+
 With ``drop`` and ``requeue`` there is no gate; groups that are too old are cancelled. While v is the next version, a
 group admitted after the engines have come above v - K (K for ``publish_every``) is not too old: so here too a batch
 comes together. In every mode the lag of a group is checked again before it is trained on, by the versions that its
@@ -69,13 +72,11 @@ class PipelineScheduler(Scheduler):
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
         self._drops_oldest = settings.on_full is OnFull.DROP_OLDEST
-        most_open = max(sizes["num_engines"] * settings.generation_batch_size, self.environments or 0)
-        self._room = most_open + settings.ready_queue_limit
 
     def may_admit(self) -> bool:
         """Return whether ready queue and lag gate have room for a group."""
         settings, size = self.settings, self.group_size
-        if not self._drops_oldest and self._pool.num_open + self.num_ready + size > self._room:
+        if not self.has_room(beside=0 if self._drops_oldest else self.num_ready):
             return False
         if not self._waits:
             return True

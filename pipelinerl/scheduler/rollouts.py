@@ -151,7 +151,6 @@ class RolloutPool:
         self.contexts = contexts
         self.group_size = group_size
         self.groups: dict[int, RolloutGroup] = {}  # admitted and neither trained on nor gone, in order of admission
-        self.num_cancelled = 0  # rollouts that ended without being trained on, ever
         self.newest_version = 0  # last version published: no token is newer
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
         self.fresh: dict[int, int] = {}  # rollout to begin where ``contexts`` have room -> its tokens, in this order
@@ -395,7 +394,6 @@ class RolloutPool:
     def cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
         """Cancel a group of ``groups`` that is not cancelled: abort its rollouts in flight, discard the others."""
         group.cancelled = reason
-        self.num_cancelled += self.group_size
         ended = list(group.scored)
         first = group.group_id * self.group_size
         for rollout_id, engine in enumerate(group.engines, start=first):

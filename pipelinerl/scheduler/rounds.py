@@ -112,8 +112,8 @@ class PartialRolloutScheduler(Scheduler):
         return self.lag_bound.is_safe(taken, version=next_version, left=self.settings.train_batch_size)
 
     def may_admit(self) -> bool:
-        """Return whether engines generate and the lag gate has room."""
-        if self._to_train or self.num_taken:
+        """Return whether engines generate, and the lag gate and rollouts being scored leave room."""
+        if self._to_train or self.num_taken or not self.has_room():
             return False
         return self.lag_bound.admits(
             self.group_size,

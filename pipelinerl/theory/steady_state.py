@@ -312,12 +312,7 @@ class _Times:
     def prepared_s(self, generated_s: float, sequences: int) -> float:
         """Return the seconds until so many sequences, generated in ``generated_s``, are ready to be trained on."""
         latency = self.hardware.latency
-        return max(generated_s, self.rewards_s(sequences)) + latency.reward_s + latency.preprocess_s
-
-    def rewards_s(self, sequences: int) -> float:
-        """Return the seconds in which ``reward_workers`` score so many sequences."""
-        latency = self.hardware.latency
-        return 0.0 if latency.reward_workers is None else sequences * latency.reward_s / latency.reward_workers
+        return max(generated_s, latency.rewards_s(sequences)) + latency.reward_s + latency.preprocess_s
 
 
 def _of_its_kind(times: _Times, state: SteadyState) -> Estimate:
@@ -436,7 +431,9 @@ def _pipeline(config: RunConfig, times: _Times) -> Estimate:
         pause_s, publishing_s = update_s / every, weights.publish_s / every
         trainer_s = training_s + publishing_s
         generation_s = max(
-            engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch), times.rewards_s(batch)
+            engines.batch_s(batch, engines.slots) + pause_s,
+            engines.sent_s(batch),
+            times.hardware.latency.rewards_s(batch),
         )
         step_s = max(trainer_s, generation_s)
         more = math.ceil((weights.transfer_s + update_s) / step_s * (1 - TOLERANCE)) if step_s else 0

@@ -57,10 +57,11 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
     if candidate.config.colocated:
         return f"colocated: generation and switches take {outcome.waiting:.0%} of the time"
     if outcome.bottleneck is Bottleneck.REWARD:
-        return (
-            f"reward-bound: {waits}, slots stay free while rollouts are scored; a larger scheduler.ready_queue_size "
-            "would fill them"
+        workers = candidate.config.hardware.latency.reward_workers
+        remedy = (
+            "a larger scheduler.ready_queue_size would fill them" if workers is None else "more reward_workers help"
         )
+        return f"reward-bound: {waits}, slots stay free while rollouts are scored; {remedy}"
     if outcome.bottleneck is Bottleneck.ENVIRONMENT:
         assert candidate.config.environment is not None  # else it has none
         there = candidate.config.environment.count

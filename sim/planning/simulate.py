@@ -263,6 +263,7 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
             admission=Admission.of(config),
             scoring=total("scoring") / len(window),
             in_use=total("in_use") / len(window),
+            scorers_s=config.hardware.latency.rewards_s(int(total("samples"))),
             prefill=total("prefill_s") / max(1e-300, total("prefill_s") + total("decode_s")),
         ),
         ess=_modelled_ess(config, window),

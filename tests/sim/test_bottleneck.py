@@ -1,11 +1,13 @@
 """The bottleneck of a run: why slots are free while the trainer waits for data."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from played_run import environment, fixed, play
 
 from pipelinerl.config.run_file import load_run
+from pipelinerl.pages.runs import run_page
 from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
 from sim.planning.screen import Candidate
 from sim.planning.simulate import Job, extended
@@ -64,6 +66,82 @@ def test_free_slots_are_blamed_on_the_cause_that_would_fill_most_of_them():
     assert gated.limit(in_progress=60, scoring=21) is free.limit(in_progress=60, scoring=21) is Bottleneck.REWARD
     assert gated.limit(in_progress=60, scoring=20) is Bottleneck.LAG
     assert free.limit(in_progress=60, scoring=20) is Bottleneck.GENERATION
+
+
+def test_environments_in_use_are_blamed_for_free_slots_that_neither_scoring_nor_the_gate_explains():
+    """100 slots, 40 environments, all but 2 of which (5 %) are in use; 10 of 40 free slots would be scored ones."""
+    admission = Admission(slots=100, lag_gate=True, environments=40)
+    assert admission.limit(in_progress=60, scoring=10, in_use=38) is Bottleneck.ENVIRONMENT
+    assert admission.limit(in_progress=60, scoring=10, in_use=37) is Bottleneck.LAG
+    assert admission.limit(in_progress=60, scoring=21, in_use=38) is Bottleneck.REWARD
+    assert admission.limit(in_progress=96, scoring=10, in_use=38) is Bottleneck.GENERATION
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "verdict"),
+    [
+        # 100 s, of which the trainer works 20: one scorer is busy 95 s, or 94.
+        ("apart", {"scorers_s": 95}, Bottleneck.REWARD),
+        ("apart", {"scorers_s": 94}, Bottleneck.GENERATION),
+        # Colocated, the generation phases take 80 s: 95 % of them are 76.
+        ("colocated", {"scorers_s": 76}, Bottleneck.REWARD),
+        ("colocated", {"scorers_s": 75}, Bottleneck.GENERATION),
+        # Two steps of 10 rollouts.
+        ("apart", {"given_up": 21}, Bottleneck.DISCARDS),
+        ("apart", {"given_up": 20}, Bottleneck.GENERATION),
+        ("colocated", {"given_up": 21}, Bottleneck.DISCARDS),
+        ("apart", {"given_up": 21, "prefill": 0.6}, Bottleneck.DISCARDS),
+        ("apart", {"given_up": 21, "scorers_s": 95}, Bottleneck.REWARD),
+        # 60 of 100 slots in use, of the free ones 21 by rollouts being scored: engines do not limit.
+        ("free slots", {"given_up": 21, "scoring": 21}, Bottleneck.REWARD),
+    ],
+)
+def test_busy_scorers_and_discards_come_before_generation(kind, facts, verdict):
+    steps = [SimpleNamespace(samples=10, ready=0, in_progress=60 if kind == "free slots" else 100)] * 2
+    times = {"duration_s": 100, "training_s": 20, "waiting_s": 80}
+    colocated = kind == "colocated"
+    admission = None if colocated else Admission(slots=100, lag_gate=False)
+    assert find_bottleneck(steps, colocated=colocated, admission=admission, **times, **facts) is verdict
+
+
+def test_neither_is_named_where_the_trainer_does_not_wait():
+    times = {"duration_s": 100, "training_s": 96, "waiting_s": 4, "scorers_s": 100, "given_up": 100}
+    steps = [SimpleNamespace(samples=10, ready=10, in_progress=100)]
+    assert find_bottleneck(steps, colocated=False, **times) is Bottleneck.TRAINING
+    assert find_bottleneck(steps, colocated=True, **times) is Bottleneck.TRAINING
+
+
+ONE_SCORER = ("hardware.latency.reward_s=0.5", "hardware.latency.reward_workers=1")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("scheduler.on_full=drop_oldest",),
+        (),
+        ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=4"),
+        ("scheduler.kind=one_step_off",),
+    ],
+    ids=["drop oldest", "wait", "conventional", "one step off"],
+)
+def test_the_one_scorer_is_named_and_a_faster_one_helps(overrides):
+    """It takes 32 s for each batch of 64; the trainer and the engines are much faster."""
+    report = simulate(quickstart(*overrides, *ONE_SCORER))
+    assert report.bottleneck is Bottleneck.REWARD
+    faster = simulate(quickstart(*overrides, *ONE_SCORER, "hardware.latency.reward_s=0.25"))
+    assert faster.tokens_per_s > 1.5 * report.tokens_per_s
+    assert "Rewards are the bottleneck" in str(run_page({"it": report}).sections[0])
+
+
+def test_discards_are_named_on_the_page_and_without_them_the_run_is_faster():
+    """Of groups of 8 with success 0.03, 0.97^8 = 78 % have equal rewards."""
+    overrides = ("workload.success_rate=0.03", "scheduler.max_lag=100")
+    report = simulate(quickstart(*overrides, "scheduler.filter_no_signal=true"))
+    assert report.bottleneck is Bottleneck.DISCARDS
+    assert simulate(quickstart(*overrides)).tokens_per_s > 1.5 * report.tokens_per_s
+    page = run_page({"it": report})
+    assert "Discards are the bottleneck" in str(page.sections[0])
+    assert ["bottleneck", "discard-bound: more rollouts are given up than trained on"] in page.tables[0].rows
 
 
 @pytest.mark.slow

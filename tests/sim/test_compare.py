@@ -210,7 +210,8 @@ def test_a_run_that_fails_is_reported_and_the_others_are_compared(tmp_path: Path
     config = run(arms=[PIPELINE, STALLS, CONVENTIONAL], baseline="conventional")
     result = compare(config, out=tmp_path, on_done=lambda _cell, failure: ended.append(failure))
     stalled = (
-        "stalled: more than scheduler.discard_limit = 20 rollouts were given up without an optimizer step in between"
+        "stalled: more than scheduler.discard_limit = 20 rollouts were given up without an optimizer step in between: "
+        "rewards of a group are equal; change the task or scheduler.filter_no_signal"
     )
     assert result.failures == [f"scenario 'as given', arm 'stalls': {stalled}"]
     assert result.complete is False

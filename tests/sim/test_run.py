@@ -76,3 +76,13 @@ def test_a_rollout_costs_about_one_wake_up_also_while_weights_are_on_their_way(m
     example = Path(__file__).parents[2] / "examples" / "qwen7b_128_h100.toml"
     summary = simulate(load_run(example, ["optimizer_steps=10"]))
     assert len(num_scheduled) / summary.rollouts.finished < 1.2
+
+
+def test_many_rollouts_given_up_without_a_step_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Every reward is 1, so no group of 8 has a signal; B = 64: 501 groups are more than 4000 rollouts and 10 B."""
+    quickstart = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+    config = load_run(quickstart, ["scheduler.filter_no_signal=true", "workload.success_rate=1.0"])
+    with pytest.raises(RunFailedError, match=r"^stalled: .* = 64000 .*: rewards of a group are equal; "):
+        simulate(config)
+    (line,) = [one.message for one in caplog.records]
+    assert line.startswith("4,008 rollouts given up without an optimizer step, ")

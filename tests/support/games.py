@@ -131,3 +131,20 @@ class Judge:
             case "nonsense":
                 return object()
         return answer == str(problem.expected)
+
+
+class Ends:
+    """Ends its process in the reward of problem 40, in the way that an environment variable names."""
+
+    num_held_out = None
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        way = os.environ.get("PIPELINERL_TEST_ENDS") if problem.expected == 40 else None
+        if way == "exit":
+            os._exit(3)
+        if way == "fault":
+            os.kill(os.getpid(), 11)
+        return 1.0

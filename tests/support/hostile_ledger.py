@@ -268,6 +268,10 @@ class HostileLedger:
     def num_placed(self):
         return self.num_ready + self.num_open()
 
+    def num_limited(self):
+        waits = self.pipeline and self.config.on_full is OnFull.WAIT
+        return self.num_placed() if waits else self.num_open()
+
     def num_open(self):
         """Rollouts started and neither scored nor gone: with environments, each has one."""
         return len(self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.INTERRUPTED, Place.SCORING))
@@ -403,6 +407,7 @@ class HostileLedger:
 
         With ``on_full = wait`` that means: open + ready + the new group <= slots (or environments) +
         ``ready_queue_limit``. Until the next admission only scored rollouts that wait for siblings now can come on top.
+        With ``drop_oldest`` and partial rollouts the same without the ready ones.
         """
         if self.prompts_again:
             assert prompt_id == self.prompts_again.pop(0)
@@ -415,8 +420,8 @@ class HostileLedger:
             )
             rl_step = self.generating_for()
             assert self.num_generated(rl_step) + self.case.group_size <= self.rl_step_rollouts(rl_step)
-        if self.pipeline and self.config.on_full is OnFull.WAIT:
-            assert self.num_placed() + self.case.group_size <= self.num_places()
+        if self.pipeline or self.partial:
+            assert self.num_limited() + self.case.group_size <= self.num_places()
             self.most_placed = self.num_places() + self.num_waiting_for_siblings()
         if self.gated:
             assert self.num_live + self.case.group_size <= self.allowance()
@@ -598,16 +603,16 @@ class HostileLedger:
             assert loading or self.num_generated(rl_step) == self.rl_step_rollouts(rl_step)
         else:
             size = self.case.group_size
-            full = self.config.on_full is OnFull.WAIT and self.num_placed() + size > self.num_places()
-            full = full and self.pipeline
+            full = self.num_limited() + size > self.num_places()
             gated = self.gated and self.num_live + size > self.allowance()
             in_rl_step = self.partial and (self.chosen or self.num_taken)
             assert full or gated or in_rl_step, "a free slot or environment without a reason"
 
     def check_trainer_goes_on(self):
         """An idle trainer has a reason; the queue keeps its limit; and nobody waits for nobody."""
-        if self.config.on_full is OnFull.DROP_OLDEST and self.pipeline:
-            assert self.num_ready <= self.config.ready_queue_limit
+        if self.partial or (self.config.on_full is OnFull.DROP_OLDEST and self.pipeline):
+            assert self.partial or self.num_ready <= self.config.ready_queue_limit
+            assert self.num_open() <= self.num_places()
         elif self.pipeline:
             assert self.num_placed() <= self.most_placed
             assert self.num_live <= self.case.group_size * self.num_places()

@@ -19,7 +19,7 @@ from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.segments import Segment
-from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartTraining
+from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, StartTraining
 
 KL = 0.1
 
@@ -55,7 +55,7 @@ def asked(reference, *, at_s, gives_up=()):
 
     async def all_of_them():
         tasks, loop = RunTasks(), asyncio.get_running_loop()
-        stage = Preprocessing(reference, limit=100, spawn=tasks.spawn)
+        stage = Preprocessing(reference, spawn=tasks.spawn)
         await stage.start()
         start_s = loop.time()
         asking = [asyncio.create_task(one(stage, number, delay_s)) for number, delay_s in enumerate(at_s)]
@@ -79,23 +79,6 @@ def test_what_comes_while_a_batch_is_computed_is_the_next_batch():
 def test_a_rollout_that_is_given_up_does_not_keep_the_others_from_their_values():
     answers = asked(FakeReference(batch_s=0.05), at_s=[0.0, 0.0, 0.1], gives_up=[0])
     assert [logprob_T.tolist() for logprob_T, _ in answers] == [[-1.0] * 2, [-1.0] * 3]
-
-
-def test_there_is_no_room_while_as_many_rollouts_as_the_limit_wait():
-    async def scenario():
-        tasks, loop = RunTasks(), asyncio.get_running_loop()
-        stage = Preprocessing(FakeReference(batch_s=0.2), limit=2, spawn=tasks.spawn)
-        await stage.start()
-        asking = []
-        for _ in range(3):
-            asking.append(asyncio.create_task(stage.reference_logprobs(rollout(1))))
-            await asyncio.sleep(0.02)  # the first one is the batch, the others wait
-        await stage.room()
-        room_s = loop.time()
-        await asyncio.gather(*asking)
-        return room_s
-
-    assert run_at_once(scenario()) == pytest.approx(0.2)
 
 
 class Mortal(FakeReference):
@@ -164,20 +147,18 @@ def test_a_slow_reference_delays_readiness_and_not_generation(out):
     assert StartTraining not in before
 
 
-def test_every_request_waits_for_room_behind_the_reference(out, monkeypatch):
-    """The limit may wait, the rollouts in flight when it was reached, and their successors while they are rewarded."""
-    rooms, room = [], Preprocessing.room
-
-    async def counted(stage):
-        await room(stage)
-        rooms.append(stage)
-
-    monkeypatch.setattr(Preprocessing, "room", counted)
-    config = kl_config(steps=3, slots=6, ready_queue_size=8)
-    parts = parts_of(config, engine=Asked, reference=FakeReference(batch_s=0.1))
+@pytest.mark.parametrize("on_full", ["wait", "drop_oldest"])
+def test_slots_and_ready_queue_bound_what_is_in_flight_and_scored_together(out, on_full):
+    """2 * 6 slots and 8 places: 20 rollouts are answered before one is scored, and no more are open later."""
+    config = kl_config(steps=3, slots=6, ready_queue_size=8, on_full=on_full)
+    parts = parts_of(config, engine=Asked, reference=Behind())
+    parts.reference.engines, parts.reference.most = parts.engines, 20
     run_checked(config, out, parts)
-    assert len(rooms) >= sum(len(engine.requests) for engine in parts.engines)
-    assert max(parts.reference.batches) <= 8 + 2 * 12
+    num_open, most = 0, 0
+    for row in records(out):
+        num_open += isinstance(row.command, StartRollout) - isinstance(row.event, RolloutScored)
+        most = max(most, num_open)
+    assert most == 20
 
 
 def test_a_reference_that_does_not_start_ends_the_run_with_its_line(out):

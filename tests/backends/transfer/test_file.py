@@ -77,6 +77,10 @@ def test_every_fault_of_a_file_is_named(tmp_path: Path) -> None:
     check(path, right, model, r"have a wrong checksum in 1 of 2 parameters: ")
     path.write_bytes(content[:-1])
     check(path, right, model, "cannot be read")
+    safetensors_torch.save_file({"a.weight": written["a.weight"], "b.biar": written["b.bias"]}, path)
+    check(path, right, model, r"have no checksum for 1 of 2 parameters: b.biar$")
+    safetensors_torch.save_file({"a.weight": written["a.weight"]}, path)
+    check(path, right, model, r"have a wrong checksum in 1 of 2 parameters: b.bias$")
 
 
 def test_the_models_names_come_from_one_file_or_from_all_that_the_index_lists(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder:
     tensors["model.norm.weight"][0] += 1e-7
     save_file(tensors, folder / "corrupted")
     faults = {
-        "incomplete": "lack 1 of 27 parameters: lm_head.weight",
+        "incomplete": "have a wrong checksum in 1 of 27 parameters: lm_head.weight",
         "corrupted": "have a wrong checksum in 1 of 27 parameters: model.norm.weight",
         "missing": "cannot be read",
     }

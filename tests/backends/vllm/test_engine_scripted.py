@@ -18,7 +18,7 @@ from backends.interface import Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.version.client import Client, version_spans
 from pipelinerl.errors import BackendError, EngineLostError, TransferError, WeightsRefusedError
-from pipelinerl.hardware.transport import STREAMED
+from pipelinerl.hardware.transport import BROADCAST, STREAMED
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 
@@ -197,6 +197,38 @@ def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_wor
 
 
 @real
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_whose_file_is_damaged_goes_on_unless_its_workers_may_differ(workers: int) -> None:
+    """vLLM leaves the answers of the other workers of a call that failed to the next call."""
+    llm = ScriptedLLM(fail=("update_weights",) * (2 if workers == 1 else 1))
+
+    async def scenario() -> None:
+        engine = engine_with(Client(llm), update_timeout_s=60.0, tensor_parallel=workers)
+        with pytest.raises(TransferError, match=r"^engine 2: Call to update_weights failed$"):
+            await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
+        if workers == 1:
+            await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
+        else:
+            with pytest.raises(EngineLostError, match=r"^engine 2: Call to update_weights failed; start the engine"):
+                await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
+
+    virtual_clock.run(scenario())
+    pause, transfer = ["pause_generation", "is_paused"], ["start_weight_update", "update_weights"]
+    loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
+    alone = [*pause, *transfer, *transfer, "resume_generation", *pause, *transfer, *loading]
+    assert llm.calls == (alone if workers == 1 else [*pause, *transfer, "propagate"])
+
+
+@real
+def test_a_broadcast_that_is_refused_twice_costs_the_engine() -> None:
+    llm = ScriptedLLM(fail=("update_weights", "update_weights"))
+    engine = engine_with(Client(llm), update_timeout_s=60.0, transport=BROADCAST)
+    with pytest.raises(EngineLostError, match=r"phase=transfer engine=2 .* Call to update_weights failed"):
+        virtual_clock.run(engine.update(Weights(7, "broadcast:7"), WeightUpdate.KEEP))
+    assert "resume_generation" not in llm.calls
+
+
+@real
 @pytest.mark.parametrize(("what", "hangs"), [("sleep", "sleep"), ("wake", "wake_up")])
 def test_an_engine_that_hangs_while_it_changes_turns_is_lost(what: str, hangs: str) -> None:
     engine = engine_with(Client(ScriptedLLM(hang=hangs)), update_timeout_s=60.0, colocated=True)
@@ -217,10 +249,6 @@ def test_weights_of_another_model_are_not_tried_again() -> None:
 @pytest.mark.parametrize(
     ("llm", "text"),
     [
-        (
-            ScriptedLLM(fail=("update_weights", "update_weights")),
-            "phase=transfer engine=2 .* Call to update_weights failed",
-        ),
         (ScriptedLLM(fail=("finish_weight_update",)), "phase=transfer engine=2 .* Call to finish_weight_update failed"),
         (ScriptedLLM(label="6"), "phase=transfer engine=2 .* the engine reports version 6"),
         (ScriptedLLM(hang="pause_generation"), r"phase=pause engine=2 version=7 after \d+\.\d s; no answer for 60 s; "),

@@ -196,6 +196,15 @@ def test_in_flight_scored_and_ready_together_fill_the_slots_and_the_ready_queue_
     assert report(scheduler, trained(1), published(1)) == [publish(1), train(2, 3, version=1), start(6), start(7)]
 
 
+@pytest.mark.parametrize("kind", [{"on_full": OnFull.DROP_OLDEST}, {"kind": "partial_rollouts"}])
+def test_rollouts_being_scored_are_bounded_where_nothing_waits_for_the_ready_queue(kind):
+    """H = 2, queue 2: at most 4 are in flight or being scored; a score lets the next one in."""
+    scheduler = started(ready_queue_size=2, generation_batch_size=2, **kind)
+    assert report(scheduler, finished(0, 0), finished(1, 0)) == [start(2), start(3)]
+    assert report(scheduler, finished(2, 0), finished(3, 0)) == []
+    assert report(scheduler, scored(2)) == [start(4)]
+
+
 def test_a_full_ready_queue_drops_the_group_that_came_first():
     scheduler = started(ready_queue_size=3, on_full=OnFull.DROP_OLDEST)
     assert others(report(scheduler, *done(0, 1))) == [train(0, 1)]

@@ -1,0 +1,142 @@
+"""Published files whose bytes change: real files of the ``file`` transport, engines and trainer in memory."""
+
+import re
+
+import pytest
+from in_memory import Killer, Shared, config_of, parts_of, run, run_checked
+
+torch = pytest.importorskip("torch")
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+from backends.fake import FakeEngine  # noqa: E402
+from backends.interface import PUBLICATIONS  # noqa: E402
+from backends.transfer.file import FILE  # noqa: E402
+from backends.transfer.transport import SenderContext  # noqa: E402
+from pipelinerl.errors import TransferError  # noqa: E402
+
+
+class Source:
+    """A ``WeightSource`` whose one parameter is the number of optimizer steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def buckets(self, bucket_bytes=None):
+        yield {"steps": torch.tensor(self.steps)}
+
+
+class Writer(Shared):
+    """Publishes real files; ``damage`` gets each with its version and number, the first is 1."""
+
+    def __init__(self, folder, damage, **settings):
+        super().__init__(**settings)
+        self.sender = FILE.sender(SenderContext(receives=True, folder=folder, group=None))
+        self.damage, self.published, self.training = damage, [], False
+
+    async def train(self, samples, *, completes_step):
+        self.training = True
+        result = await super().train(samples, completes_step=completes_step)
+        self.training = False
+        return result
+
+    async def publish(self, version):
+        assert self.has_memory
+        assert not self.training
+        weights = self.sender.publish(Source(self.version), version)
+        self.published.append(version)
+        self.damage(weights, version, self.published.count(version))
+        return weights
+
+
+def flip(weights):
+    """Change the last bit of the file."""
+    path = weights.location.removeprefix("file:")
+    with open(path, "r+b") as file:
+        file.seek(-1, 2)
+        (last,) = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+
+
+def parts_with(config, tmp_path, damage, **settings):
+    save_file({"steps": torch.tensor(0)}, tmp_path / "model.safetensors")
+    parts = parts_of(config, trainer=Writer(tmp_path / "weights", damage, train_batch_size=8, **settings))
+    slots = config.scheduler.generation_batch_size
+    parts.engines = [FakeEngine(num_slots=slots, receiver=FILE.receiver(str(tmp_path))) for _ in range(2)]
+    return parts
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_a_version_whose_file_has_a_wrong_bit_is_published_anew_and_costs_no_engine(out, tmp_path, caplog, kind):
+    def damage(weights, version, number):
+        if version == 2 and number == 1:
+            flip(weights)
+
+    config = config_of(kind=kind, steps=6, longest=40)
+    parts = parts_with(config, tmp_path, damage)
+    assert run_checked(config, out, parts).engine_restarts == 0
+    assert parts.trainer.published == [1, 2, 2, 3, 4, 5]
+    assert [engine.num_started for engine in parts.engines] == [1, 1]
+    (line,) = [one.message for one in caplog.records if "published anew" in one.message]
+    assert re.match(
+        r"weights in .*version-00000002.safetensors have a wrong checksum in 1 of 1 parameters: steps", line
+    )
+
+
+class Several(FakeEngine):
+    """Is lost after a damaged file, as one of several workers."""
+
+    num_lost = 0
+
+    async def update(self, weights, weight_update):
+        try:
+            return await super().update(weights, weight_update)
+        except TransferError:
+            self.num_lost += 1
+            self.die()
+            raise
+
+
+def test_engines_that_a_damaged_file_costs_come_back_to_a_right_one(out, tmp_path):
+    config = config_of(steps=6, longest=40)
+    parts = parts_with(
+        config, tmp_path, lambda weights, version, number: version == 2 and number == 1 and flip(weights)
+    )
+    parts.engines = [Several(num_slots=6, receiver=FILE.receiver(str(tmp_path))) for _ in range(2)]
+    assert run_checked(config, out, parts).engine_restarts == sum(engine.num_lost for engine in parts.engines) > 0
+    assert parts.trainer.published == [1, 2, 2, 3, 4, 5]
+
+
+def test_an_engine_that_comes_back_to_a_damaged_file_gets_it_anew(out, tmp_path):
+    """The file changes after the others have loaded it: only the restarted engine reads it again."""
+    newest = []
+    config = config_of(steps=8, longest=40, publish_every=4)
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights), at=5)
+
+    def do():
+        flip(newest[-1])
+        parts.engines[1].die()
+
+    parts.trainer.do = do
+    assert run_checked(config, out, parts).engine_restarts == 1
+    assert parts.trainer.published == [4, 4]
+    assert parts.engines[1].num_started == 2
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_a_folder_that_damages_every_file_ends_the_run_in_a_line_and_keeps_a_checkpoint(out, tmp_path, kind):
+    def damage(weights, version, number):
+        if version == 2:
+            flip(weights)
+
+    config = config_of(kind=kind, steps=6, longest=40)
+    parts = parts_with(config, tmp_path, damage)
+    with pytest.raises(TransferError) as raised:
+        run(config, out, parts)
+    line = str(raised.value)
+    assert line.startswith(f"version 2 was published {PUBLICATIONS} times, and each time its file was damaged: ")
+    assert f"{tmp_path / 'weights'}" in line
+    assert line.endswith("; another train.weights_folder may help, --resume goes on")
+    assert "\n" not in line
+    assert parts.trainer.published == [1] + [2] * PUBLICATIONS
+    assert run_checked(config, out, parts_of(config, trainer=Killer(train_batch_size=8)), resume=True).complete
