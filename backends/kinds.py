@@ -59,12 +59,8 @@ class RayBackend:
         from backends.ray.cluster import ray_cluster
         from backends.ray.placement import accelerators, make_parts, shares
 
-        train = config.train_table
-        with (
-            ray_cluster(train.ray_address) as lost,
-            accelerators(config) as places,
-            temporary_folder(train.weights_folder) as folder,
-        ):
+        train, where = config.train_table, config.train_table.weights_folder
+        with ray_cluster(train.ray_address) as lost, accelerators(config) as places, temporary_folder(where) as folder:
             if train.ray_address is not None and train.device == "gpu":
                 self.trainer.check_machines(config, shares(config, places))
             parts = make_parts(config, places, engine=self.engine, trainer=self.trainer, folder=folder, logs=logs)

@@ -2,9 +2,9 @@
 
 Theory of operation. ``driver-N.lock`` in a run's folder names its driver N; the highest N drives. N + 1 is made, by one
 only, when driver N has ended, is dead, or was silent for ``LIMIT_S``, by the clock of the file system. Its maker looks
-again, and withdraws if driver N has given a sign of life meanwhile. Driver N, after each sign of life, looks for
-N + 1, and before all else if it stood still. So one of them gives way. What it may still write is lost: its unfinished
-checkpoint has been renamed, and the next driver gives every file that is open another inode.
+again, and withdraws if driver N has given a sign of life meanwhile; driver N looks after each of them, and first of all
+if it stood still: one gives way. What it may still write is lost: its unfinished checkpoint has another name by then,
+and the next driver gives every file that is open another inode.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DriverLock:
                         old.unlink(missing_ok=True)
                 return path
             path.unlink()
-        raise ConfigError(f"--out must be a folder that no other driver uses, got {self.folder}: several begin to")
+        raise ConfigError(f"--out must be a folder without another driver, got {self.folder}: several begin to use it")
 
     def _check_ended(self, path: Path) -> float | None:
         """Return the last sign of life of a driver that may live, but was silent; ``ConfigError`` if it lives."""
@@ -125,13 +125,11 @@ class DriverLock:
         dead = owner is not None and owner.dead
         if not dead and (silent_s <= LIMIT_S or (owner is not None and owner.seen)):
             raise ConfigError(
-                f"--out must be a folder that no other driver uses, got {self.folder}: {who} drives it, last sign of "
-                f"life {silent_s:.0f} s ago; wait for its end, or end it; if its machine is down, try again after "
-                f"{LIMIT_S:g} s"
+                f"--out must be a folder without another driver, got {self.folder}: {who} drives it, last sign of life "
+                f"{silent_s:.0f} s ago; wait for its end, or end it; if its machine is down, try again in {LIMIT_S:g} s"
             )
-        LOG.warning(
-            "%s is taken over from %s: %s", self.folder, who, "dead" if dead else f"silent for {silent_s:.0f} s"
-        )
+        why = "dead" if dead else f"silent for {silent_s:.0f} s"
+        LOG.warning("%s is taken over from %s: %s", self.folder, who, why)
         return None if dead else alive_s
 
     def _lock(self, number: int) -> Path:

@@ -81,14 +81,7 @@ def drive(
     limit = config.train_table.trainer.restarts
     before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
     attempt = partial(
-        _attempt,
-        config,
-        parts=parts,
-        task=task,
-        lock=lock,
-        evaluation_task=evaluation_task,
-        on_step=on_step,
-        trial=trial,
+        _attempt, config, parts=parts, task=task, lock=lock, held_out=evaluation_task, on_step=on_step, trial=trial
     )
     for restarts in range(limit + 1):
         try:
@@ -112,7 +105,7 @@ def _attempt(
     parts: Parts,
     task: Task | None,
     lock: DriverLock,
-    evaluation_task: Task | None,
+    held_out: Task | None,
     checkpoint: Checkpoint | None,
     on_step: Progress | None,
     trial: Callable[[], Coroutine[Any, Any, None]] | None,
@@ -131,9 +124,9 @@ def _attempt(
         config,
         parts=parts,
         task=task,
-        evaluation_task=evaluation_task,
+        evaluation_task=held_out,
         logs=out / LOGS_FOLDER,
-        samples=SamplesLog(out, parts.codec, go_on_after=steps_done, check=lock.check_lease),
+        samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
         recorder=recording.recorder,
         keeper=None if trial else CheckpointKeeper(lock, config, recording),
         lock=lock,
@@ -166,20 +159,14 @@ def train(
     backend = backend or backend_of(train)
     backend.check(config)
     task = task_of(config)
-    held_out = evaluation_task(config, task)
+    held = evaluation_task(config, task)
     if not resume:
         check_vacant(out)
     with driving(out) as lock:
         checkpoint = resume_from(lock, config) if resume else None
         with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports():
             return drive(
-                config,
-                parts=parts,
-                task=task,
-                evaluation_task=held_out,
-                lock=lock,
-                checkpoint=checkpoint,
-                on_step=on_step,
+                config, parts=parts, task=task, evaluation_task=held, lock=lock, checkpoint=checkpoint, on_step=on_step
             )
 
 

@@ -1,15 +1,15 @@
 """Checkpoints: a folder per version, complete or not there at all.
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
-not yet trained on, place in the trace) and ``manifest.json``. It is copied in one instant and written while the run
-goes on: under its driver's name, fsynced, then renamed; only then is an older checkpoint of the same version removed.
+not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``. It is copied in one instant and
+written while the run goes on: under its driver's id, fsynced, then renamed; only then is an older one of its version
+removed.
 A resume warns of a broken checkpoint and takes the one before it; it refuses one of another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -34,8 +34,8 @@ FORMAT = 3
 """One more whenever a pickled class, or the trainer's part, changes."""
 
 # ------------------------------------------------------------------------------------- manifests
-# A manifest holds the format, the driver that wrote it and the SHA-256 of every file below its folder. It is written
-# last, when all files are fsynced; then the folders are.
+# A manifest holds the format and the SHA-256 of every file below its folder. It is written last, when all files are
+# fsynced; then the folders are.
 
 MANIFEST_FILE = "manifest.json"
 NUM_THREADS = 8
@@ -46,13 +46,13 @@ class OtherFormatError(Exception):
     """A folder has another format."""
 
 
-def seal(folder: Path, driver: str) -> None:
+def seal(folder: Path) -> None:
     """Fsync all files of a complete folder, then write its manifest with their SHA-256; ``OSError`` if one fails."""
     files = _files(folder)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         digests = dict(zip(files, pool.map(_settled, files.values()), strict=True))
     manifest = folder / MANIFEST_FILE
-    content = {"driver": driver, "files": digests, "format": FORMAT}
+    content = {"files": digests, "format": FORMAT}
     manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     sync(manifest)
     for path in (*folder.rglob("*"), folder):
@@ -60,16 +60,13 @@ def seal(folder: Path, driver: str) -> None:
             sync(path)
 
 
-def check_sealed(folder: Path) -> str | None:
-    """Check that a folder is unchanged since ``seal``, and return its driver (None: written before drivers had names).
-
-    ``ValueError`` if a file differs, or ``OtherFormatError``.
-    """
+def check_sealed(folder: Path) -> None:
+    """Check that a folder is unchanged since ``seal``; ``ValueError`` if a file differs, or ``OtherFormatError``."""
     files = _files(folder)
     manifest = files.pop(MANIFEST_FILE, None)
     if manifest is None:
         raise ValueError(f"{MANIFEST_FILE} is missing, so it was never complete")
-    listed, found, driver = _read(manifest)
+    listed, found = _read(manifest)
     if found != FORMAT:
         raise OtherFormatError(f"was written by another version of pipelinerl: format {found}, not {FORMAT}")
     for name in sorted(listed.keys() ^ files.keys()):
@@ -78,15 +75,14 @@ def check_sealed(folder: Path) -> str | None:
         for name, digest in zip(files, pool.map(_digest, files.values()), strict=True):
             if digest != listed[name]:
                 raise ValueError(f"{name} is not as it was written (SHA-256)")
-    return driver
 
 
-def _read(manifest: Path) -> tuple[dict[str, str], int, str | None]:
+def _read(manifest: Path) -> tuple[dict[str, str], int]:
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
         if all(isinstance(value, str) for value in content.values()):  # from before there were numbers
-            return content, 0, None
-        return dict(content["files"]), int(content["format"]), content.get("driver")
+            return content, 0
+        return dict(content["files"]), int(content["format"])
     except (ValueError, TypeError, AttributeError, KeyError):
         raise ValueError(f"{MANIFEST_FILE} is broken") from None
 
@@ -122,7 +118,7 @@ MAY_DIFFER = (
     *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
 )
 """Keys that may differ when a run is resumed; so may the number of ranks, unless engines share their accelerators."""
-_TRAINER, _RUN, _PARTIAL, _BEFORE = "trainer", "run.pickle", "partial-", ".before"
+_TRAINER, _RUN, _DRIVER, _PARTIAL, _BEFORE = "trainer", "run.pickle", "driver", "partial-", ".before"
 
 
 class Checkpoint(NamedTuple):
@@ -145,12 +141,13 @@ class CheckpointKeeper:
         """Return a new folder for the trainer's part of the next checkpoint."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
+        (self._partial / _DRIVER).write_text(self._lock.id)  # whose weights will be here
         return self._partial / _TRAINER
 
     def copy(self, state: DriverState) -> bytes:
         """Return the content of a checkpoint beside the trainer's part; the trace is on disk up to here."""
         content = {"config": _fixed(self._config), "state": state, "recording": self._recording.mark()}
-        content["driver"] = self._lock.id
+        content[_DRIVER] = self._lock.id
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 
     def keep(self, version: int, content: bytes) -> None:
@@ -160,7 +157,7 @@ class CheckpointKeeper:
             (partial / _RUN).write_bytes(content)
             for records in (STEPS_FILE, METRICS_FILE):
                 sync(self._lock.folder / records)
-            seal(partial, self._lock.id)
+            seal(partial)
             self._lock.check()
             before = whole.with_suffix(_BEFORE)
             if whole.exists():
@@ -177,7 +174,7 @@ def resume_from(lock: DriverLock, config: RunConfig) -> Checkpoint:
     """``read_newest``; from now on no driver before this one can complete a checkpoint that it has begun."""
     own = lock.folder / FOLDER / f"{_PARTIAL}{lock.id}"
     for left in own.parent.glob(f"{_PARTIAL.rstrip('-')}*"):
-        with writing(left), contextlib.suppress(FileNotFoundError):
+        with writing(left):
             left.rename(own)
         shutil.rmtree(own, ignore_errors=True)
     return read_newest(lock.folder, config)
@@ -193,11 +190,11 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
     faults = []
     for folder in reversed(_whole(out / FOLDER)):
         try:
-            driver = check_sealed(folder)
+            check_sealed(folder)
             with (folder / _RUN).open("rb") as file:
                 content = pickle.load(file)
-            if content.get("driver") != driver:
-                raise ValueError(f"{_RUN} and {MANIFEST_FILE} are of different drivers")
+            if len({content.get(_DRIVER, ""), *(one.read_text() for one in folder.glob(_DRIVER))}) > 1:
+                raise ValueError(f"{_RUN} and {_TRAINER}/ are of different drivers")
             was, state, recording = content["config"], content["state"], content["recording"]
         except OtherFormatError as error:  # before anything of it is unpickled
             raise ConfigError(f"--resume: {folder.name} {error}; go on with the version that wrote it") from None

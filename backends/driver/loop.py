@@ -78,10 +78,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class EventLoop:
-    """Carries out commands and reports events; ``recorder`` gets both in order, unless ``check`` raises before.
-
-    Changes ``state``.
-    """
+    """Carries out commands and reports events; ``recorder`` gets both in order, after ``check``. Changes ``state``."""
 
     def __init__(
         self,
@@ -366,6 +363,7 @@ class EventLoop:
         state.micro_batches.append(command)
         if command.completes_step:
             state.version = command.version + 1
+            self._check()
             self._evaluation.step_done(state.version)
             self._samples.trained(state.version, state.take_trained())
         event = TrainingFinished(state.version, train_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,10 @@ LONGEST_TEXT = 8192
 
 
 class SamplesLog:
-    """Writes samples.jsonl, each step as soon as it is done, after ``go_on_after`` that are there already.
+    """Writes samples.jsonl, each step as soon as it is done, after ``go_on_after`` that are there already."""
 
-    ``check`` is called before, and may raise.
-    """
-
-    def __init__(self, out: Path, codec: Codec, *, go_on_after: int = 0, check: Callable[[], None]) -> None:
-        self._path, self._codec, self._check = out / SAMPLES_FILE, codec, check
+    def __init__(self, out: Path, codec: Codec, *, go_on_after: int = 0) -> None:
+        self._path, self._codec = out / SAMPLES_FILE, codec
         kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
         with writing(self._path):
             self._path.write_text("".join(line for line in kept if _step_of(line) <= go_on_after), encoding="utf-8")
@@ -127,7 +124,6 @@ class SamplesLog:
             )
             for data, reward in answers
         ]
-        self._check()
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
 

@@ -173,7 +173,7 @@ def test_a_driver_elsewhere_is_replaced_when_it_has_been_silent_for_the_limit_an
         elsewhere(monkeypatch)
         for seconds in (0, LIMIT_S / 2):
             silent(first, seconds)
-            assert "try again after 120 s" in message(DriverLock, out)
+            assert "try again in 120 s" in message(DriverLock, out)
             first.check()
         silent(first)
         with driving(out) as second:
