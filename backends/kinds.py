@@ -17,6 +17,7 @@ from typing import Any
 from backends.driver.evaluation import evaluation_slots
 from backends.huggingface_codec import load_codec
 from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
+from backends.owner import temporary_folder
 from backends.vllm.version.arguments import check_arguments, check_version
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
@@ -56,10 +57,10 @@ class RayBackend:
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
         """Set accelerators aside on Ray and make the parts there; see ``interface.Backend``."""
         from backends.ray.cluster import ray_cluster
-        from backends.ray.placement import accelerators, make_parts, shares, weights_folder
+        from backends.ray.placement import accelerators, make_parts, shares
 
-        train = config.train_table
-        with ray_cluster(train.ray_address) as lost, accelerators(config) as places, weights_folder(config) as folder:
+        train, where = config.train_table, config.train_table.weights_folder
+        with ray_cluster(train.ray_address) as lost, accelerators(config) as places, temporary_folder(where) as folder:
             if train.ray_address is not None and train.device == "gpu":
                 self.trainer.check_machines(config, shares(config, places))
             parts = make_parts(config, places, engine=self.engine, trainer=self.trainer, folder=folder, logs=logs)

@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, read_newest
+from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, resume_from
 from backends.driver.lifecycle import Driver
 from backends.driver.metrics import MetricsLog, SamplesLog
 from backends.driver.tasks import DriverLoop
 from backends.interface import Backend, Parts
 from backends.kinds import backend_of
+from backends.owner import DriverLock, driving
 from backends.preflight import check_run, evaluation_task, task_of
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, TrainerLostError
@@ -66,13 +67,13 @@ def drive(
     *,
     parts: Parts,
     task: Task | None,
-    out: Path,
+    lock: DriverLock,
     evaluation_task: Task | None = None,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
     trial: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> RunReport:
-    """Run with these parts, which are started and shut down here, and keep the run in a folder.
+    """Run with these parts, which are started and shut down here, and keep the run in the folder of ``lock``.
 
     If the trainer is lost, all parts are started again, and the run goes on from its newest checkpoint, as after
     ``--resume``: later records are cut off. On Ctrl-C the run ends after the trainer's present call, and a checkpoint
@@ -82,7 +83,7 @@ def drive(
         config: With ``[train]``.
         parts: None of them started.
         task: None: the environments have problems and rewards.
-        out: New, or the folder of ``checkpoint``.
+        lock: Of a new folder, or that of ``checkpoint``.
         checkpoint: To resume.
         evaluation_task: None: the held-out problems of ``task``.
         on_step: Called with the row and the metrics of each optimizer step.
@@ -90,13 +91,14 @@ def drive(
 
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.
-        RunFailedError: If the run could not reach its end; the folder holds all until then.
+        RunFailedError: If the run could not reach its end; the folder holds all until then. Or if another driver has
+            taken over.
         BackendError: If the trainer, the reference model, or too many engines, were lost; likewise.
     """
     limit = config.train_table.trainer.restarts
     before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
     attempt = partial(
-        _attempt, config, parts=parts, task=task, out=out, evaluation_task=evaluation_task, on_step=on_step, trial=trial
+        _attempt, config, parts=parts, task=task, lock=lock, held_out=evaluation_task, on_step=on_step, trial=trial
     )
     for restarts in range(limit + 1):
         try:
@@ -105,7 +107,8 @@ def drive(
             lost = error
         if restarts < limit:
             try:
-                checkpoint = read_newest(out, config)
+                lock.check()
+                checkpoint = resume_from(lock, config)
             except ConfigError:  # there is none yet
                 raise lost from None
             checkpoint.state.metrics.trainer_restarts = before + restarts + 1
@@ -118,8 +121,8 @@ def _attempt(
     *,
     parts: Parts,
     task: Task | None,
-    out: Path,
-    evaluation_task: Task | None,
+    lock: DriverLock,
+    held_out: Task | None,
     checkpoint: Checkpoint | None,
     on_step: Progress | None,
     trial: Callable[[], Coroutine[Any, Any, None]] | None,
@@ -130,7 +133,7 @@ def _attempt(
         if on_step is not None:
             on_step(row, metrics)
 
-    mark = None if checkpoint is None else checkpoint.recording
+    out, mark = lock.folder, None if checkpoint is None else checkpoint.recording
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark)
     steps_done = 0 if mark is None else len(mark.ledger.steps)
     log = MetricsLog(out, config, go_on_after=steps_done)
@@ -138,11 +141,12 @@ def _attempt(
         config,
         parts=parts,
         task=task,
-        evaluation_task=evaluation_task,
+        evaluation_task=held_out,
         logs=out / LOGS_FOLDER,
         samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
         recorder=recording.recorder,
-        keeper=None if trial else CheckpointKeeper(out, config, recording),
+        keeper=None if trial else CheckpointKeeper(lock, config, recording),
+        lock=lock,
         checkpoint=checkpoint,
         export_to=None if trial else out / MODEL_FOLDER,
         when_up=trial,
@@ -152,6 +156,7 @@ def _attempt(
             with asyncio.Runner(loop_factory=DriverLoop) as runner:
                 runner.run(_driven(driver))
         finally:
+            lock.check()
             summary = recording.finish(driver.summary())
     return summary
 
@@ -172,14 +177,15 @@ def train(
     backend = backend or backend_of(train)
     backend.check(config)
     task = task_of(config)
-    held_out = evaluation_task(config, task)
-    checkpoint = read_newest(out, config) if resume else None
+    held = evaluation_task(config, task)
     if not resume:
         check_vacant(out)
-    with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
-        return drive(
-            config, parts=parts, task=task, evaluation_task=held_out, out=out, checkpoint=checkpoint, on_step=on_step
-        )
+    with driving(out) as lock:
+        checkpoint = resume_from(lock, config) if resume else None
+        with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
+            return drive(
+                config, parts=parts, task=task, evaluation_task=held, lock=lock, checkpoint=checkpoint, on_step=on_step
+            )
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)

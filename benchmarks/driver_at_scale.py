@@ -29,6 +29,7 @@ import numpy as np
 from backends.fake import FakeBackend, FakeEngine, FakeTrainer
 from backends.huggingface_codec import HuggingFaceCodec
 from backends.interface import Generated, GenerateRequest, Parts, Weights
+from backends.owner import driving
 from backends.run import drive
 from backends.tiny_model import make_tokenizer
 from pipelinerl.config.run import RunConfig
@@ -106,7 +107,8 @@ def main() -> None:
         before_s, before_cpu_s = time.monotonic(), time.process_time()
         if options.profile:
             profile.enable()
-        summary = drive(config, parts=parts, task=Arithmetic(), out=Path(scratch) / "run")
+        with driving(Path(scratch) / "run") as lock:
+            summary = drive(config, parts=parts, task=Arithmetic(), lock=lock)
         profile.disable()
         wall_s, cpu_s = time.monotonic() - before_s, time.process_time() - before_cpu_s
         size = sum(file.stat().st_size for file in Path(scratch).rglob("*") if file.is_file())

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("tensorboard")
 
 from backends.fake import FakeBackend
+from backends.owner import driving
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.sums import Arithmetic
@@ -37,12 +38,12 @@ def test_the_driver_costs_less_than_a_millisecond_per_rollout(benchmark, tmp_pat
     runs = iter(range(1000))
 
     def run() -> dict:
-        with FakeBackend().open(config()) as parts:
+        with FakeBackend().open(config()) as parts, driving(tmp_path / str(next(runs))) as lock:
             return drive(
                 config(),
                 parts=parts,
                 task=Arithmetic(),
-                out=tmp_path / str(next(runs)),
+                lock=lock,
             )
 
     summary = benchmark.pedantic(run, rounds=3)

@@ -22,6 +22,7 @@ from backends.check.task_rows import environment_rows, task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
 from backends.kinds import RayBackend, backend_of
+from backends.owner import driving
 from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
 from backends.run import drive
 from pipelinerl.calibration.calibrate import calibrate_trace
@@ -195,9 +196,9 @@ class _Trial:
         """Run; return the findings, a failure last."""
         short, began_s = check_config(self.config), time.monotonic()
         try:
-            with self.backend.open(short, logs=self.out / LOGS_FOLDER) as parts:
+            with driving(self.out) as lock, self.backend.open(short, logs=self.out / LOGS_FOLDER) as parts:
                 measure = partial(self._measure, parts, began_s)
-                report = drive(short, parts=parts, task=self.task, out=self.out, on_step=self.on_step, trial=measure)
+                report = drive(short, parts=parts, task=self.task, lock=lock, on_step=self.on_step, trial=measure)
         except RunInterruptedError:
             raise RunInterruptedError("interrupted; the check is not complete") from None
         except (RunFailedError, BackendError) as error:

@@ -1,9 +1,10 @@
 """Checkpoints: a folder per version, complete or not there at all.
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
-not yet trained on, place in the trace) and ``manifest.json``. It is copied in one instant and written while the run
-goes on: under another name, fsynced, then renamed; only then is an older checkpoint of the same version removed. A
-resume warns of a broken checkpoint and takes the one before it; it refuses one of another format before unpickling.
+not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``. It is copied in one instant and
+written while the run goes on: under its driver's id, fsynced, then renamed; only then is an older one of its version
+removed.
+A resume warns of a broken checkpoint and takes the one before it; it refuses one of another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from backends.driver.state import DriverState
+from backends.owner import DriverLock
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.recording import Recording, RecordingMark, check_reaches
@@ -116,7 +118,7 @@ MAY_DIFFER = (
     *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
 )
 """Keys that may differ when a run is resumed; so may the number of ranks, unless engines share their accelerators."""
-_TRAINER, _RUN, _PARTIAL, _BEFORE = "trainer", "run.pickle", "partial", ".before"
+_TRAINER, _RUN, _DRIVER, _PARTIAL, _BEFORE = "trainer", "run.pickle", "driver", "partial-", ".before"
 
 
 class Checkpoint(NamedTuple):
@@ -130,39 +132,52 @@ class Checkpoint(NamedTuple):
 class CheckpointKeeper:
     """Writes the checkpoints of a run; ``recording`` has its ledger and trace."""
 
-    def __init__(self, out: Path, config: RunConfig, recording: Recording) -> None:
-        self._out, self._folder, self._config, self._recording = out, out / FOLDER, config, recording
+    def __init__(self, lock: DriverLock, config: RunConfig, recording: Recording) -> None:
+        self._lock, self._folder, self._config, self._recording = lock, lock.folder / FOLDER, config, recording
+        self._partial = self._folder / f"{_PARTIAL}{lock.id}"
         self._num_kept = config.train_table.checkpoint.keep
 
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
-        partial = self._folder / _PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        return partial / _TRAINER
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        (self._partial / _DRIVER).write_text(self._lock.id)  # whose weights will be here
+        return self._partial / _TRAINER
 
     def copy(self, state: DriverState) -> bytes:
         """Return a checkpoint without the trainer's part; the trace is on disk up to here."""
         content = {"config": _fixed(self._config), "state": state, "recording": self._recording.mark()}
+        content[_DRIVER] = self._lock.id
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 
     def keep(self, version: int, content: bytes) -> None:
         """Complete the checkpoint, whose trainer's part is written, by ``content`` from ``copy``; remove the oldest."""
-        partial, whole = self._folder / _PARTIAL, self._folder / f"step_{version:06d}"
+        partial, whole = self._partial, self._folder / f"step_{version:06d}"
         with writing(partial):
             (partial / _RUN).write_bytes(content)
             for records in (STEPS_FILE, METRICS_FILE):
-                sync(self._out / records)
+                sync(self._lock.folder / records)
             seal(partial)
-        before = whole.with_suffix(_BEFORE)
-        if whole.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            whole.rename(before)
-        partial.rename(whole)
-        sync(self._folder)
+            self._lock.check()
+            before = whole.with_suffix(_BEFORE)
+            if whole.exists():
+                shutil.rmtree(before, ignore_errors=True)
+                whole.rename(before)
+            partial.rename(whole)
+            sync(self._folder)
         shutil.rmtree(before, ignore_errors=True)
         for old in _whole(self._folder)[: -self._num_kept]:
             shutil.rmtree(old)
+
+
+def resume_from(lock: DriverLock, config: RunConfig) -> Checkpoint:
+    """``read_newest``; from now on no driver before this one can complete a checkpoint that it has begun."""
+    own = lock.folder / FOLDER / f"{_PARTIAL}{lock.id}"
+    for left in own.parent.glob(f"{_PARTIAL.rstrip('-')}*"):
+        with writing(left):
+            left.rename(own)
+        shutil.rmtree(own, ignore_errors=True)
+    return read_newest(lock.folder, config)
 
 
 def read_newest(out: Path, config: RunConfig) -> Checkpoint:
@@ -178,6 +193,8 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
             check_sealed(folder)
             with (folder / _RUN).open("rb") as file:
                 content = pickle.load(file)
+            if len({content.get(_DRIVER, ""), *(one.read_text() for one in folder.glob(_DRIVER))}) > 1:
+                raise ValueError(f"{_RUN} and {_TRAINER}/ are of different drivers")
             was, state, recording = content["config"], content["state"], content["recording"]
         except OtherFormatError as error:  # before anything of it is unpickled
             raise ConfigError(f"--resume: {folder.name} {error}; go on with the version that wrote it") from None

@@ -27,6 +27,7 @@ from backends.driver.state import fresh_state
 from backends.driver.tasks import RunTasks
 from backends.driver.weight_sync import WeightSync
 from backends.interface import Parts
+from backends.owner import DriverLock
 from backends.preflight import evaluation_task_config
 from backends.workers.environments import Turns
 from backends.workers.rewards import RewardProcesses, TaskClient
@@ -80,6 +81,7 @@ class Driver:
         logs: Path,
         samples: SamplesLog,
         keeper: CheckpointKeeper | None,
+        lock: DriverLock,
         checkpoint: Checkpoint | None,
         export_to: Path | None,
         when_up: Callable[[], Coroutine[Any, Any, None]] | None,
@@ -87,7 +89,7 @@ class Driver:
         assert sorted(parts.engines) == list(range(config.num_engines))
         self._config, self._train = config, config.train_table
         assert (parts.reference is not None) is (self._train.loss.kl_coefficient > 0)
-        self._trainer, self._keeper, self._lost = parts.trainer, keeper, parts.lost
+        self._trainer, self._keeper, self._lock, self._lost = parts.trainer, keeper, lock, parts.lost
         self._checkpoint, self._export_to, self._when_up = checkpoint, export_to, when_up
         self._state = fresh_state(config) if checkpoint is None else checkpoint.state
         self.metrics = self._state.metrics
@@ -143,6 +145,7 @@ class Driver:
             evaluation=self._evaluation,
             samples=samples,
             recorder=recorder,
+            check=lock.check_lease,
             keep_checkpoint=self._keep,
         )
 
@@ -163,8 +166,7 @@ class Driver:
                 f"interrupted before anything new, after {state.version} optimizer steps; --resume goes on from there"
             )
         try:
-            if self._lost is not None:
-                self._tasks.spawn(self._watch(self._lost))
+            self._tasks.spawn(self._watch())
             await self._tasks.unless_ended(self._bring_up(), before)
             if self._when_up is not None:
                 await self._tasks.unless_ended(self._measured(self._when_up), before)
@@ -191,11 +193,12 @@ class Driver:
         evaluation = EvaluationReport(**rates) if rates else None
         return self.metrics.summary().model_copy(update={"evaluation": evaluation})
 
-    async def _watch(self, lost: Callable[[], str | None]) -> None:
+    async def _watch(self) -> None:
         before = None
         while True:
             await asyncio.sleep(LOST_POLL_S)
-            why = await asyncio.to_thread(lost)
+            self._lock.check_lease()
+            why = None if self._lost is None else await asyncio.to_thread(self._lost)
             if why is not None and before is not None:
                 raise BackendError(f"{why}; --resume goes on from the last checkpoint, if there is one")
             before = why
@@ -253,6 +256,7 @@ class Driver:
             unfinished = self._export_to.with_name(self._export_to.name + ".partial")
             shutil.rmtree(unfinished, ignore_errors=True)
             await self._trainer.export(unfinished)
+            self._lock.check()
             shutil.rmtree(self._export_to, ignore_errors=True)
             unfinished.rename(self._export_to)
         if self._train.evaluation.problems:

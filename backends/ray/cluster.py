@@ -1,8 +1,9 @@
 """A Ray of our own, or the one that the run file names: started, closed to strangers, watched, and ended.
 
 Theory of operation. A Ray of our own listens on this machine's loopback address only, and asks for a token of this run.
-Its files go into one temporary folder. At the end its processes and their children are killed, in whatever state they
-are, and the folder is removed. Ray reads most of its settings from the environment, which is restored.
+Its files, and sockets of engines, go into one temporary folder, which only this user reaches; Ray opens its own folders
+to all. At the end its processes and their children are killed, in whatever state they are, and the folder is removed.
+Ray reads most of its settings from the environment, which is restored.
 
 Ray kills this process silently a minute after its head, the GCS, is gone: so the head is watched.
 """
@@ -18,6 +19,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +27,7 @@ import ray
 import ray._raylet
 from ray._private import ray_constants
 
+from backends.owner import temporary_folder
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.user_code import kind_and_line
 
@@ -34,7 +37,7 @@ SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 """Ray ends the children of a dead actor."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of a Ray of our own: holds the samples on their way to the ranks."""
-LONGEST_TEMPORARY_FOLDER = 20
+LONGEST_TEMPORARY_FOLDER = 18
 """Under it Ray's sockets, whose paths have 107 bytes at most, find room (characters)."""
 END_TIMEOUT_S = 3.0
 """For processes to end after SIGTERM, and again after SIGKILL."""
@@ -53,13 +56,7 @@ def ray_cluster(address: str | None) -> Iterator[Callable[[], str | None]]:
         if address is None:
             stack.callback(processes.end)
             base = tempfile.gettempdir()
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(
-                    prefix="pipelinerl-",
-                    dir=base if len(base) <= LONGEST_TEMPORARY_FOLDER else "/tmp",
-                    ignore_cleanup_errors=True,
-                )
-            )
+            folder = stack.enter_context(temporary_folder(base if len(base) <= LONGEST_TEMPORARY_FOLDER else "/tmp"))
             environment, options = _own(folder)
             stack.enter_context(_environment(environment))
         else:
@@ -102,7 +99,7 @@ def _lost_head() -> str | None:
     return None
 
 
-def _own(folder: str) -> tuple[dict[str, str], dict[str, Any]]:
+def _own(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     environment = {
         # What a killed actor has started must not outlive it: vLLM's processes are children of their actor.
@@ -110,7 +107,8 @@ def _own(folder: str) -> tuple[dict[str, str], dict[str, Any]]:
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",  # no machine but this one: so Ray takes the loopback address
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "TMPDIR": folder,
+        "AUTOSCALER_METRIC_PORT": "-1",  # none: it serves metrics without asking for the token
+        "TMPDIR": str(folder),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHINDUCTOR_CACHE_DIR": cache,  # compiled kernels stay for the next run
     }
@@ -122,7 +120,7 @@ def _own(folder: str) -> tuple[dict[str, str], dict[str, Any]]:
         "num_cpus": os.cpu_count(),
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
-        "_temp_dir": folder,
+        "_temp_dir": str(folder / "ray"),
     }
     return environment | {name: os.environ[name] for name in users}, options
 

@@ -14,7 +14,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -183,14 +182,6 @@ def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
         )
         for (machine, memory), here in zip(facts, on_nodes.values(), strict=True)
     ]
-
-
-@contextlib.contextmanager
-def weights_folder(config: RunConfig) -> Iterator[Path]:
-    """Make this run's own folder for weights on their way, and remove it in the end."""
-    where = config.train_table.weights_folder
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-", dir=where, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 def make_parts(

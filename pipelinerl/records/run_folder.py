@@ -64,15 +64,15 @@ def check_vacant(folder: Path) -> None:
         held = [name for name in _FILES if (folder / name).exists()]
         there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
     if is_file:
         raise ConfigError(f"--out must be a folder, got the file {folder}")
     if held:
         raise ConfigError(f"--out must be a folder without a run, got {folder}, which holds {held[0]}")
     if not there.is_dir():
-        raise _unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+        raise unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     if not os.access(there, os.W_OK | os.X_OK):
-        raise _unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        raise unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def make_folder(folder: Path) -> None:
@@ -80,10 +80,11 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
 
 
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
+def unwritable(folder: Path, error: OSError) -> ConfigError:
+    """Return the error of a folder that cannot be written."""
     return ConfigError(f"--out must be a folder that can be written, got {folder}: {error.strerror}")
 
 
@@ -105,7 +106,7 @@ class RunFolder:
             kept = [] if go_on_after is None else keep_lines(steps, 1 + go_on_after)
             self._steps = steps.open("a" if kept else "w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
-            raise _unwritable(folder, error) from None
+            raise unwritable(folder, error) from None
         self._rows = csv.writer(self._steps, lineterminator="\n")
         if not kept:
             self._rows.writerow(COLUMNS)

@@ -18,6 +18,7 @@ import json
 import math
 import operator
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,6 +71,9 @@ class TraceWriter:
         self._path = path
         self._time_s, self._time_text = math.nan, ""  # of the last line: an event and its commands share them
         if go_on_at is not None:
+            with writing(path):  # a copy: another driver may have the file open
+                shutil.copyfile(path, copied := path.with_name(path.name + ".partial"))
+                copied.replace(path)
             self._raw: BinaryIO = path.open("r+b")
             self._raw.truncate(go_on_at)
             self._raw.seek(go_on_at)

@@ -208,6 +208,12 @@ def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind):
     assert CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--set", sets[0]]).exit_code == 0
 
 
+def sockets(run):
+    """Paths of the sockets of all its processes."""
+    processes = [one for one, _ in run.tree() if one.is_running()]
+    return {socket.laddr for one in processes for socket in one.net_connections("unix") if socket.laddr}
+
+
 def test_the_tiny_model_learns_to_call_a_calculator(fitted_calculator, tmp_path):
     """Several turns, with new weights in the midst of them: what engine and trainer read is the same to the token.
 
@@ -218,6 +224,10 @@ def test_the_tiny_model_learns_to_call_a_calculator(fitted_calculator, tmp_path)
     run = Process(fitted_calculator, tmp_path / "run", *sets, example=TOOLS)
     run.wait_for_step(2)
     assert run.shared  # so that what is left of it would be found
+    (private,) = Path(run.temporary).glob("pipelinerl-*")
+    named = [path for path in sockets(run) if not path.startswith("@")]
+    assert all(path.startswith(f"{private}/") for path in named), named
+    assert len(named) > len({"raylet", "plasma_store"})  # those of vLLM, too
     summary = run.summary()
     assert summary.evaluation.success_before <= 0.45  # 0.28 +- 0.045: one in 10,000 runs is beyond it
     # 0.82 in a recorded run, 0.79 +- 0.05 the rewards of its last five steps: four standard deviations of 100 problems

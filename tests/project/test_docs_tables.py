@@ -13,6 +13,7 @@ import pytest
 from pages import ENVIRONMENT, EXAMPLES, FENCE, PAGES, ROOT, first_cells, flat, section
 
 from backends.fake import FakeBackend
+from backends.owner import driving
 from backends.run import drive
 from pipelinerl.config.run_file import load_run
 from pipelinerl.records.reports import EvaluationPoint
@@ -132,8 +133,8 @@ def real_folder(tmp_path_factory):
 
     config = load_run(EXAMPLES / "tiny_arithmetic.toml", [*TINY, "train.evaluation.problems=4"])
     folder = tmp_path_factory.mktemp("real") / "run"
-    with FakeBackend().open(config) as parts:
-        drive(config, parts=parts, task=Letters(), out=folder)
+    with FakeBackend().open(config) as parts, driving(folder) as lock:
+        drive(config, parts=parts, task=Letters(), lock=lock)
     return folder
 
 

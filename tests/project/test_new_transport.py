@@ -131,11 +131,12 @@ def test_it_brings_weights_from_a_trainer_to_engines_in_memory(tmp_path: Path) -
     from in_memory import Letters, config_of
 
     from backends.fake import FakeBackend
+    from backends.owner import driving
     from backends.run import drive
 
     config = config_of(steps=6, train={"transport": NAMED})
-    with FakeBackend().open(config) as parts:
-        summary = drive(config, parts=parts, task=Letters(), out=tmp_path / "run")
+    with FakeBackend().open(config) as parts, driving(tmp_path / "run") as lock:
+        summary = drive(config, parts=parts, task=Letters(), lock=lock)
     assert summary.optimizer_steps == 6
     named = importlib.import_module(NAMED.partition(":")[0])
     events = [record.event for record in Trace(tmp_path / "run" / TRACE_FILE).records()]

@@ -14,10 +14,11 @@ pytest.importorskip("tensorboard")
 
 from ledger_check import check_ledger
 
-from backends.driver.checkpoint import read_newest
+from backends.driver.checkpoint import resume_from
 from backends.fake import FakeCodec, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import GroupMembers
 from backends.interface import Parts as DriverParts
+from backends.owner import driving
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
@@ -132,7 +133,6 @@ def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine, 
 
 
 def run(config, out, parts, *, resume=False):
-    checkpoint = read_newest(out, config) if resume else None
     driven = DriverParts(
         engines=dict(enumerate(parts.engines)),
         trainer=parts.trainer,
@@ -143,7 +143,9 @@ def run(config, out, parts, *, resume=False):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
-        return drive(config, parts=driven, task=parts.task, out=out, checkpoint=checkpoint)
+        with driving(out) as lock:
+            checkpoint = resume_from(lock, config) if resume else None
+            return drive(config, parts=driven, task=parts.task, lock=lock, checkpoint=checkpoint)
 
 
 def run_checked(config, out, parts=None, *, resume=False):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import multiprocessing
 import os
+import pwd
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +23,9 @@ pytest.importorskip("ray")
 pytest.importorskip("tensorboard")
 
 from real_run import LIMIT_S, Process, python_path  # noqa: E402
+
+from backends.owner import OWNER_FILE, temporary_folder, this_process  # noqa: E402
+from backends.ray.cluster import LONGEST_TEMPORARY_FOLDER  # noqa: E402
 
 pytestmark = pytest.mark.real
 STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
@@ -74,6 +83,72 @@ def test_it_listens_on_loopback_and_wants_a_token_and_its_lost_head_ends_the_run
     assert line.endswith("--resume goes on from the last checkpoint, if there is one")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_can_neither_list_nor_replace_nor_connect(run: Process) -> None:
+    run.wait_for_step(1)
+    (folder,) = Path(run.temporary).glob("pipelinerl-*")
+    Path(run.temporary).chmod(0o1777)  # as /tmp
+    run.wait_for(lambda: any("Monitor: Started" in log.read_text() for log in folder.rglob("monitor.log")), "monitor")
+    assert [listens_at(monitor) for monitor in run.named("autoscaler")] == [set()]
+    processes = [one for one, _ in run.tree()]
+    sockets = sorted({one.laddr for process in processes for one in process.net_connections("unix") if one.laddr})
+    assert {Path(path).name for path in sockets} == {"plasma_store", "raylet"}
+    assert {process.environ()["TMPDIR"] for process in run.named("raylet")} == {str(folder)}  # vLLM's sockets go there
+    room = LONGEST_TEMPORARY_FOLDER - len(run.temporary) + len(str(2**22)) - len(str(run.process.pid))
+    assert max(map(len, sockets)) + room <= 107
+    attempts = {
+        "list": lambda: os.listdir(folder),
+        "add": (folder / "ray" / "new").touch,
+        "replace": lambda: folder.rename(folder.with_name("gone")),
+        **{path: partial(connect, path) for path in sockets},
+    }
+    processes = multiprocessing.get_context("fork")
+    refused = processes.SimpleQueue()
+    stranger = processes.Process(target=as_nobody, args=(attempts, refused))
+    stranger.start()
+    stranger.join()
+    assert {refused.get() for _ in attempts if not refused.empty()} == set(attempts)
+
+
+def connect(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.connect(path)
+
+
+def as_nobody(attempts: dict[str, Callable[[], object]], refused: Any) -> None:
+    """Try all as another user; put the names of those that were not permitted."""
+    nobody = pwd.getpwnam("nobody")
+    os.setgroups([])
+    os.setegid(nobody.pw_gid)
+    os.seteuid(nobody.pw_uid)
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except PermissionError:
+            refused.put(name)
+
+
+def test_temporary_folders_of_this_users_dead_processes_go_and_no_others(tmp_path: Path) -> None:
+    dead, elsewhere = this_process()._replace(began="0"), this_process()._replace(host="elsewhere", began="0")
+    owners = {"dead": dead, "living": this_process(), "elsewhere": elsewhere, "unknown": None, "linked": dead}
+    if os.geteuid() == 0:
+        owners["of another user"] = dead
+    for name, owner in owners.items():
+        folder = tmp_path / ("linked" if name == "linked" else f"pipelinerl-{name}")
+        (folder / "ray").mkdir(parents=True)
+        if owner is not None:
+            (folder / OWNER_FILE).write_text(json.dumps(owner._asdict()))
+        if name == "of another user":
+            os.chown(folder, pwd.getpwnam("nobody").pw_uid, -1)
+    (tmp_path / "pipelinerl-linked").symlink_to(tmp_path / "linked")
+    with temporary_folder(str(tmp_path)) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        left = {path.name.removeprefix("pipelinerl-") for path in tmp_path.iterdir() if path != folder}
+        assert left == owners.keys() - {"dead"}
+    assert (tmp_path / "linked" / "ray").is_dir()
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("run", [STARTS_FOR_EVER], indirect=True)
 def test_ctrl_c_while_ray_starts(run: Process) -> None:
     run.wait_for((run.out.parent / "starting").exists, "head of Ray")
@@ -113,14 +188,3 @@ def test_a_ray_that_does_not_come_up_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "init", slow)
     with pytest.raises(ConfigError, match=r"no Ray could be started on this machine: .*timed out"), ray_cluster(None):
         pass
-
-
-def test_the_folder_of_published_weights_goes_with_the_run(tmp_path: Path) -> None:
-    from in_memory import config_of
-
-    from backends.ray.placement import weights_folder
-
-    with weights_folder(config_of(train={"weights_folder": str(tmp_path)})) as folder:
-        (folder / "version-1.safetensors").write_text("weights")
-        assert list(tmp_path.iterdir()) == [folder]
-    assert list(tmp_path.iterdir()) == []
