@@ -28,7 +28,7 @@ from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.explain import writing
 
 LOG = logging.getLogger("pipelinerl")
-FORMAT = 3
+FORMAT = 4
 """One more whenever a pickled class, or the trainer's part, changes."""
 
 # ------------------------------------------------------------------------------------- manifests
