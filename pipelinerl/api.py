@@ -12,11 +12,11 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport
+from pipelinerl.records.recording import replay_run
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import ReplayResult, Trace
-from pipelinerl.records.trace import replay as replay_trace
 from pipelinerl.util.report import Report
 
 Run = RunConfig | str | Path
@@ -96,13 +96,16 @@ def plan(
 
 
 def replay(folder: str | Path) -> ReplayResult:
-    """Feed the recorded events of a run, or of a trace, to a fresh scheduler; find the first command that differs.
+    """Feed the recorded events of a run, or of a trace, to a fresh scheduler; find the first difference.
+
+    Numbers in summary.json and steps.csv beside the trace are compared, too.
 
     Raises:
         TraceError: If there is no trace, or it is broken.
+        ConfigError: If one of the other files is.
     """
     path = Path(folder)
-    return replay_trace(Trace(path / TRACE_FILE if os.path.isdir(path) else path))
+    return replay_run(Trace(path / TRACE_FILE if os.path.isdir(path) else path))
 
 
 def plot(folders: str | Path | Sequence[str | Path], *, out: str | Path | None = None) -> list[Path]:

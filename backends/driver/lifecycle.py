@@ -280,7 +280,6 @@ class Driver:
         await self._keep()
         await self._kept()
         if interrupted:
-            self._loop.record_interrupted()
             raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
 
     async def _keep_in_spite_of(self, failure: BaseException) -> None:
@@ -311,6 +310,7 @@ class Driver:
 
     async def _shut_down(self) -> None:
         self._loop.frozen = True
+        self._loop.record_interrupted()
         self._pool.close()
         await self._tasks.cancel_all()
         environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]

@@ -112,15 +112,19 @@ class EventLoop:
         self.frozen = False
         self._stall_watch = StallWatch(LOG.warning)
         self._submitted: set[int] = set()  # rollouts that an engine knows
+        self._begin_clock()
 
     async def start(self, *, resumed: bool) -> None:
         """Begin a new run, or continue a resumed one."""
-        self._began_s = time.monotonic() - self._state.time_s
+        self._begin_clock()
         self._state.metrics.driver_busy(busy_s())
         if resumed:
             await self._resume()
         else:
             self._carry_out_all(self._state.scheduler.start())
+
+    def _begin_clock(self) -> None:
+        self._began_s = time.monotonic() - self._state.time_s
 
     async def _resume(self) -> None:
         state = self._state

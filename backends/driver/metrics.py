@@ -20,7 +20,7 @@ from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
-from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE, keep_lines
+from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.arrays import RunningMean
@@ -36,14 +36,12 @@ def check_logging(train: TrainConfig) -> None:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl, TensorBoard and Weights & Biases; keeps a resumed run's steps up to ``go_on_after``."""
+    """Writes metrics.jsonl, TensorBoard and Weights & Biases; a resumed run goes on after step ``go_on_after``."""
 
     def __init__(self, out: Path, config: RunConfig, *, go_on_after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._out, path = out, out / METRICS_FILE
-        if go_on_after:
-            keep_lines(path, go_on_after)
         self._file = path.open("a" if go_on_after else "w", encoding="utf-8", buffering=1)
         self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
         self._wandb: Any = None

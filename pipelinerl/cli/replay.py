@@ -1,4 +1,4 @@
-"""``pipelinerl replay``: recorded events into a fresh scheduler."""
+"""``pipelinerl replay``: recorded events into a fresh scheduler and a fresh ledger."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ def replay(
         Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
     ],
 ) -> None:
-    """Check that a new scheduler, given the recorded events of a run, gives the recorded commands.
+    """Check that a fresh scheduler gives the recorded commands of a run, and a fresh ledger its recorded numbers.
 
     For a simulated run with [policy] also check that its trace gives the learned weights, bit for bit.
     """
+    from pipelinerl.records.recording import replay_run
     from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
+    from pipelinerl.records.steps import STEPS_FILE
     from pipelinerl.records.trace import Trace
-    from pipelinerl.records.trace import replay as replay_trace
 
     trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
     if next(trace.records(), None) is None:
         print_line("nothing to compare: the run ended before it began")
         return
     with status("replaying"):
-        result = replay_trace(trace)
+        result = replay_run(trace)
     if result.difference is not None:
         print_line(f"different: {result.difference}")
         raise typer.Exit(1)
     print_line(f"identical: {result.num_commands} commands from {result.num_events} events")
-    if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
-        recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
+    for name in (SUMMARY_FILE, STEPS_FILE):
+        print_line(f"identical: {name}" if name in result.compared else f"not compared: {name} is not beside the trace")
+    summary = trace.path.with_name(SUMMARY_FILE)
+    if trace.config.policy is not None and summary.is_file():
+        recorded = json.loads(summary.read_text(encoding="utf-8")).get("weights_sha256")
         with status("learning again"):
             with needs_extra("learn"):
                 from sim.learning.relearn import relearn

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
+import hashlib
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,11 +20,15 @@ from pipelinerl.records.bottleneck import Admission
 from pipelinerl.records.cost import Prices
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport
-from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE, RunFolder
-from pipelinerl.records.steps import STEPS_FILE, StepRow
-from pipelinerl.records.trace import TraceWriter
+from pipelinerl.records.run_folder import METRICS_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
+from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
+from pipelinerl.records.trace import ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.scheduler.events import Command, Event
+from pipelinerl.util.explain import writing
+
+READ_BYTES = 2**20
+"""Bytes of a file that are read at once."""
 
 
 class Recorder(Protocol):
@@ -53,42 +62,48 @@ class RecordingMark(NamedTuple):
     """A place in a recording that it can go on from; can be pickled."""
 
     ledger: RunLedger
-    trace_at: int | None
-    """Bytes of the trace, if there is one."""
+    files: dict[str, tuple[int, str]]
+    """Trace, steps and metrics, those that there are: bytes so far and their SHA-256."""
+
+
+class _Digest:
+    """The SHA-256 of a file that grows (mutable)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._size, self._sum = path, 0, hashlib.sha256()
+
+    def up_to(self, size: int) -> tuple[int, str]:
+        """Return the size, or all there is if that is less, and the digest up to there; read only new bytes."""
+        with self.path.open("rb") as file:
+            file.seek(self._size)
+            while piece := file.read(min(READ_BYTES, size - self._size)):
+                self._size += len(piece)
+                self._sum.update(piece)
+        return self._size, self._sum.hexdigest()
 
 
 def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
-    """Check that the files of a real run hold all up to a mark; ``of`` is the checkpoint's name in messages.
+    """Check that the files of a real run hold all up to a mark as it was; ``of`` is the checkpoint's name in messages.
 
-    ConfigError if the trace is shorter, or a step is missing in steps.csv or metrics.jsonl.
+    ConfigError if one is shorter, or has changed.
     """
-    trace, steps = out / TRACE_FILE, len(mark.ledger.steps)
-    size = trace.stat().st_size if trace.is_file() else 0
-    if mark.trace_at is not None and size < mark.trace_at:
-        raise ConfigError(f"--resume: {trace} must have the {mark.trace_at} bytes that {of} goes on from, got {size}")
-    for path, step_of in ((out / STEPS_FILE, _step_of_row), (out / METRICS_FILE, _step_of_metrics)):
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        lines = lines[1:] if path.name == STEPS_FILE else lines  # names of columns
-        there = 0
-        while there < min(steps, len(lines)) and step_of(lines[there]) == there + 1 and lines[there].endswith(b"\n"):
-            there += 1
-        if there < steps:
-            raise ConfigError(
-                f"--resume: {path} must have the {steps} steps that {of} goes on from, got {there}: "
-                f"step {there + 1} is missing"
-            )
+    for name, (size, digest) in mark.files.items():
+        path = out / name
+        there, found = _Digest(path).up_to(size) if path.is_file() else (0, "")
+        rule = f"--resume: {path} must have the {size} bytes that {of} goes on from"
+        if there < size:
+            raise ConfigError(f"{rule}, got {there}")
+        if found != digest:
+            raise ConfigError(f"{rule} as they were, but it was changed (SHA-256)")
 
 
-def _step_of_row(line: bytes) -> int | None:
-    number = line.partition(b",")[0]
-    return int(number) if number.isdigit() else None
-
-
-def _step_of_metrics(line: bytes) -> Any:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
+def _cut(path: Path, size: int) -> None:
+    """Cut a file off after so many bytes, in a copy that takes its place: another driver may have it open."""
+    partial = path.with_name(path.name + ".partial")
+    with writing(path):
+        shutil.copyfile(path, partial)
+        os.truncate(partial, size)
+        partial.replace(path)
 
 
 class Recording:
@@ -109,10 +124,13 @@ class Recording:
     ) -> None:
         self._config = config
         self._on_step = on_step
-        steps_done = trace_at = None
+        goes_on, names = go_on_from is not None, (TRACE_FILE, STEPS_FILE, METRICS_FILE)
+        self._digests = {} if out is None else {name: _Digest(out / name) for name in names}
         if go_on_from is not None:
-            self.ledger, trace_at = go_on_from
-            steps_done = len(self.ledger.steps)
+            self.ledger = go_on_from.ledger
+            for name, (size, _) in go_on_from.files.items():
+                _cut(self._digests[name].path, size)
+                self._digests[name].up_to(size)
         else:
             self.ledger = RunLedger(
                 num_engines=config.num_engines,
@@ -123,8 +141,8 @@ class Recording:
                 scorers_s=config.hardware.latency.rewards_s(1),
             )
         self.ledger.on_step = self._step_done
-        self._folder = None if out is None else RunFolder(out, config, go_on_after=steps_done)
-        self._trace = TraceWriter(out / TRACE_FILE, config, go_on_at=trace_at) if out is not None and trace else None
+        self._folder = None if out is None else RunFolder(out, config, goes_on=goes_on)
+        self._trace = TraceWriter(out / TRACE_FILE, config, goes_on=goes_on) if out is not None and trace else None
 
     @property
     def recorder(self) -> Recorder:
@@ -133,10 +151,13 @@ class Recording:
         return used[0] if len(used) == 1 else FanOut(*used)
 
     def mark(self) -> RecordingMark:
-        """Return the place that the recording can go on from."""
+        """Return the place that the recording can go on from; the trace is on disk up to here."""
         ledger = copy.copy(self.ledger)
         ledger.on_step = None
-        return RecordingMark(ledger, None if self._trace is None else self._trace.mark())
+        if self._trace is not None:
+            self._trace.mark()
+        files = {name: one.up_to(sys.maxsize) for name, one in self._digests.items() if one.path.is_file()}
+        return RecordingMark(ledger, files)
 
     def finish(self, measured: RunMeasurements | None = None) -> RunReport:
         """Write and close the files and return ``report(measured)``; the run may be cut short."""
@@ -174,3 +195,50 @@ class Recording:
             self._folder.write_step(row)
         if self._on_step is not None:
             self._on_step(row)
+
+
+# ------------------------------------------------------------------------------------------------- replay
+
+
+def replay_run(trace: Trace) -> ReplayResult:
+    """Replay a trace; then compare the numbers that follow from it with summary.json and steps.csv beside it, if any.
+
+    TraceError if the trace is broken, ConfigError if one of these files is.
+    """
+    recording = Recording(trace.config)
+    result = replay(trace, recording.recorder)
+    if result.difference is not None:
+        return result
+    folder = trace.path.parent
+    compared = tuple(name for name in (SUMMARY_FILE, STEPS_FILE) if (folder / name).is_file())
+    return replace(result, difference=next(_disagreements(folder, compared, recording), None), compared=compared)
+
+
+def _disagreements(folder: Path, compared: tuple[str, ...], recording: Recording) -> Iterator[str]:
+    """Yield what a trace gives otherwise than the files; without a summary the run was killed, maybe after more steps.
+
+    The last digits of a modelled ESS depend on the machine.
+    """
+    if STEPS_FILE in compared:
+        rows, steps = read_steps(folder / STEPS_FILE), recording.ledger.steps
+        if len(rows) < len(steps) or (SUMMARY_FILE in compared and len(rows) > len(steps)):
+            yield f"{STEPS_FILE} has {len(rows)} steps, the trace {len(steps)}"
+        for was, now in zip(rows, steps, strict=False):
+            for (key, before), (_, after) in zip(was, now, strict=True):
+                if repr(before) != repr(after):  # nan is nan
+                    yield f"{STEPS_FILE}, step {now.step}: {key} is {before}, by the trace {after}"
+    if SUMMARY_FILE in compared:
+        kept, found = (_flat(one.to_dict()) for one in (RunReport.read(folder / SUMMARY_FILE), recording.report()))
+        for key in (*found, *(kept.keys() - found.keys())):
+            before, after = kept.get(key), found.get(key)
+            close = isinstance(before, float) and isinstance(after, float) and math.isclose(before, after)
+            if key.partition(".")[0] not in RunMeasurements.model_fields and before != after and not close:
+                yield f"{SUMMARY_FILE}: {key} is {before}, by the trace {after}"
+
+
+def _flat(table: Any, key: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted key."""
+    if not isinstance(table, dict):
+        return {key: table}
+    prefix = f"{key}." if key else ""
+    return {full: one for name, inner in table.items() for full, one in _flat(inner, f"{prefix}{name}").items()}

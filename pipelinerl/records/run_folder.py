@@ -91,24 +91,23 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
 class RunFolder:
     """Writes the folder of one run, made if need be; ConfigError if it holds a run already or cannot be written.
 
-    Rows of steps are on disk as soon as their step is done. ``go_on_after``: rows kept of this run, whose folder exists
-    already (count).
+    Rows of steps are on disk as soon as their step is done. ``goes_on``: it is this run's, and stays but for reports.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, *, go_on_after: int | None = None) -> None:
-        if go_on_after is None:
+    def __init__(self, folder: Path, config: RunConfig, *, goes_on: bool = False) -> None:
+        if not goes_on:
             check_vacant(folder)
             make_folder(folder)
         self.folder = folder
-        steps = folder / STEPS_FILE
         try:
             (folder / RUN_FILE).write_text(dump_run(config), encoding="utf-8")
-            kept = [] if go_on_after is None else keep_lines(steps, 1 + go_on_after)
-            self._steps = steps.open("a" if kept else "w", encoding="utf-8", newline="", buffering=1)
+            for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
+                (folder / report).unlink(missing_ok=True)
+            self._steps = (folder / STEPS_FILE).open("a", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
             raise unwritable(folder, error) from None
         self._rows = csv.writer(self._steps, lineterminator="\n")
-        if not kept:
+        if not goes_on:
             self._rows.writerow(COLUMNS)
 
     def write_step(self, row: StepRow) -> None:
@@ -122,16 +121,6 @@ class RunFolder:
             self._steps.close()
         write_json(self.folder / PROFILE_FILE, figures.to_dict())
         write_json(self.folder / SUMMARY_FILE, report.to_dict())
-
-
-def keep_lines(path: Path, number: int) -> list[str]:
-    """Cut a text file off after so many lines; return the lines kept."""
-    kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:number]
-    partial = path.with_name(path.name + ".partial")
-    with writing(path):
-        partial.write_text("".join(kept), encoding="utf-8", newline="")
-        partial.replace(path)
-    return kept
 
 
 def write_json(path: Path, data: Any) -> None:

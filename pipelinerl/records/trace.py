@@ -18,33 +18,45 @@ import json
 import math
 import operator
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter, RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast, get_args, get_type_hints
 
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError, SchedulerError, TraceError
+from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
+    NO_TOKENS,
+    AbortRollout,
     Command,
     DiscardReason,
+    DiscardRollouts,
     EngineSeconds,
     EnvironmentFault,
     Event,
+    ObservationReady,
+    PublishWeights,
     RolloutAborted,
+    RolloutFailed,
     RolloutFinished,
+    RolloutPreempted,
     StartRollout,
     StopReason,
+    TurnFinished,
     VersionSpans,
     WeightUpdate,
+    value,
 )
 from pipelinerl.util.explain import cannot_write, writing
+
+if TYPE_CHECKING:
+    from pipelinerl.records.recording import Recorder
 
 FORMAT = "pipelinerl-trace"
 FORMAT_VERSION = 4
@@ -57,6 +69,9 @@ ADDED = {"read_tokens", "seconds"}
 BUFFER_BYTES = 2**16
 """Lines that are compressed at once (bytes): a call per line takes as long as all the rest."""
 
+LONGEST_TEXT = 200
+"""Characters of an event or a command in a message."""
+
 T = TypeVar("T")
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
@@ -65,22 +80,15 @@ _FIELDS: dict[type, dict[str, object]] = {kind: get_type_hints(kind) for kind in
 
 
 class TraceWriter:
-    """Writes a trace, readable so far if the run is cut off; ``go_on_at``: the ``mark`` where an old file is cut."""
+    """Writes a trace, readable so far if the run is cut off; ``goes_on``: after the end of the file."""
 
-    def __init__(self, path: Path, config: RunConfig, *, go_on_at: int | None = None) -> None:
+    def __init__(self, path: Path, config: RunConfig, *, goes_on: bool = False) -> None:
         self._path = path
         self._time_s, self._time_text = math.nan, ""  # of the last line: an event and its commands share them
-        if go_on_at is not None:
-            with writing(path):  # a copy: another driver may have the file open
-                shutil.copyfile(path, copied := path.with_name(path.name + ".partial"))
-                copied.replace(path)
-            self._raw: BinaryIO = path.open("r+b")
-            self._raw.truncate(go_on_at)
-            self._raw.seek(go_on_at)
-            self._file = self._member()
-            return
-        self._raw = path.open("wb")
+        self._raw: BinaryIO = path.open("ab" if goes_on else "wb")
         self._file = self._member()
+        if goes_on:
+            return
         header = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -97,15 +105,13 @@ class TraceWriter:
         """Write a command."""
         self._write(time_s, command)
 
-    def mark(self) -> int:
-        """Return the length of the file so far (bytes), all of it on disk."""
+    def mark(self) -> None:
+        """Have all so far on disk, readable without the rest."""
         with writing(self._path):
             self._file.close()
             self._raw.flush()
             os.fsync(self._raw.fileno())
-        place = self._raw.tell()
         self._file = self._member()
-        return place
 
     def _member(self) -> BufferedWriter:
         # No file name and no time in the gzip header: the same run must give the same bytes.
@@ -135,7 +141,7 @@ class TraceWriter:
             raise cannot_write(self._path, error) from error
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Record:
     """One line of a trace: an event, or else a command."""
 
@@ -209,52 +215,160 @@ class ReplayResult:
     num_events: int
     num_commands: int
     difference: str | None
-    """The first one; None if all commands are identical."""
+    """The first one; None if all is identical."""
+    compared: tuple[str, ...] = ()
+    """Files beside the trace whose numbers were compared; none is once something differs."""
 
 
-def replay(trace: Trace) -> ReplayResult:
+def replay(trace: Trace, recorder: Recorder | None = None) -> ReplayResult:
     """Feed a trace's events to a fresh scheduler and compare its commands with the recorded ones.
 
-    An interrupted run aborts its rollouts in progress at the end, without asking its scheduler. If a trace ends in
-    nothing but aborts, the answers to them are therefore not compared. TraceError if the trace is broken.
+    Time never goes backwards, and the tokens of rollouts must be possible. ``recorder`` gets all that is identical. An
+    interrupted run aborts its rollouts in progress at the end, without asking its scheduler. If a trace ends in
+    nothing but aborts, it is therefore not asked about them. TraceError if the trace is broken.
     """
-    config = trace.config
-    scheduler = new_scheduler(config)
-    expected = list(scheduler.start())
+    scheduler = new_scheduler(trace.config)
+    recorders: list[Recorder] = [_TokenCheck(trace.config, scheduler), *([recorder] if recorder else [])]
+    expected = scheduler.start()
     num_events = num_commands = position = 0
     cause: Event | str = "start()"
+    last_s = 0.0
     difference = None
-    records = trace.records()
-    for record in records:
+    for record in _last_aborts_marked(trace.records()):
+        if record is None:
+            scheduler.stopped = scheduler.stopped or StopReason.STALLED
+            continue
         now = expected[position] if position < len(expected) else None
+        if not last_s <= record.time_s < math.inf:
+            difference = (
+                f"line {record.line}: t must be at least {last_s}, that of the line before, got {record.time_s}"
+            )
+            break
+        last_s = record.time_s
         if record.event is None:
-            if now != record.command:
-                answer = "nothing more" if now is None else now
-                difference = f"line {record.line}, after {cause}: recorded {record.command}, now {answer}"
+            if record.command is None or now != record.command:
+                answer = "nothing more" if now is None else _cut(now)
+                difference = f"line {record.line}, after {_cut(cause)}: recorded {_cut(record.command)}, now {answer}"
                 break
             num_commands += 1
             position += 1
+            for one in recorders:
+                one.command(last_s, record.command)
         elif now is not None:
-            interrupted = isinstance(cause, RolloutAborted) and _is_abort(record) and all(map(_is_abort, records))
-            if not interrupted:
-                difference = f"line {record.line}, after {cause}: recorded nothing more, now {now}"
+            difference = f"line {record.line}, after {_cut(cause)}: recorded nothing more, now {_cut(now)}"
             break
         else:
             num_events += 1
             cause = record.event
             try:
-                expected, position = list(scheduler.handle(record.event)), 0
+                expected, position = scheduler.handle(cause), 0
+                for one in recorders:
+                    one.event(last_s, cause)
             except SchedulerError as error:
                 difference = f"line {record.line}: the scheduler {error}"
                 break
+            except _ImpossibleError as error:
+                difference = f"line {record.line}: {error}"
+                break
     else:
-        if position < len(expected) and not isinstance(cause, RolloutAborted):
-            difference = f"end of trace, after {cause}: recorded nothing more, now {expected[position]}"
+        if position < len(expected):
+            difference = f"end of trace, after {_cut(cause)}: recorded nothing more, now {_cut(expected[position])}"
+        elif scheduler.stopped is not None and scheduler.num_in_flight:
+            difference = f"end of trace: no end of {scheduler.num_in_flight} rollouts in progress"
     return ReplayResult(num_events, num_commands, difference)
 
 
-def _is_abort(record: Record) -> bool:
-    return isinstance(record.event, RolloutAborted)
+def _last_aborts_marked(records: Iterable[Record]) -> Iterator[Record | None]:
+    """Yield all records, and None before the aborts with which they end."""
+    aborts: list[Record] = []
+    for record in records:
+        if isinstance(record.event, RolloutAborted):
+            aborts.append(record)
+        else:
+            yield from aborts
+            aborts.clear()
+            yield record
+    yield None
+    yield from aborts
+
+
+def _cut(content: object) -> str:
+    text = str(content)
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
+
+
+class _ImpossibleError(ValueError):
+    """No engine or environment can have reported this event."""
+
+
+class _TokenCheck:
+    """Checks the tokens of rollouts, at which the scheduler does not look, after it has accepted an event (mutable)."""
+
+    def __init__(self, config: RunConfig, scheduler: Scheduler) -> None:
+        self._scheduler, self._longest = scheduler, config.longest_answer_tokens
+        self._longest_context = config.longest_rollout_tokens
+        self._published = {0}
+        self._running: dict[int, tuple[int, int]] = {}  # rollout -> oldest version of any engine, tokens at least
+        self._kept: dict[int, VersionSpans] = {}  # of a rollout that goes on
+        self._read: dict[int, int] = {}  # prompt and observations of a rollout
+        self._aborting: set[int] = set()
+
+    def command(self, _: float, command: Command) -> None:
+        if isinstance(command, StartRollout):
+            self._running[command.rollout_id] = self._scheduler.oldest_loaded, command.kept_tokens
+        elif isinstance(command, PublishWeights):
+            self._published.add(command.version)
+        elif isinstance(command, AbortRollout):
+            self._aborting.add(command.rollout_id)
+        elif isinstance(command, DiscardRollouts):
+            for rollout_id in command.rollout_ids:
+                self._forget(rollout_id)
+
+    def event(self, _: float, event: Event) -> None:
+        if isinstance(event, RolloutFinished | TurnFinished | RolloutAborted):
+            if event.engine is None and event.spans != self._kept[event.rollout_id]:
+                raise _ImpossibleError(f"rollout {event.rollout_id} must end with the tokens of its last turn")
+            if event.engine is not None:
+                self._check_spans(event, *self._running.pop(event.rollout_id))
+            if isinstance(event, RolloutFinished) or event.rollout_id in self._aborting:
+                self._forget(event.rollout_id)
+            else:
+                self._kept[event.rollout_id] = event.spans
+        elif isinstance(event, ObservationReady) and event.read_tokens is not None:
+            rollout_id, kept = event.rollout_id, self._kept.get(event.rollout_id, NO_TOKENS).num_tokens
+            _check("read_tokens", event.read_tokens, self._read.get(rollout_id, 0), self._longest_context - kept)
+            self._read[rollout_id] = event.read_tokens
+        elif isinstance(event, RolloutPreempted):
+            oldest, least = self._running[event.rollout_id]
+            _check("num_tokens", event.num_tokens, least, self._longest)
+            self._running[event.rollout_id] = oldest, event.num_tokens
+        elif isinstance(event, RolloutFailed):
+            self._forget(event.rollout_id)
+
+    def _check_spans(self, event: RolloutFinished | TurnFinished | RolloutAborted, oldest: int, least: int) -> None:
+        spans, before, first = event.spans, self._kept.get(event.rollout_id, NO_TOKENS), 0
+        if before.ends:
+            last = len(before.ends) - 1
+            if spans.versions[: last + 1] != before.versions or spans.ends[:last] != before.ends[:last]:
+                raise _ImpossibleError(f"rollout {event.rollout_id} must keep {_cut(before)}, got {_cut(spans)}")
+            first = last + (spans.ends[last] <= before.ends[last])
+        _check("tokens", spans.num_tokens, least if isinstance(event, RolloutAborted) else max(1, least), self._longest)
+        for version in spans.versions[first:]:
+            if version < oldest or version not in self._published:
+                raise _ImpossibleError(
+                    f"new tokens must be of rising published versions from {oldest} on, got {_cut(spans)}"
+                )
+            oldest = version + 1
+
+    def _forget(self, rollout_id: int) -> None:
+        for table in (self._running, self._kept, self._read):
+            table.pop(rollout_id, None)
+        self._aborting.discard(rollout_id)
+
+
+def _check(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise _ImpossibleError(f"{name} must be from {least} to {most}, got {_cut(value)}")
 
 
 # --------------------------------------------------------------------------------------- encoding
@@ -324,13 +438,18 @@ _TEXTS = {kind: _text_of(kind) for kind in _FIELDS} | {StartRollout: _start_text
 
 
 def _decoded(kind: type[T], data: Mapping[str, Any]) -> T:
-    hints = {name: hint for name, hint in _FIELDS[kind].items() if name not in ADDED or name in data}
-    return kind(**{name: _DECODERS[hint](data[name]) for name, hint in hints.items()})
+    return kind(*[decode(data[name]) for name, decode in _DECODED[kind] if name in data or name not in ADDED])
+
+
+def _decoded_float(number: Any) -> float:
+    if not math.isfinite(decoded := float(number)):
+        raise ValueError(f"must be a finite number, got {number}")
+    return decoded
 
 
 def _decoded_seconds(seconds: Any) -> EngineSeconds:
     prefill, decode = seconds
-    return EngineSeconds(float(prefill), float(decode))
+    return EngineSeconds(_decoded_float(prefill), _decoded_float(decode))
 
 
 def _decoded_ids(ids: Any) -> tuple[int, ...]:
@@ -340,7 +459,7 @@ def _decoded_ids(ids: Any) -> tuple[int, ...]:
 def _decoded_spans(spans: Any) -> VersionSpans:
     versions = _decoded_ids(version for version, _, _ in spans)
     starts, ends = _decoded_ids(start for _, start, _ in spans), _decoded_ids(end for _, _, end in spans)
-    if starts != (0, *ends)[: len(ends)]:
+    if starts != (0, *ends)[: len(ends)] or any(map(operator.ge, starts, ends)):
         raise ValueError(f"spans must follow each other from token 0, got {spans}")
     return VersionSpans(versions, ends)
 
@@ -348,8 +467,8 @@ def _decoded_spans(spans: Any) -> VersionSpans:
 _DECODERS: dict[object, Callable[[Any], object]] = {
     int: operator.index,
     int | None: lambda one: None if one is None else operator.index(one),
-    float: float,
-    float | None: lambda one: None if one is None else float(one),
+    float: _decoded_float,
+    float | None: lambda one: None if one is None else _decoded_float(one),
     bool: bool,
     tuple[int, ...]: _decoded_ids,
     VersionSpans: _decoded_spans,
@@ -360,3 +479,5 @@ _DECODERS: dict[object, Callable[[Any], object]] = {
     StopReason: StopReason,
 }
 """Reads a field of each type from JSON; a value of another type raises an error."""
+_DECODED = {kind: [(name, _DECODERS[hint]) for name, hint in _FIELDS[kind].items()] for kind in _FIELDS}
+"""Names of fields, those in ``ADDED`` last, and how each is read."""

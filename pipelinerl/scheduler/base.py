@@ -206,7 +206,11 @@ class Scheduler(ABC):
         Raises SchedulerError if it cannot have happened: the simulated cluster or the driver has a fault.
         """
         if self.stopped is not None:
+            self._record(event)
             return ()
+        return self._record(event)
+
+    def _record(self, event: Event) -> Sequence[Command]:
         commands: list[Command] = []
         # These four come once per rollout or turn; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
@@ -219,12 +223,13 @@ class Scheduler(ABC):
             self._pool.end_turn(event.rollout_id, event.engine, event.spans, commands)
             if commands:  # its group is cancelled: its environment is free
                 self._fill(commands)
-            else:
+            elif self.stopped is None:
                 self._pool.go_on(commands)  # all that a free slot can change
             return commands
         if isinstance(event, ObservationReady):
             self._pool.observed(event.rollout_id, event.read_tokens or 0)
-            self._pool.go_on(commands)
+            if self.stopped is None:
+                self._pool.go_on(commands)
             return commands
         match event:
             case TrainingFinished():
@@ -281,6 +286,8 @@ class Scheduler(ABC):
     # -------------------------------------------------------------------------------------- decisions
 
     def _decide(self, commands: list[Command]) -> None:
+        if self.stopped is not None:
+            return
         if self.version == self.optimizer_steps:
             self._stop(StopReason.DONE, commands)
             return
@@ -294,6 +301,8 @@ class Scheduler(ABC):
             self._stop(StopReason.STALLED, commands)
 
     def _fill(self, commands: list[Command]) -> None:
+        if self.stopped is not None:
+            return
         pool, slots = self._pool, self._pool.slots
         if self.environments is not None:
             pool.go_on(commands)

@@ -19,6 +19,22 @@ MORE = (
     "hardware.latency={dispatch_jitter_s=0.01, reward_s=0.05}",
 )
 
+CASES = [
+    (),
+    ("seed=8", "optimizer_steps=12"),
+    ("scheduler.max_lag=1",),
+    ("scheduler.max_lag=0", "scheduler.micro_batch_size=2"),
+    ("scheduler.max_lag=1", "scheduler.on_stale=drop"),
+    ("scheduler.max_lag=1", "scheduler.on_stale=requeue", "scheduler.weight_update=abort"),
+    ("scheduler.weight_update=abort",),
+    ("scheduler.weight_update=recompute", "hardware.kv_cache_tokens=100"),
+    ("scheduler.weight_update=wait",),
+    ("scheduler.on_full=drop_oldest", "scheduler.ready_queue_size=4"),
+    ("scheduler.filter_no_signal=true",),
+    ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=3"),
+    ("scheduler.kind=conventional", "scheduler.filter_no_signal=true", "scheduler.micro_batch_size=2"),
+]
+
 
 def run(*overrides: str) -> RunConfig:
     return tiny_comparison.run(*MORE, *overrides)

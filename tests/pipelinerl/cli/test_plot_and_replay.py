@@ -108,8 +108,11 @@ def test_replay_says_identical_and_how_much_it_compared(command: Command, finish
     num_commands = sum('"command"' in line for line in lines)
     num_events = len(lines) - 1 - num_commands
     text = f"identical: {num_commands} commands from {num_events} events\n"
-    assert command("replay", finished) == Result(0, text, "")
-    assert command("replay", finished / "trace.jsonl.gz") == Result(0, text, "")
+    both = text + "identical: summary.json\nidentical: steps.csv\n"
+    assert command("replay", finished) == Result(0, both, "")
+    (finished / "steps.csv").unlink()
+    less = text + "identical: summary.json\nnot compared: steps.csv is not beside the trace\n"
+    assert command("replay", finished / "trace.jsonl.gz") == Result(0, less, "")
 
 
 def test_replay_of_a_run_that_ended_before_it_began_has_nothing_to_compare(command: Command, finished: Path) -> None:
