@@ -19,12 +19,14 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
 from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.recording import step_of_metrics
 from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
 from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE, keep_lines
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.arrays import RunningMean
 from pipelinerl.util.explain import writing
+from pipelinerl.util.read import read_lines
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -98,9 +100,10 @@ class SamplesLog:
 
     def __init__(self, out: Path, codec: Codec, *, go_on_after: int = 0) -> None:
         self._path, self._codec = out / SAMPLES_FILE, codec
-        kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
+        steps = range(go_on_after + 1)
+        kept = [line for _, line in read_lines(self._path) if step_of_metrics(line) in steps] if go_on_after else []
         with writing(self._path):
-            self._path.write_text("".join(line for line in kept if _step_of(line) <= go_on_after), encoding="utf-8")
+            self._path.write_text("".join(kept), encoding="utf-8")
 
     def trained(self, step: int, rollouts: Sequence[RolloutData]) -> None:
         """Keep some rollouts of the batch of an optimizer step (counted from 1), of different groups if it has them."""
@@ -132,14 +135,6 @@ def _spread(items: Sequence[Any]) -> list[Any]:
     """Return ``PER_STEP`` items at equal distances, or all if they are fewer."""
     number = min(PER_STEP, len(items))
     return [items[place * len(items) // number] for place in range(number)]
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a line; of one that was cut, infinity."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
 
 
 SIZES_PER_DOUBLING = 4

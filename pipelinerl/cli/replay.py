@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ def replay(
 
     Of a run that learned, also: does its trace give the learned weights, to the last bit?
     """
+    from pipelinerl.records.reports import RunReport
     from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
     from pipelinerl.records.trace import Trace
     from pipelinerl.records.trace import replay as replay_trace
@@ -37,7 +37,7 @@ def replay(
         raise typer.Exit(1)
     typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
     if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
-        recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
+        recorded = RunReport.read(folder / SUMMARY_FILE).weights_sha256
         with status("learning again"):
             with needs_extra("learn"):
                 from sim.learning.relearn import relearn

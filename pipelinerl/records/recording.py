@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from pipelinerl.records.steps import STEPS_FILE, StepRow
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.scheduler.events import Command, Event
+from pipelinerl.util.read import parse_json, read_lines
 
 
 class Recorder(Protocol):
@@ -66,11 +67,11 @@ def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
     size = trace.stat().st_size if trace.is_file() else 0
     if mark.trace_at is not None and size < mark.trace_at:
         raise ConfigError(f"--resume: {trace} must have the {mark.trace_at} bytes that {of} goes on from, got {size}")
-    for path, step_of in ((out / STEPS_FILE, _step_of_row), (out / METRICS_FILE, _step_of_metrics)):
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        lines = lines[1:] if path.name == STEPS_FILE else lines  # names of columns
+    for path, names, step_of in ((out / STEPS_FILE, 1, _step_of_row), (out / METRICS_FILE, 0, step_of_metrics)):
         there = 0
-        while there < min(steps, len(lines)) and step_of(lines[there]) == there + 1 and lines[there].endswith(b"\n"):
+        for number, line in islice(read_lines(path) if path.is_file() else (), names, names + steps):
+            if step_of(line) != number - names or not line.endswith("\n"):
+                break
             there += 1
         if there < steps:
             raise ConfigError(
@@ -79,15 +80,16 @@ def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
             )
 
 
-def _step_of_row(line: bytes) -> int | None:
-    number = line.partition(b",")[0]
-    return int(number) if number.isdigit() else None
+def _step_of_row(line: str) -> int | None:
+    number = line.partition(",")[0]
+    return int(number) if number.isdecimal() and len(number) < 20 else None
 
 
-def _step_of_metrics(line: bytes) -> Any:
+def step_of_metrics(line: str) -> Any:
+    """Return the step of a line of metrics or samples; of one that was cut, None."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
+        return parse_json(line, "line")["step"]
+    except (ConfigError, TypeError, KeyError):
         return None
 
 

@@ -12,7 +12,10 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.errors import RunFailedError
+
+MOST_FAULTS = 20
+"""Faults of a file that are told one by one (count)."""
 
 
 @contextmanager
@@ -49,18 +52,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def read_text(path: Path, what: str = "") -> str:
-    """Return a UTF-8 file's text, without byte order mark; ConfigError, naming it ``what``, if it is unreadable."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {f'{what} {path}'.lstrip()}: {reason}") from None
-
-
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """Return a line per fault that pydantic found in ``model``: key, rule, value; unknown keys get its own offered."""
-    return [fault_line(fault, *_place(fault["loc"], model)) for fault in error.errors()]
+    faults = error.errors(include_url=False)
+    lines = [fault_line(fault, *_place(fault["loc"], model)) for fault in faults[:MOST_FAULTS]]
+    return lines + [f"{len(faults) - MOST_FAULTS:,} faults more"] * (len(faults) > MOST_FAULTS)
 
 
 def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] = ()) -> str:
