@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -20,12 +19,16 @@ from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, METRICS_FILE, PROFILE_FILE, SUMMARY_FILE
 from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.arrays import FloatArray, RealArray
-from pipelinerl.util.explain import printable, read_text
+from pipelinerl.util.explain import printable, shown
+from pipelinerl.util.read import parse_json, read_lines
 
 REWARD = "reward/mean"
 """Mean reward of the rollouts of a step; in every line."""
 ESS_RAW, ESS_TRUNCATED = "ess/token_raw", "ess/token_truncated"
 """ESS of a step's raw token weights, and of the weights in the loss (share of the tokens)."""
+
+MOST_METRICS = 2000
+"""Names of metrics in a run (count); each takes 8 bytes per step."""
 
 _ESS_AT_LAG = re.compile(r"ess/lag_([0-9]+)")
 
@@ -107,17 +110,24 @@ def read_metrics(path: Path, step: RealArray) -> dict[str, FloatArray]:
     """
     if not path.exists():
         return {}
-    lines = []
-    for number, text in enumerate(read_text(path, "metrics").splitlines(), start=1):
+    columns: dict[str, FloatArray] = {}
+    for number, text in read_lines(path, "metrics"):
         place = f"{path}, line {number}"
-        line = _parsed(place, text)
+        line = parse_json(text, place)
+        if not isinstance(line, dict):
+            raise ConfigError(f"{place}: must hold a table, got {type(line).__name__}")
         if number > len(step):
             raise ConfigError(f"{place}: steps.csv has {len(step)} optimizer steps only")
         if line.get("step") != step[number - 1]:
-            raise ConfigError(f"{place}: step must be {step[number - 1]:g}, got {json.dumps(line.get('step'))}")
-        lines.append(_numbers(place, line))
-    names = dict.fromkeys(name for line in lines for name in line)
-    return {name: np.array([line.get(name, math.nan) for line in lines], dtype=np.float64) for name in names}
+            raise ConfigError(f"{place}: step must be {step[number - 1]:g}, got {shown(line.get('step'))}")
+        for name, value in _numbers(place, line).items():
+            if name not in columns:
+                columns[name] = np.full(len(step), math.nan)
+            columns[name][number - 1] = value
+        if len(columns) > MOST_METRICS:
+            raise ConfigError(f"{place}: there must be at most {MOST_METRICS:,} metrics")
+    num_lines = number if columns else 0
+    return {name: column[:num_lines] for name, column in columns.items()}
 
 
 def ess_by_lag(metrics: Mapping[str, FloatArray]) -> tuple[FloatArray, FloatArray]:
@@ -127,23 +137,13 @@ def ess_by_lag(metrics: Mapping[str, FloatArray]) -> tuple[FloatArray, FloatArra
     return np.array(lags, dtype=np.float64), np.array([np.nanmean(columns[lag]) for lag in lags])
 
 
-def _parsed(place: str, text: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}, column {error.colno}: not valid JSON: {error.msg}") from None
-    if not isinstance(line, dict):
-        raise ConfigError(f"{place}: must hold a table, got {type(line).__name__}")
-    return line
-
-
 def _numbers(place: str, line: dict[str, Any]) -> dict[str, float]:
     """Return a line of numbers that fit a float; rewards and ESS, which figures show, are finite."""
     if REWARD not in line:
         raise ConfigError(f"{place}: {REWARD} is missing")
     for name, value in line.items():
-        shown = name == REWARD or name.startswith("ess/")
+        drawn = name == REWARD or name.startswith("ess/")
         in_range = type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
-        if not in_range or (shown and not math.isfinite(value)):
-            raise ConfigError(f"{place}: {name} must be a number, got {json.dumps(value)}")
+        if not in_range or (drawn and not math.isfinite(value)):
+            raise ConfigError(f"{place}: {name} must be a number, got {shown(value)}")
     return line

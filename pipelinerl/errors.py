@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+LONGEST_LINE = 1000
+"""Longest line of a message (characters); the middle of a longer one is left out."""
+
 
 class PipelineRLError(Exception):
     """Root of every error that PipelineRL raises on purpose."""
 
 
 class ConfigError(PipelineRLError, ValueError):
-    """The user's input is wrong. The message has a line per fault: key, value, allowed values."""
+    """The user's input is wrong. An argument is a fault, a line of the message: key, value, allowed values."""
+
+    def __str__(self) -> str:
+        """Return the lines, whatever is in them: other characters than printed ones are escaped, long lines cut."""
+        return "\n".join(_line(str(fault)) for fault in self.args)
+
+
+def _line(text: str) -> str:
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
+    return text if text.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 class SchedulerError(PipelineRLError, RuntimeError):
     """An event that cannot have happened in the scheduler's state, or lags that its kind of schedule rules out."""
 
 
-class TraceError(PipelineRLError, ValueError):
+class TraceError(ConfigError):
     """A trace is missing, broken, or not a trace."""
 
 

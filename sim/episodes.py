@@ -11,7 +11,6 @@ only times and failures are drawn here.
 
 from __future__ import annotations
 
-import gzip
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,8 @@ from pipelinerl.scheduler.events import (
     TurnFinished,
     VersionSpans,
 )
-from pipelinerl.util.explain import did_you_mean, explain, read_text
+from pipelinerl.util.explain import did_you_mean, explain
+from pipelinerl.util.read import read_lines
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
 from sim.interface import PolicyAnswers, Request
 from sim.recorded import RecordedEpisode, is_trace, read_trace
@@ -295,9 +295,8 @@ def read_turns(source: str, *, group_size: int = 1) -> Sequence[RecordedEpisode]
         hint = did_you_mean(source, shipped) + f"shipped sets: {', '.join(shipped)}"
         raise ConfigError(f"{key} must be a shipped set, the path of a .jsonl file or a run, got {source!r}; {hint}")
     path = SHIPPED_FOLDER / f"{source}{SUFFIX}" if source in shipped else Path(source)
-    text = gzip.decompress(path.read_bytes()).decode() if source in shipped else read_text(path, key)
     episodes = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in read_lines(path, key, packed=source in shipped):
         try:
             episodes.append(RecordedEpisode.model_validate_json(line))
         except ValidationError as error:

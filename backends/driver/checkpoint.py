@@ -28,6 +28,7 @@ from pipelinerl.records.recording import Recording, RecordingMark, check_reaches
 from pipelinerl.records.run_folder import METRICS_FILE
 from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.explain import writing
+from pipelinerl.util.read import read_json
 
 LOG = logging.getLogger("pipelinerl")
 FORMAT = 4
@@ -79,7 +80,7 @@ def check_sealed(folder: Path) -> None:
 
 def _read(manifest: Path) -> tuple[dict[str, str], int]:
     try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
+        content = read_json(manifest)
         if all(isinstance(value, str) for value in content.values()):  # from before there were numbers
             return content, 0
         return dict(content["files"]), int(content["format"])
@@ -208,7 +209,7 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
         check_reaches(out, recording, of=folder.name)
         return Checkpoint(folder / _TRAINER, state, recording)
     if faults:
-        raise ConfigError("\n".join(f"--resume: {out / FOLDER}/{fault}" for fault in faults))
+        raise ConfigError(*(f"--resume: {out / FOLDER}/{fault}" for fault in faults))
     raise ConfigError(f"--resume needs a checkpoint, got {out}, which holds none in {FOLDER}/")
 
 

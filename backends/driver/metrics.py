@@ -25,6 +25,7 @@ from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.arrays import RunningMean
 from pipelinerl.util.explain import writing
+from pipelinerl.util.read import parse_json, read_lines
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -96,9 +97,10 @@ class SamplesLog:
 
     def __init__(self, out: Path, codec: Codec, *, go_on_after: int = 0) -> None:
         self._path, self._codec = out / SAMPLES_FILE, codec
-        kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
+        steps = range(go_on_after + 1)
+        kept = [line for _, line in read_lines(self._path) if _step_of(line) in steps] if go_on_after else []
         with writing(self._path):
-            self._path.write_text("".join(line for line in kept if _step_of(line) <= go_on_after), encoding="utf-8")
+            self._path.write_text("".join(kept), encoding="utf-8")
 
     def trained(self, step: int, rollouts: Sequence[RolloutData]) -> None:
         """Keep some rollouts of the batch of an optimizer step (counted from 1), of different groups if it has them."""
@@ -132,12 +134,12 @@ def _spread(items: Sequence[Any]) -> list[Any]:
     return [items[place * len(items) // number] for place in range(number)]
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a line; infinity if it is truncated."""
+def _step_of(line: str) -> Any:
+    """Return the step of a line; None if it is truncated."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return parse_json(line, "line")["step"]
+    except (ConfigError, TypeError, KeyError):
+        return None
 
 
 SIZES_PER_DOUBLING = 4

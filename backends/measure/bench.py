@@ -18,7 +18,6 @@ only where the device waits for them. Each number is written as soon as it is me
 from __future__ import annotations
 
 import csv
-import json
 import os
 import platform
 import statistics
@@ -40,6 +39,7 @@ from pipelinerl.calibration.table import COLUMNS
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.records.run_folder import make_folder, write_json
+from pipelinerl.util.read import read_json
 
 # Legend of shapes: B sequences; L tokens of each; C tokens of context of each; V words; D width; H heads; K heads of
 # keys and values; E size of a head.
@@ -65,7 +65,7 @@ class PlainShape:
         """Read a Hugging Face model's shape; ``ConfigError`` if config.json lacks a size. Experts are not supported."""
         path = folder / "config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path, "--model")
             heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
             return cls(
                 layers=int(config["num_hidden_layers"]),

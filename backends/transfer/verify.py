@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from safetensors import safe_open
 from backends.transfer.checksum64 import as_bytes
 from backends.transfer.transport import LACK, SHAPE, UNKNOWN, WeightMismatchError
 from pipelinerl.errors import BackendError
+from pipelinerl.util.read import read_json
 
 MAX_NAMES = 3
 
@@ -42,7 +42,7 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        files = {folder / name for name in read_json(index)["weight_map"].values()}
     else:
         files = {folder / "model.safetensors"}
     if missing := [str(file) for file in sorted(files) if not file.exists()]:
@@ -58,7 +58,7 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 def _draft_layers(folder: Path) -> tuple[str, ...]:
     """Return the prefixes of names of parameters that only draft tokens (multi-token prediction)."""
     file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.exists() else {}
+    config = read_json(file) if file.exists() else {}
     first, num = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
     # A part of its own in Qwen3-Next and Qwen3.5, else layers behind the last.
     return ("mtp.", *(f"model.layers.{first + layer}." for layer in range(num)))

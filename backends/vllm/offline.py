@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 from backends.vllm.version.client import ENVIRONMENT
+from pipelinerl.util.read import read_json
 
 CPU_KV_CACHE_GIB = 2
 
@@ -23,7 +23,7 @@ class OfflineEngine:
             os.environ.setdefault(name, value)
         from vllm import LLM
 
-        allowed = json.loads((model / "config.json").read_text()).get("max_position_embeddings", max_tokens)
+        allowed = read_json(model / "config.json").get("max_position_embeddings", max_tokens)
         self._max_tokens = min(max_tokens, allowed)
         self._llm: Any = LLM(
             model=str(model),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,8 @@ from pydantic import ValidationError
 
 from pipelinerl.calibration.log import LoggedStep
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import did_you_mean, explain, read_text
+from pipelinerl.util.explain import did_you_mean, explain, shown
+from pipelinerl.util.read import LONGEST_LINE, parse_json, read_lines, read_rows, read_text
 from pipelinerl.util.table import read_table
 
 # Metrics of each system by column of a logged step. Names were read in the projects' sources (files named per format).
@@ -54,7 +53,7 @@ class Format:
     console: tuple[tuple[re.Pattern[str], str], ...] = ()
     """Patterns of numbers and their metrics: ``{0}`` stands for the first group, the last group is the value."""
     console_wraps: re.Pattern[str] | None = None
-    """A line's end that a terminal put in, not the system."""
+    """The beginning of a line before which a terminal put a line's end, not the system."""
     besides: tuple[str, ...] = ()
     """Seconds that are no part of a step, though some versions count them in it: evaluation, checkpoint."""
 
@@ -81,7 +80,7 @@ VERL = Format(
     asynchronous_columns={"wait_s": (("timing_s/gen",),), "generation_s": (("timing_s/generate_async",),)},
     console_step=re.compile(r"\bstep:(\d+) - "),
     console=((re.compile(rf" - ([^\s:]+):{NUMPY}{NUMBER}"), "{0}"),),
-    console_wraps=re.compile(r"(?<=\S)\n(?!\(|[^\n]*\bstep:\d+ - )(?=[^\n]* - [\w.@-]+/[\w/.@-]+:)"),
+    console_wraps=re.compile(r"(?!\(|.*\bstep:\d+ - ).* - [\w.@-]+/[\w/.@-]+:"),
     besides=("timing_s/testing", "timing_s/save_checkpoint"),
 )  # fmt: skip
 """volcengine/verl, March 2025 to January 2026: ``verl/trainer/ppo/metric_utils.py``,
@@ -323,20 +322,33 @@ def _metric(name: str, metrics: Mapping[str, float]) -> float | None:
 
 def _numbers(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
     """Return the numbers of a file, a step at a time; a step may come several times."""
-    text = read_text(path, "log")
-    if path.suffix in (".json", ".jsonl") or text.startswith("{"):
-        return _from_json(path, text, format_)
+    _, first = next(read_lines(path, "log"), (0, ""))
+    if path.suffix in (".json", ".jsonl") or first.startswith("{"):
+        return _from_json(path, format_)
     if path.suffix == ".csv":
-        return _from_csv(path, text, format_)
-    return _from_console(text, format_)
+        return _from_csv(path, format_)
+    return _from_console(path, format_)
 
 
-def _from_console(text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+def _unwrapped(path: Path, format_: Format) -> Iterator[str]:
+    """Yield the lines of a console without colours, those that a terminal wrapped put together."""
+    before = ""
+    for _, read in read_lines(path, "log"):
+        line = COLOURS.sub("", read) if "\x1b" in read else read
+        if begun := before.rstrip("\r\n"):
+            wraps = " - " in line and format_.console_wraps is not None and format_.console_wraps.match(line)
+            if wraps and not begun[-1].isspace() and len(begun) < LONGEST_LINE:
+                before = begun + line
+                continue
+            yield from begun.splitlines()
+        before = line
+    yield from before.splitlines()
+
+
+def _from_console(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
     assert format_.console_step is not None
-    step, text = None, COLOURS.sub("", text)
-    if format_.console_wraps is not None:
-        text = format_.console_wraps.sub("", text)
-    for line in text.splitlines():
+    step = None
+    for line in _unwrapped(path, format_):
         if begun := format_.console_step.search(line):
             step = int(begun[1])
         if step is None:
@@ -355,15 +367,15 @@ def _seconds(text: str) -> float:
     return sum(float(number) * UNITS[unit] for number, unit in parts) if parts else float(text)
 
 
-def _from_csv(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
-    reader = csv.reader(io.StringIO(text))
-    header = [name.rpartition(RUN_PREFIX)[2] for name in next(reader, [])]
+def _from_csv(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+    rows = (cells for _, cells in read_rows(path, "log"))
+    header = [name.rpartition(RUN_PREFIX)[2] for name in next(rows, [])]
     place = next((header.index(name) for name in (*format_.steps, "Step") if name in header), None)
     if place is None:
         raise ConfigError(
             f"{path} must number its steps in a column {', '.join(format_.steps)} or Step, got none of them"
         )
-    for cells in reader:
+    for cells in rows:
         pairs = zip(header, cells, strict=False)
         values = {name: value for name, cell in pairs if (value := _number(cell)) is not None}
         step = _number(cells[place]) if place < len(cells) else None
@@ -371,21 +383,27 @@ def _from_csv(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dic
             yield int(step), values
 
 
-def _from_json(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+def _json_rows(path: Path) -> Iterator[Any]:
+    """Yield the values of JSON lines, or of the one list of a file."""
+    lines = (line for _, line in read_lines(path, "log") if line.strip())
+    first, second = next(lines, ""), next(lines, None)
     try:
-        whole = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError:
-        try:
-            whole = [json.loads(text)]
-        except ValueError as error:
-            raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
-    rows: Iterable[Any] = whole
-    if len(whole) == 1:
-        rows = whole[0] if isinstance(whole[0], list) else whole[0].get("traceEvents", whole)
+        several = second is not None and parse_json(first, "") is not None
+    except ConfigError:  # one value on many lines
+        several = False
+    if several:
+        yield from (parse_json(line, str(path)) for line in chain([first, second or ""], lines))
+        return
+    whole = parse_json(read_text(path, "log"), str(path))
+    rows = whole.get("traceEvents", whole) if isinstance(whole, dict) else whole
+    yield from rows if isinstance(rows, list) else [rows]
+
+
+def _from_json(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
     spans: Metrics = defaultdict(dict)
-    for row in rows:
+    for row in _json_rows(path):
         if not isinstance(row, dict):
-            raise ConfigError(f"{path} must hold an object per line, got {row!r}"[:200])
+            raise ConfigError(f"{path} must hold an object per line, got {shown(row)}")
         if "ph" in row:
             _take_span(row, spans)
             continue

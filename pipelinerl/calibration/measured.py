@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.run_folder import RUN_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, read_steps
 from pipelinerl.util.explain import explain
+from pipelinerl.util.read import read_json
 from pipelinerl.util.strict_model import StrictModel
 
 STEP_TIMES_FILE = "step_times.csv"
@@ -80,7 +80,8 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
 def _of_an_engine(table: Mapping[str, Any], config: RunConfig, folder: Path) -> dict[str, Any]:
     """Return a folder of ``measure`` without its training, which is plain torch; ConfigError if its engine was too."""
     file = folder / CONDITIONS_FILE
-    decode_by = json.loads(file.read_text(encoding="utf-8")).get("decode_by") if file.exists() else None
+    conditions = read_json(file) if file.exists() else None
+    decode_by = conditions.get("decode_by") if isinstance(conditions, dict) else None
     if decode_by != "vllm":
         raise ConfigError(
             f"--measured {folder} must be measured with vLLM, as `measure --model DIR` does where it is installed, got "

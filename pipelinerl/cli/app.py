@@ -28,7 +28,7 @@ from pipelinerl.cli.simulate import simulate
 from pipelinerl.cli.timeline import timeline
 from pipelinerl.cli.train import train
 from pipelinerl.cli.validate import validate
-from pipelinerl.errors import ConfigError, PipelineRLError, TraceError
+from pipelinerl.errors import ConfigError, PipelineRLError
 
 app = typer.Typer(
     help="Plan and run asynchronous reinforcement learning of language models.\n\n"
@@ -87,7 +87,7 @@ def main() -> None:
     except UsageFault as fault:
         complain(usage_line(fault))
         sys.exit(2)
-    except (ConfigError, TraceError) as error:
+    except ConfigError as error:
         complain(str(error))
         sys.exit(2)
     except (PipelineRLError, OSError) as error:  # the run failed, or the disk is full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,7 @@ def replay(
     For a simulated run with [policy] also check that its trace gives the learned weights, bit for bit.
     """
     from pipelinerl.records.recording import replay_run
+    from pipelinerl.records.reports import RunReport
     from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
     from pipelinerl.records.steps import STEPS_FILE
     from pipelinerl.records.trace import Trace
@@ -41,7 +41,7 @@ def replay(
         print_line(f"identical: {name}" if name in result.compared else f"not compared: {name} is not beside the trace")
     summary = trace.path.with_name(SUMMARY_FILE)
     if trace.config.policy is not None and summary.is_file():
-        recorded = json.loads(summary.read_text(encoding="utf-8")).get("weights_sha256")
+        recorded = RunReport.read(summary).weights_sha256
         with status("learning again"):
             with needs_extra("learn"):
                 from sim.learning.relearn import relearn

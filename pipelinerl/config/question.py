@@ -18,10 +18,11 @@ from typing import Any
 import tomli_w
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import completed, flat, parse_run, read_hardware, read_tables, with_overrides
+from pipelinerl.config.run_file import completed, flat, parse_run, read_hardware, with_overrides
 from pipelinerl.config.scheduler import find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.kinds import CONVENTIONAL
+from pipelinerl.util.read import read_toml
 
 OPTIONS = {
     "model": "hardware.model",
@@ -115,7 +116,7 @@ def ask(
     if hardware is not None:
         given |= flat({"hardware": read_hardware(hardware, "--hardware")})
     assumed = () if run is not None else _assumed(given)
-    base = read_tables(run) if run is not None else _tables_of(assumed)
+    base = read_toml(run, "run file") if run is not None else _tables_of(assumed)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
     several = {values[0][0] for values in lists if len(values) > 1}
     tables, cases = [], []

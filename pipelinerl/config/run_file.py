@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from pydantic import ValidationError
 
 from pipelinerl.config.run import CompareConfig, RunConfig, Variant
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import explain, read_text, shown
+from pipelinerl.util.explain import explain, shown
+from pipelinerl.util.read import parse_toml, read_toml
 
 
 def load_run(
@@ -35,7 +35,7 @@ def load_run(
         ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.
     """
     path = Path(path)
-    tables = completed(read_tables(path), overrides, seed, folder=path.parent, hardware=hardware)
+    tables = completed(read_toml(path, "run file"), overrides, seed, folder=path.parent, hardware=hardware)
     config = parse_run(tables, name=path.name)
     if config.compare is None:
         return config
@@ -44,24 +44,11 @@ def load_run(
 
 def read_hardware(path: Path, option: str) -> dict[str, Any]:
     """Return ``[hardware]`` of a file, paths absolute; ConfigError, naming ``option``, if there is no valid one."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{option} {path} cannot be read: {error}") from None
-    table = data.get("hardware")
+    table = read_toml(path, option).get("hardware")
     if not isinstance(table, dict):
         raise ConfigError(f"{option} {path} must hold a table [hardware], as `calibrate` writes it")
     make_paths_absolute({"hardware": table}, path.parent)
     return table
-
-
-def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; ConfigError if it cannot be read or is no TOML."""
-    text = read_text(path, "run file")
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, nested too deep
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def completed(
@@ -87,7 +74,7 @@ def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
     try:
         return RunConfig.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{name}: {line}" for line in explain(error, RunConfig))) from None
+        raise ConfigError(*(f"{name}: {line}" for line in explain(error, RunConfig))) from None
 
 
 def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -99,8 +86,8 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         if not separator or not all(parts):
             raise ConfigError(f"--set must be KEY=VALUE with a dotted key, got {override!r}")
         try:
-            tables = tomllib.loads(f"value = {text}")
-        except (ValueError, RecursionError):
+            tables = parse_toml(f"value = {text}", "--set")
+        except ConfigError:
             tables = {}
         value: Any = tables["value"] if len(tables) == 1 else text
         table = result

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import did_you_mean, explain, read_text
+from pipelinerl.util.explain import did_you_mean, explain
+from pipelinerl.util.read import read_json, read_toml
 from pipelinerl.util.strict_model import StrictModel
 
 # Parameters of a model from its Hugging Face ``config.json``, without network or transformers.
@@ -483,11 +482,7 @@ def find_model(name: str) -> LanguageModel:
         path /= "config.json"
     if path.suffix == ".toml":
         return _from_file(LanguageModel, path, "hardware.model")
-    text = read_text(path, "hardware.model")
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"hardware.model {path} is not valid JSON: {error}") from None
+    config = read_json(path, "hardware.model")
     if not isinstance(config, dict):
         raise ConfigError(f"hardware.model {path} must hold a JSON object, as a Hugging Face config.json does")
     return model_from_huggingface(config, path.parent.name or str(path))
@@ -539,8 +534,8 @@ def _models() -> Mapping[str, LanguageModel]:
 
 def _shipped(kind: type[Entry], file: str) -> Mapping[str, Entry]:
     """Return the entries of a shipped file by name and alias, in lower case."""
-    text = (resources.files("pipelinerl.hardware") / "data" / file).read_text(encoding="utf-8")
-    entries = [_checked(kind, {"name": name, **table}, name) for name, table in tomllib.loads(text).items()]
+    tables = read_toml(Path(__file__).parent / "data" / file, "the catalogue")
+    entries = [_checked(kind, {"name": name, **table}, name) for name, table in tables.items()]
     return {known.casefold(): one for one in entries for known in (*one.aliases, one.name)}
 
 
@@ -559,16 +554,11 @@ def _found(entries: Mapping[str, Entry], name: str, key: str) -> Entry:
 
 
 def _from_file(kind: type[Entry], path: Path, key: str) -> Entry:
-    text = read_text(path, key)
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{key} {path} is not valid TOML: {error}") from None
-    return _checked(kind, {"name": path.stem, **table}, f"{key} {path}")
+    return _checked(kind, {"name": path.stem, **read_toml(path, key)}, f"{key} {path}")
 
 
 def _checked(kind: type[Entry], table: Mapping[str, Any], what: str) -> Entry:
     try:
         return kind.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{what}: {line}" for line in explain(error, kind))) from None
+        raise ConfigError(*(f"{what}: {line}" for line in explain(error, kind))) from None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import explain
+from pipelinerl.util.read import read_toml
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -129,5 +129,4 @@ def checked_coefficients(level: Level, changed: Mapping[str, float]) -> Coeffici
 @functools.cache
 def coefficient_table() -> Mapping[str, Mapping[str, Any]]:
     """Return coefficients.toml: per name ``optimistic``, ``central``, ``pessimistic`` and ``source``."""
-    file = resources.files("pipelinerl.hardware") / "data" / "coefficients.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
+    return read_toml(Path(__file__).parent / "data" / "coefficients.toml", "the coefficients")

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import flat, load_run, read_tables
+from pipelinerl.config.run_file import flat, load_run
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.check_report import CheckReport
@@ -16,6 +16,7 @@ from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import RUN_FILE
+from pipelinerl.util.read import read_text, read_toml
 
 DEPENDS = "depends on"
 LAST_EVALUATIONS = 5
@@ -231,7 +232,7 @@ def _mean_and_spread(values: Sequence[float]) -> str:
 
 
 def _differences(arms: Sequence[ArmReport], folder: Path) -> Table:
-    runs = [flat(read_tables(folder / arm.folder / RUN_FILE)) for arm in arms]
+    runs = [flat(read_toml(folder / arm.folder / RUN_FILE, "run file")) for arm in arms]
     keys = dict.fromkeys(key for one in runs for key in one)
     values = {key: [str(one.get(key, "-")) for one in runs] for key in keys}
     rows = [[key, *row] for key, row in values.items() if len(set(row)) > 1]
@@ -292,7 +293,7 @@ def check_page(report: CheckReport) -> Page:
 
 def config_and_text(path: Path | None) -> tuple[RunConfig | None, str | None]:
     """Return a run file as configuration and as text; None for both without a path."""
-    return (None, None) if path is None else (load_run(path), path.read_text(encoding="utf-8"))
+    return (None, None) if path is None else (load_run(path), read_text(path))
 
 
 def _kind(report: RunReport) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ import numpy as np
 from pydantic import AllowInfNan, ValidationError
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import read_text
+from pipelinerl.util.read import read_rows
 from pipelinerl.util.strict_model import StrictModel
 
 STEPS_FILE = "steps.csv"
@@ -53,6 +52,8 @@ class StepRow(StrictModel):
 
 
 COLUMNS = tuple(StepRow.model_fields)
+MOST_STEPS = 100_000
+"""Rows that are read (count)."""
 _INTEGERS = {name for name, field in StepRow.model_fields.items() if field.annotation is int}
 _DTYPE = np.dtype([(name, np.int64 if name in _INTEGERS else np.float64) for name in COLUMNS])
 
@@ -62,15 +63,17 @@ def read_steps(path: Path) -> list[StepRow]:
 
     ConfigError if the file cannot be read, lacks a column, or holds a wrong value; one line that names it.
     """
-    lines = list(csv.reader(read_text(path).splitlines()))
-    header = lines[0] if lines else []
+    lines = read_rows(path)
+    _, header = next(lines, (0, list[str]()))
     missing = [column for column in COLUMNS if column not in header]
     if missing:
         raise ConfigError(f"{path} lacks the columns {', '.join(missing)}")
-    rows = []
-    for number, cells in enumerate(lines[1:], start=2):
+    rows: list[StepRow] = []
+    for number, cells in lines:
         if len(cells) != len(header):
             raise ConfigError(f"{path}, line {number}: must have {len(header)} values, got {len(cells)}")
+        if len(rows) == MOST_STEPS:
+            raise ConfigError(f"{path} must have at most {MOST_STEPS:,} optimizer steps")
         named = {name: cell or "nan" for name, cell in zip(header, cells, strict=True) if name in COLUMNS}
         try:
             rows.append(StepRow.model_validate_strings(named, strict=False))

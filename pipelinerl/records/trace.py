@@ -18,7 +18,6 @@ import json
 import math
 import operator
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter, RawIOBase
@@ -54,6 +53,7 @@ from pipelinerl.scheduler.events import (
     value,
 )
 from pipelinerl.util.explain import cannot_write, writing
+from pipelinerl.util.read import parse_json, read_lines
 
 if TYPE_CHECKING:
     from pipelinerl.records.recording import Recorder
@@ -185,24 +185,11 @@ class Trace:
                 raise TraceError(f"{self.path}, line {number}: broken record ({error!r})") from None
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
-        number = 0
         try:
-            with gzip.open(self.path, "rt", encoding="utf-8") as file:
-                for number, line in enumerate(file, start=1):
-                    yield number, self._parsed(number, line)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise TraceError(f"cannot read trace {self.path}: {reason}") from None
-        except EOFError:
-            raise TraceError(f"{self.path} is cut off after line {number}") from None
-        except (UnicodeDecodeError, zlib.error) as error:
-            raise TraceError(f"{self.path} is broken after line {number} ({error})") from None
-
-    def _parsed(self, number: int, line: str) -> Any:
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{self.path}, line {number}: broken ({error})") from None
+            for number, line in read_lines(self.path, "trace", packed=True):
+                yield number, parse_json(line, f"{self.path}, line {number}")
+        except ConfigError as error:
+            raise TraceError(*error.args) from None
 
 
 # ----------------------------------------------------------------------------------------- replay

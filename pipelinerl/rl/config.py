@@ -35,7 +35,7 @@ def task_config(table: Mapping[str, Any], *, key: str) -> TaskConfig:
     try:
         return TaskConfig.model_validate(table)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{key}.{line}" for line in explain(error, TaskConfig))) from None
+        raise ConfigError(*(f"{key}.{line}" for line in explain(error, TaskConfig))) from None
 
 
 class LossConfig(StrictModel):

@@ -24,6 +24,7 @@ from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Environment
 from pipelinerl.rl.problems import Problem, Task, shuffled
 from pipelinerl.rl.sums import Arithmetic, Calculator, Chain
+from pipelinerl.util.read import parse_json, read_lines
 from pipelinerl.util.user_code import first_line, kind_and_line, named_attribute
 
 # math-verify in child processes that can be killed.
@@ -378,17 +379,10 @@ def _rows(setting: str, path: str, split: str) -> Iterable[tuple[str, Mapping[st
     if not path.endswith(".jsonl"):
         yield from ((f"{path} row {row}", fields) for row, fields in enumerate(_data_set(key, path, split)))
         return
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} must be a readable file, got {path!r} ({first_line(error)})") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in read_lines(Path(path), key):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path} line {number} must be JSON: {first_line(error)}") from error
+        row = parse_json(line, f"{path} line {number}")
         if not isinstance(row, dict):
             raise ConfigError(f"{path} line {number} must be a JSON object, got {line.strip()[:60]!r}")
         yield f"{path} line {number}", row

@@ -15,7 +15,10 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.errors import RunFailedError
+
+MOST_FAULTS = 20
+"""Faults of a file that are told one by one (count)."""
 
 UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories of characters that drive terminals, turn or hide text, or have no bytes in UTF-8."""
@@ -73,18 +76,11 @@ def printable(value: Any) -> Any:
     return value
 
 
-def read_text(path: Path, what: str = "") -> str:
-    """Return a UTF-8 file's text, without byte order mark; ConfigError, naming it ``what``, if it is unreadable."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {f'{what} {path}'.lstrip()}: {reason}") from None
-
-
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """Return a line per fault that pydantic found in ``model``: key, rule, value; unknown keys get its own offered."""
-    return [fault_line(fault, *_place(fault["loc"], model)) for fault in error.errors()]
+    faults = error.errors(include_url=False)
+    lines = [fault_line(fault, *_place(fault["loc"], model)) for fault in faults[:MOST_FAULTS]]
+    return lines + [f"{len(faults) - MOST_FAULTS:,} faults more"] * (len(faults) > MOST_FAULTS)
 
 
 def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] = ()) -> str:

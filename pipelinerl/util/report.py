@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import explain, read_text
+from pipelinerl.util.explain import explain
+from pipelinerl.util.read import MOST_VALUES, read_text
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -50,6 +51,8 @@ class Report(StrictModel):
 
     @classmethod
     def _parsed(cls, text: str, name: str) -> Self:
+        if (num_values := sum(map(text.count, ",[{"))) > MOST_VALUES:
+            raise ConfigError(f"{name} must hold at most {MOST_VALUES:,} values, got about {num_values:,}")
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

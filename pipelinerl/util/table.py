@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -15,11 +14,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import did_you_mean, read_text
+from pipelinerl.util.explain import did_you_mean
+from pipelinerl.util.read import read_rows
 from pipelinerl.util.strict_model import StrictModel
 
 Row = TypeVar("Row", bound=StrictModel)
 
+MOST_ROWS = 200_000
+"""Most lines of a table (count)."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A number in a cell: neither thousands separators nor other digits."""
 LIMITS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -89,17 +91,12 @@ def read_table(path: Path, what: str) -> Table:
 
     Raises ConfigError if it cannot be read, is no UTF-8 text, or its quotes do not match; ``what`` names it.
     """
-    reader = csv.reader(io.StringIO(read_text(path, what), newline=""), strict=True)
-    try:
-        lines = [
-            Line(f"{path} line {reader.line_num}", cells)
-            for cells in ([cell.strip() for cell in line] for line in reader)
-            if any(cells)
-        ]
-    except csv.Error as error:
-        raise ConfigError(f"{path} line {reader.line_num}: not a comma-separated table: {error}") from None
-    header, *rows = lines or [Line(f"{path} line 1", [])]
-    return Table(path, header, rows)
+    rows = ((number, [cell.strip() for cell in cells]) for number, cells in read_rows(path, what))
+    lines = [Line(f"{path} line {number}", cells) for number, cells in islice(rows, MOST_ROWS) if any(cells)]
+    if next(rows, None) is not None:
+        raise ConfigError(f"{path} must have at most {MOST_ROWS:,} lines")
+    header, *rest = lines or [Line(f"{path} line 1", [])]
+    return Table(path, header, rest)
 
 
 def _row(kind: type[Row], cells: dict[str, str], where: str) -> Row:

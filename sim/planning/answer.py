@@ -445,7 +445,7 @@ def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
             done.append(replace(planned, failure=str(error)))
             stop = isinstance(error, RunFailedError) or case is question.cases[-1]
             if stop and first:
-                raise type(error)("\n".join(filter(None, (one.failure for one in done)))) from None
+                raise type(error)(*(line for one in done for line in (one.failure or "").splitlines())) from None
         else:
             done.append(replace(planned, report=report))
             stop = not report.search.complete

@@ -627,4 +627,4 @@ def check_lists(space: SearchSpace, choices: Sequence[Choice]) -> None:
     unused = [(axis, value, axis.rule(value, space)) for axis, value in unused_values(space, choices)]
     faults = [f"plan.{axis.name} must hold {rule}, got {value}" for axis, value, rule in unused if rule is not None]
     if faults:
-        raise ConfigError("\n".join(faults))
+        raise ConfigError(*faults)

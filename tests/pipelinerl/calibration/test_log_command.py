@@ -133,4 +133,6 @@ def test_a_hardware_file_without_the_table_is_refused(command: Command, tmp_path
         2,
         "must hold a table [hardware]",
     )
-    assert_fails(command("simulate", tmp_path / "run.toml", "--hardware", "no.toml"), 2, "--hardware no.toml cannot be")
+    assert_fails(
+        command("simulate", tmp_path / "run.toml", "--hardware", "no.toml"), 2, "cannot read --hardware no.toml: "
+    )

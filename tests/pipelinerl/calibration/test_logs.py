@@ -439,7 +439,7 @@ def test_one_step_off_in_verl_is_an_asynchronous_job_with_seconds_of_generation(
         ("a.log", "hello", "verl", r"a\.log must hold steps as verl logs them, got none"),
         ("a.csv", "x,y\n1,2\n", "verl", r"a\.csv must number its steps in a column training/global_step"),
         ("a.csv", "_step,loss\n1,2\n", "verl", r"a\.csv must hold metrics of verl, such as timing_s/step, .*got none"),
-        ("a.jsonl", "{]", "verl", r"a\.jsonl is neither JSON nor JSON lines"),
+        ("a.jsonl", "{]", "verl", r"a\.jsonl is not valid JSON"),
         ("a.jsonl", "[3]", "verl", r"a\.jsonl must hold an object per line, got 3"),
         ("a.log", "step:1 - timing_s/step:-3.0\n", "verl", r"step 1 of the log: step_s must be above 0, got -3"),
         ("a.csv", "step,step_s,lenght\n1,2,3\n", "csv", r"'lenght' is an unknown column"),

@@ -81,7 +81,7 @@ def test_a_hardware_file_of_calibrate_is_merged_over_the_run_file(tmp_path: Path
     [
         ("none.toml", None, "--measured must be a folder of `measure` or `train --check`, a step_times.csv, or a"),
         ("notes.txt", "x", "--measured must be a folder of `measure` or `train --check`, a step_times.csv, or a"),
-        ("a.toml", "x = ", "a.toml cannot be read"),
+        ("a.toml", "x = ", "a.toml is not valid TOML"),
         ("a.toml", "seed = 1", "a.toml must hold a table [hardware], as `calibrate` writes it"),
         ("a.toml", "[hardware]\ngpu = 'B200'", "a.toml is of gpu='B200', the run file has 'H100'"),
         ("a.toml", "[hardware.weights]\npublish = 1", "hardware.weights.publish"),

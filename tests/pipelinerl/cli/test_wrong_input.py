@@ -63,7 +63,7 @@ def test_every_line_of_a_message_begins_with_the_name_of_the_program(
     command: Command, monkeypatch: pytest.MonkeyPatch, tiny: Path
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise ConfigError("one\ntwo")
+        raise ConfigError("one", "two")
 
     monkeypatch.setattr("pipelinerl.config.run_file.load_run", fail)
     assert command("simulate", tiny) == Result(2, "", "pipelinerl: one\npipelinerl: two\n")

@@ -260,7 +260,7 @@ def test_a_run_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, r
 )
 def test_a_run_file_that_is_no_toml_is_one_line_that_says_where(tmp_path: Path, text: str, reason: str) -> None:
     path = run_file(tmp_path, text)
-    assert message(load_run, path).startswith(f"{path} is not valid TOML: {reason}")
+    assert message(load_run, path).startswith(f"run file {path} is not valid TOML: {reason}")
 
 
 def test_lines_name_the_run_file(tmp_path: Path) -> None:

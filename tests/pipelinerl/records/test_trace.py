@@ -173,9 +173,9 @@ def test_a_missing_trace_is_one_line(tmp_path: Path) -> None:
 
 
 BROKEN = [
-    ("garbage", "line 3: broken (Expecting value: line 1 column 1 (char 0))"),
-    ("", "line 3: broken (Expecting value: line 2 column 1 (char 1))"),
-    ("[" * 100_000, "line 3: broken (maximum recursion depth exceeded while decoding a JSON array"),
+    ("garbage", "line 3 is not valid JSON: Expecting value: line 1 column 1 (char 0)"),
+    ("", "line 3 is not valid JSON: Expecting value: line 2 column 1 (char 1)"),
+    ("[" * 100_000, "line 3 is not valid JSON: maximum recursion depth exceeded while decoding a JSON array"),
     ("5", "line 3: broken record (TypeError(\"'int' object is not subscriptable\"))"),
     ("[]", "line 3: broken record (TypeError('list indices must be integers or slices, not str'))"),
     ("{}", "line 3: broken record (KeyError('t'))"),
@@ -225,7 +225,7 @@ def test_bytes_that_are_no_text_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     header = lines_of(write(path))[0].encode()
     path.write_bytes(gzip.compress(header + b"\n\xff\n"))
-    assert fault(path).startswith(f"{path} is broken after line 0 ('utf-8' codec can't decode byte 0xff")
+    assert fault(path) == f"cannot read trace {path}: it is not UTF-8 text"
 
 
 def test_a_trace_that_is_cut_off_gives_what_it_has_and_then_one_line(tmp_path: Path) -> None:

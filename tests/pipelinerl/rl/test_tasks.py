@@ -290,12 +290,12 @@ def test_a_task_can_be_pickled(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        ('{"problem": "a", "answer": 1}\n{"problem"\n', {}, r"bad\.jsonl line 2 must be JSON: "),
+        ('{"problem": "a", "answer": 1}\n{"problem"\n', {}, r"bad\.jsonl line 2 is not valid JSON: "),
         ("[1]\n", {}, r"bad\.jsonl line 1 must be a JSON object, got '\[1\]'"),
         ('{"question": "a", "answer": 1}\n', {}, r"line 1 must have a text under 'problem' \(prompt_key\), got None"),
         ('\n{"problem": "a"}\n', {}, r"line 2 must have a text or a number under 'answer' \(answer_key\), got None"),
         ("", {}, r"settings\.path must have problems that are not held out"),
-        (None, {}, r"train\.task\.settings\.path must be a readable file, got '.*/bad\.jsonl' \(.*No such file"),
+        (None, {}, r"cannot read train\.task\.settings\.path .*/bad\.jsonl: No such file"),
         (None, {"template": "Q"}, r"settings\.template must contain {problem}, got 'Q'"),
         (None, {"held_out_share": 1}, r"settings\.held_out_share must be in \[0, 1\), got 1"),
     ],

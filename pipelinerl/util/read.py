@@ -1,0 +1,132 @@
+"""Read files of users: a reader for each format. ConfigError, one line with the path, if a file cannot be read.
+
+The limits are far above real files; within them no file takes seconds or half a gigabyte.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import stat
+import tomllib
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipelinerl.errors import ConfigError
+
+MOST_BYTES = 2**24
+"""Largest file that is read whole (bytes). The index of a model's weights may have 10 MB."""
+MOST_TOML_BYTES = 2**18
+"""Largest TOML file (bytes); a megabyte of it takes a second."""
+MOST_VALUES = 200_000
+"""Values of a report, about (count); pydantic takes up to 2 kB for a wrong one."""
+MOST_DEPTH = 100
+"""Tables and lists inside each other (count)."""
+LONGEST_LINE = 2**22
+"""Longest line of a file that is read line by line (characters)."""
+
+
+@contextmanager
+def opened(path: Path, what: str = "") -> Iterator[BinaryIO]:
+    """Open a regular file: a FIFO would keep the reader waiting, and a device may have no end."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(None, "it is no regular file")
+            yield file
+    except OSError as error:
+        raise _cannot_read(path, what, error.strerror or str(error)) from None
+
+
+def _cannot_read(path: Path, what: str, reason: str) -> ConfigError:
+    return ConfigError(f"cannot read {f'{what} {path}'.lstrip()}: {reason}")
+
+
+def read_text(path: Path, what: str = "", *, most: int = MOST_BYTES) -> str:
+    """Return a UTF-8 file's text, without byte order mark; ``what`` names it in messages."""
+    with opened(path, what) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise _cannot_read(path, what, f"it must have at most {most:,} bytes")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _cannot_read(path, what, "it is not UTF-8 text") from None
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Return the tables of a TOML file."""
+    return parse_toml(read_text(path, what, most=MOST_TOML_BYTES), f"{what} {path}")
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Return the tables of a TOML text; ``where`` begins the message if it is none."""
+    # Every further key below a header of so many parts would take as long as all of them.
+    deep = any(line.partition("=")[0].partition(",")[0].count(".") > MOST_DEPTH for line in text.splitlines())
+    try:
+        tables = tomllib.loads("" if deep else text)
+    except (ValueError, RecursionError) as error:  # broken, or a number of thousands of digits
+        raise ConfigError(f"{where} is not valid TOML: {error}") from None
+    if deep or _is_deep(tables):
+        raise ConfigError(f"{where} must have at most {MOST_DEPTH} tables inside each other")
+    return tables
+
+
+def read_json(path: Path, what: str = "") -> Any:
+    """Return the values of a JSON file."""
+    return parse_json(read_text(path, what), f"{what} {path}".lstrip())
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Return the values of a JSON text; ``where`` begins the message if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from None
+    if text.count("[") + text.count("{") > MOST_DEPTH and _is_deep(value):
+        raise ConfigError(f"{where} must have at most {MOST_DEPTH} tables inside each other")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        tables = [one for one in level if isinstance(one, dict | list)]
+        level = [part for one in tables for part in (one.values() if isinstance(one, dict) else one)]
+    return bool(level)
+
+
+def read_lines(path: Path, what: str = "", *, packed: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a UTF-8 file of any length, with their numbers and ends; ``packed``: by gzip."""
+    number = 0
+    with opened(path, what) as file:
+        binary = gzip.GzipFile(fileobj=file) if packed else file
+        try:
+            with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as text:
+                for number, line in enumerate(iter(partial(text.readline, LONGEST_LINE + 1), ""), start=1):
+                    if len(line) > LONGEST_LINE:
+                        raise ConfigError(f"{path}, line {number}: must have at most {LONGEST_LINE:,} characters")
+                    yield number, line
+        except EOFError:
+            raise ConfigError(f"{path} is cut off after line {number}") from None
+        except UnicodeDecodeError:
+            raise _cannot_read(path, what, "it is not UTF-8 text") from None
+        except zlib.error as error:
+            raise ConfigError(f"{path} is broken after line {number} ({error})") from None
+
+
+def read_rows(path: Path, what: str = "") -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of each row of a comma-separated file, with the number of the row's last line."""
+    reader = csv.reader((line for _, line in read_lines(path, what)), strict=True)
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        raise ConfigError(f"{path} line {reader.line_num}: not a comma-separated table: {error}") from None
