@@ -40,6 +40,6 @@ def timeline(
         f"{counts.weights_loaded} weight loads"
     )
     if counts.stays_left_out:
-        typer.echo(f"left out: {counts.stays_left_out} rollouts on an engine or environment without a free track")
+        print_line(f"left out: {counts.stays_left_out} rollouts on an engine or environment without a free track")
     if counts.cut_at_s is not None:
         print_line(f"cut at {counts.cut_at_s:.6g} s, where the file is full: go on with --begin {counts.cut_at_s:.6g}")
