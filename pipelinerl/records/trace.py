@@ -236,7 +236,7 @@ def replay(trace: Trace, recorder: Recorder | None = None) -> ReplayResult:
     difference = None
     for record in _last_aborts_marked(trace.records()):
         if record is None:
-            scheduler.stopped = scheduler.stopped or StopReason.STALLED
+            scheduler.stopped = scheduler.stopped or StopReason.STALLED  # so that it decides nothing
             continue
         now = expected[position] if position < len(expected) else None
         if not last_s <= record.time_s < math.inf:
@@ -288,7 +288,8 @@ def _last_aborts_marked(records: Iterable[Record]) -> Iterator[Record | None]:
             yield from aborts
             aborts.clear()
             yield record
-    yield None
+    if aborts:
+        yield None
     yield from aborts
 
 
@@ -349,9 +350,10 @@ class _TokenCheck:
         spans, before, first = event.spans, self._kept.get(event.rollout_id, NO_TOKENS), 0
         if before.ends:
             last = len(before.ends) - 1
-            if spans.versions[: last + 1] != before.versions or spans.ends[:last] != before.ends[:last]:
+            same = spans.versions[: last + 1] == before.versions and spans.ends[:last] == before.ends[:last]
+            if not same or spans.ends[last] < before.ends[last]:
                 raise _ImpossibleError(f"rollout {event.rollout_id} must keep {_cut(before)}, got {_cut(spans)}")
-            first = last + (spans.ends[last] <= before.ends[last])
+            first = last + (spans.ends[last] == before.ends[last])
         _check("tokens", spans.num_tokens, least if isinstance(event, RolloutAborted) else max(1, least), self._longest)
         for version in spans.versions[first:]:
             if version < oldest or version not in self._published:
