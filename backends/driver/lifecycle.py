@@ -38,8 +38,8 @@ from pipelinerl.errors import (
     RunFailedError,
     RunInterruptedError,
 )
-from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
+from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason

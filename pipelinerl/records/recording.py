@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -21,23 +21,13 @@ from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.run_folder import METRICS_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
-from pipelinerl.records.trace import ReplayResult, Trace, TraceWriter, replay
+from pipelinerl.records.trace import Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.scheduler.events import Command, Event
 from pipelinerl.util.explain import writing
 
 READ_BYTES = 2**20
 """Bytes of a file that are read at once."""
-
-
-class Recorder(Protocol):
-    """Observes every event and command of a run."""
-
-    def event(self, time_s: float, event: Event) -> None:
-        """Record an event that was reported to the scheduler."""
-
-    def command(self, time_s: float, command: Command) -> None:
-        """Record a command of the scheduler."""
 
 
 class FanOut:

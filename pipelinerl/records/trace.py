@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from io import BufferedWriter, RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast, get_args, get_type_hints
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast, get_args, get_type_hints
 
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig
@@ -55,9 +55,6 @@ from pipelinerl.scheduler.events import (
 )
 from pipelinerl.util.explain import cannot_write, writing
 
-if TYPE_CHECKING:
-    from pipelinerl.records.recording import Recorder
-
 FORMAT = "pipelinerl-trace"
 FORMAT_VERSION = 4
 """Raised when a reader of the old format could misread the new one, or the scheduler decides otherwise than before:
@@ -77,6 +74,16 @@ T = TypeVar("T")
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _COMMANDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
 _FIELDS: dict[type, dict[str, object]] = {kind: get_type_hints(kind) for kind in get_args(Event) + get_args(Command)}
+
+
+class Recorder(Protocol):
+    """Observes every event and command of a run."""
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Record an event that was reported to the scheduler."""
+
+    def command(self, time_s: float, command: Command) -> None:
+        """Record a command of the scheduler."""
 
 
 class TraceWriter:
