@@ -35,8 +35,8 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.tables import LatencyConfig, ResolvedHardware
-from pipelinerl.records.recording import Recorder
 from pipelinerl.records.stall import StallWatch, stalled
+from pipelinerl.records.trace import Recorder
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
     AbortRollout,

@@ -39,9 +39,9 @@ from pipelinerl.errors import (
     RunInterruptedError,
     TransferError,
 )
-from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
 from pipelinerl.records.stall import stalled
+from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason

@@ -47,8 +47,8 @@ from backends.workers.processes import WorkerFailedError
 from backends.workers.rewards import TaskClient, why_no_reward
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
-from pipelinerl.records.recording import Recorder
 from pipelinerl.records.stall import StallWatch
+from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import (
     AbortRollout,

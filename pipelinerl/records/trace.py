@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from io import BufferedWriter, RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast, get_args, get_type_hints
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast, get_args, get_type_hints
 
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig
@@ -55,9 +55,6 @@ from pipelinerl.scheduler.events import (
 from pipelinerl.util.explain import cannot_write, writing
 from pipelinerl.util.read import parse_json, read_lines
 
-if TYPE_CHECKING:
-    from pipelinerl.records.recording import Recorder
-
 FORMAT = "pipelinerl-trace"
 FORMAT_VERSION = 4
 """Raised when a reader of the old format could misread the new one, or the scheduler decides otherwise than before:
@@ -77,6 +74,16 @@ T = TypeVar("T")
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _COMMANDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
 _FIELDS: dict[type, dict[str, object]] = {kind: get_type_hints(kind) for kind in get_args(Event) + get_args(Command)}
+
+
+class Recorder(Protocol):
+    """Observes every event and command of a run."""
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Record an event that was reported to the scheduler."""
+
+    def command(self, time_s: float, command: Command) -> None:
+        """Record a command of the scheduler."""
 
 
 class TraceWriter:
@@ -223,7 +230,7 @@ def replay(trace: Trace, recorder: Recorder | None = None) -> ReplayResult:
     difference = None
     for record in _last_aborts_marked(trace.records()):
         if record is None:
-            scheduler.stopped = scheduler.stopped or StopReason.STALLED
+            scheduler.stopped = scheduler.stopped or StopReason.STALLED  # so that it decides nothing
             continue
         now = expected[position] if position < len(expected) else None
         if not last_s <= record.time_s < math.inf:
@@ -275,7 +282,8 @@ def _last_aborts_marked(records: Iterable[Record]) -> Iterator[Record | None]:
             yield from aborts
             aborts.clear()
             yield record
-    yield None
+    if aborts:
+        yield None
     yield from aborts
 
 
@@ -336,9 +344,10 @@ class _TokenCheck:
         spans, before, first = event.spans, self._kept.get(event.rollout_id, NO_TOKENS), 0
         if before.ends:
             last = len(before.ends) - 1
-            if spans.versions[: last + 1] != before.versions or spans.ends[:last] != before.ends[:last]:
+            same = spans.versions[: last + 1] == before.versions and spans.ends[:last] == before.ends[:last]
+            if not same or spans.ends[last] < before.ends[last]:
                 raise _ImpossibleError(f"rollout {event.rollout_id} must keep {_cut(before)}, got {_cut(spans)}")
-            first = last + (spans.ends[last] <= before.ends[last])
+            first = last + (spans.ends[last] == before.ends[last])
         _check("tokens", spans.num_tokens, least if isinstance(event, RolloutAborted) else max(1, least), self._longest)
         for version in spans.versions[first:]:
             if version < oldest or version not in self._published:

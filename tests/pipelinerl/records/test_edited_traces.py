@@ -1,6 +1,7 @@
 """An edited trace is refused in one line, unless the edit is without effect on every command and every number."""
 
 import json
+import os
 import random
 import shutil
 from functools import cache
@@ -11,6 +12,7 @@ from in_memory import KINDS, config_of, interrupted, parts_of, turns_of
 from in_memory import run as run_real
 from traces import CASES, lines_of, recorded, rewritten
 
+from backends.driver.checkpoint import read_newest
 from pipelinerl.errors import TraceError
 from pipelinerl.records.recording import replay_run
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
@@ -170,6 +172,37 @@ def test_edited_numbers_beside_the_trace_are_named(folder: Path, tmp_path: Path)
     rows = (out / "steps.csv").read_text().splitlines(keepends=True)
     (out / "steps.csv").write_text("".join(rows[:-1]))
     assert "steps.csv has" in (replay_run(Trace(out / TRACE_FILE)).difference or "")
+
+
+def test_the_tokens_that_a_rollout_keeps_cannot_change(folder: Path) -> None:
+    """Also where the versions stay and the number of all tokens is the same."""
+    spans_of: dict[int, list] = {}
+    for number, one in of(folder, "RolloutAborted", "TurnFinished", "RolloutFinished"):
+        kept = spans_of.get(one["rollout_id"])
+        if (
+            kept
+            and len(one["spans"]) > len(kept)
+            and one["spans"][: len(kept)] == kept
+            and kept[-1][2] - kept[-1][1] > 1
+        ):
+            spans = [list(span) for span in one["spans"]]
+            spans[len(kept) - 1][2] -= 1
+            spans[len(kept)][1] -= 1
+            assert "must keep" in (refusal(folder, with_line(folder, number, one | {"spans": spans})) or ""), one
+        spans_of[one["rollout_id"]] = one["spans"]
+
+
+def test_a_run_that_was_killed_right_after_a_checkpoint_raises_no_false_alarm(tmp_path: Path) -> None:
+    """Its trace ends with rollouts in progress, its steps.csv may go on; there is no summary."""
+    config, out = config_of(steps=6, train={"checkpoint": {"every": 2, "keep": 3}}), tmp_path / "run"
+    run_real(config, out, parts_of(config))
+    for folder in ("step_000006", "step_000004"):
+        shutil.rmtree(out / "checkpoints" / folder)
+    (out / SUMMARY_FILE).unlink()
+    size, _ = read_newest(out, config).recording.files[TRACE_FILE]
+    os.truncate(out / TRACE_FILE, size)
+    result = replay_run(Trace(out / TRACE_FILE))
+    assert (result.difference, result.compared) == (None, ("steps.csv",))
 
 
 @pytest.mark.parametrize("overrides", [*CASES, TURNS], ids=" ".join)
