@@ -370,6 +370,8 @@ def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models
     of a synchronous step is the phase switch.
     Raises ConfigError if a number is out of reach.
     """
+    if log.mean.generation_s and not log.asynchronous and not run.colocated:
+        raise ConfigError("--run must be of a colocated job, as the log is: its generation and training take turns")
     mean, per = log.mean, _optimizer_steps(log, run)
 
     def simulated(config: RunConfig) -> LoggedStep:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from pipelinerl.hardware.transport import WeightTransport, chosen_transport
 from pipelinerl.rl.config import LossConfig, TaskConfig
-from pipelinerl.util.strict_model import Count, CountOrZero, StrictModel, Tokens
+from pipelinerl.util.strict_model import Count, CountOrZero, Settings, StrictModel, Tokens
 
 LEAST_TEMPERATURE = 0.01
 Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100)]
@@ -98,7 +98,7 @@ class EngineConfig(StrictModel):
     """Seconds without a decode step or a sign of life until an engine counts as hung."""
     restarts_per_hour: CountOrZero = 10
     """Losses per engine within an hour that the run survives (count): 480 for 48 engines."""
-    vllm: dict[str, JsonValue] = {}
+    vllm: Settings = {}
     """Arguments of vLLM's engine, by vLLM's names."""
 
 
@@ -122,7 +122,7 @@ class EvaluationConfig(StrictModel):
     """0 (the likeliest token) or at least 0.01. None: as in training."""
     max_tokens: Count | None = None
     """Longest answer (tokens), at most and by default ``workload.length.max``."""
-    settings: dict[str, Any] = {}
+    settings: Settings = {}
     """Settings of the task that differ here."""
 
     @model_validator(mode="after")

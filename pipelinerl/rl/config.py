@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import explain
-from pipelinerl.util.strict_model import Count, StrictModel, Tokens, TokensOrZero
+from pipelinerl.util.strict_model import Count, Settings, StrictModel, Tokens, TokensOrZero
 
 
 class TaskConfig(StrictModel):
@@ -18,7 +18,7 @@ class TaskConfig(StrictModel):
     name: str
     """``arithmetic``, ``chain``, ``math``; with ``[environment]`` ``calculator``; or your own
     ``package.module:attribute`` (docs/training_task.md)."""
-    settings: dict[str, Any] = {}
+    settings: Settings = {}
     """Keyword arguments of the task or environment."""
     max_prompt_tokens: Tokens = 1024
     """Longest prompt (tokens); longer ones fail."""

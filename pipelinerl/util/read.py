@@ -96,11 +96,11 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        tables = [one for one in level if isinstance(one, dict | list)]
-        level = [part for one in tables for part in (one.values() if isinstance(one, dict) else one)]
-    return bool(level)
+    tables = [value]
+    for _ in range(MOST_DEPTH):
+        parts = (part for one in tables for part in (one.values() if isinstance(one, dict) else one))
+        tables = [part for part in parts if isinstance(part, dict | list)]
+    return bool(tables)
 
 
 def read_lines(path: Path, what: str = "", *, packed: bool = False) -> Iterator[tuple[int, str]]:

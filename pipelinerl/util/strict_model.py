@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 # Limits of numbers in a run file, far above any real run: beyond them memory or whole numbers run out.
 
@@ -30,6 +32,18 @@ TokensOrZero = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 CachedTokens = Annotated[int, Field(ge=1, le=MOST_CACHED_TOKENS)]
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+
+
+def _finite(settings: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(settings, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("finite", "must hold finite numbers") from None
+    return settings
+
+
+Settings = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Values that a run file can keep."""
 
 
 class StrictModel(BaseModel):

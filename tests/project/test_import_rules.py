@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -192,3 +193,15 @@ def test_an_import_loads_nothing_heavy(modules: str, heavy: set[str]) -> None:
     program = f"import sys, {modules}\nprint('\\n'.join(sys.modules))"
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
     assert not set(output.stdout.split()) & heavy
+
+
+def test_files_of_users_are_read_by_the_shared_readers() -> None:
+    """A reader with limits stands once. The rest are streams of processes, our own headers, and parts of the system."""
+    readers = {"tomllib.", "csv.reader", "csv.DictReader", "json.load"}
+    for package in PACKAGES:
+        for path in modules(package):
+            if name_of(path) != "pipelinerl/util/read.py":
+                assert "tomllib" not in imported(path), path
+                text = path.read_text(encoding="utf-8")
+                assert not [one for one in readers if f"{one}(" in text], path
+                assert not re.search(r"json\.loads\([^\n]*read_(text|bytes)\(", text) or "fake" in path.name, path

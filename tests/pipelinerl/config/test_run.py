@@ -83,6 +83,13 @@ def test_a_time_of_the_hardware_has_a_largest_value(key: str, value: float, data
     assert faults(with_overrides(data, [f"{key}=1e308"])) == [f"run: {key} must be at most 100000, got 1e+308"]
 
 
+@pytest.mark.parametrize("key", ["train.task.settings", "train.evaluation.settings", "train.engine.vllm"])
+@pytest.mark.parametrize("value", ["nan", "inf", "[1, -inf]"])
+def test_a_setting_that_a_run_file_cannot_keep_is_one_line(key: str, value: str) -> None:
+    (line,) = faults(with_overrides(EVERY_KEY, [f"{key}.x={value}"]))
+    assert line.startswith(f"run: {key}: must hold finite numbers, got ")
+
+
 @pytest.mark.parametrize("key", ["policy.temperature", "train.sampling.temperature"])
 @pytest.mark.parametrize(("value", "rule"), [(1e-300, "at least 0.01"), (0, "at least 0.01"), (1e300, "at most 100")])
 def test_a_temperature_is_one_that_engines_sample_at(key: str, value: float, rule: str) -> None:
