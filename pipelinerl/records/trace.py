@@ -162,13 +162,11 @@ class Trace:
 
     def records(self) -> Iterator[Record]:
         """Yield all events and commands in order; TraceError with its number at the first broken line."""
-        lines, num_engines = self._lines(), self.config.num_engines
+        lines = self._lines()
         next(lines)
         for number, data in lines:
             try:
                 time_s = float(data["t"])
-                if not 0 <= (data.get("engine") or 0) < num_engines:
-                    raise ValueError(f"there is no engine {data['engine']}")
                 if "event" in data:
                     yield Record(number, time_s, _decoded(_EVENTS[data["event"]], data), None)
                 else:
