@@ -25,7 +25,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from analysis.read import read_metrics
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, TraceError
 from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Record, Trace
@@ -336,7 +336,10 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
         if record.time_s > end_s or timeline.full:
             break
         now_s = record.time_s
-        timeline.record(record)
+        try:
+            timeline.record(record)
+        except IndexError:
+            raise TraceError(f"{trace.path}, line {record.line}: broken record, there is no such engine") from None
     if now_s < begin_s:
         raise ConfigError(f"--begin must be before the end of the run, {now_s:.6g} s, got {begin_s:g}")
     if timeline.full:

@@ -64,8 +64,8 @@ class PlainShape:
     def of(cls, folder: Path) -> Self:
         """Read a Hugging Face model's shape; ``ConfigError`` if config.json lacks a size. Experts are not supported."""
         path = folder / "config.json"
+        config = read_json(path, "--model")
         try:
-            config = read_json(path, "--model")
             heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
             return cls(
                 layers=int(config["num_hidden_layers"]),
@@ -76,8 +76,6 @@ class PlainShape:
                 inner=int(config["intermediate_size"]),
                 vocabulary=int(config["vocab_size"]),
             )
-        except OSError as error:
-            raise ConfigError(f"--model must be a folder in Hugging Face format, {path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--model must be a folder of a dense model, {path} lacks {error}") from None
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from run_folders import simulated_steps
 from trace_event_format import checked
+from traces import lines_of, rewritten
 
 import analysis.timeline
 from analysis.timeline import FIRST_ENGINE, RUN, SANDBOXES, TRAINER, read_timeline, write_timeline
+from pipelinerl.errors import TraceError
 from pipelinerl.records.steps import STEPS_FILE, read_steps
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import ObservationReady, TurnFinished
@@ -98,6 +100,14 @@ def test_a_window_shows_only_its_own_time(folder: Path) -> None:
     timed = [one for one in entries if one["ph"] != "M"]
     assert all(one["ts"] + one.get("dur", 0) >= math.floor(begin_s * 1e6) for one in timed)
     assert all(one["ts"] <= math.ceil(end_s * 1e6) for one in timed)
+
+
+def test_an_engine_that_is_not_there_is_one_line(folder: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(folder, tmp_path / "run"))
+    lines = lines_of(run / "trace.jsonl.gz")
+    rewritten(run / "trace.jsonl.gz", [line.replace('"engine":0', '"engine":999') for line in lines])
+    with pytest.raises(TraceError, match="broken record, there is no such engine"):
+        read_timeline(run)
 
 
 def test_a_full_file_is_cut_at_a_known_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
