@@ -27,6 +27,7 @@ from typing import NamedTuple
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.run_folder import make_folder, unwritable
 from pipelinerl.util.explain import cannot_write
+from pipelinerl.util.read import parse_json
 
 LOG = logging.getLogger("pipelinerl")
 HEARTBEAT_S = 10.0
@@ -78,8 +79,8 @@ def _began(pid: int) -> str:
 def _read(path: Path) -> tuple[Owner | None, float | None]:
     """Return owner (None: unreadable) and time of the last sign of life (None: there is no such file)."""
     with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        with contextlib.suppress(ValueError, TypeError):
-            return Owner(**json.load(file)), os.fstat(file.fileno()).st_mtime
+        with contextlib.suppress(ConfigError, ValueError, TypeError):
+            return Owner(**parse_json(file.read(), "owner")), os.fstat(file.fileno()).st_mtime
         return None, os.fstat(file.fileno()).st_mtime
     return None, None
 

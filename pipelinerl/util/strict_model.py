@@ -36,7 +36,7 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 def _finite(settings: dict[str, Any]) -> dict[str, Any]:
     try:
-        json.dumps(settings, allow_nan=False)
+        json.dumps(settings, allow_nan=False, default=str)  # a TOML file may hold dates
     except ValueError:
         raise PydanticCustomError("finite", "must hold finite numbers") from None
     return settings
