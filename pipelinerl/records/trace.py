@@ -453,11 +453,13 @@ def _decoded_ids(ids: Any) -> tuple[int, ...]:
 
 
 def _decoded_spans(spans: Any) -> VersionSpans:
-    versions = _decoded_ids(version for version, _, _ in spans)
-    starts, ends = _decoded_ids(start for _, start, _ in spans), _decoded_ids(end for _, _, end in spans)
-    if starts != (0, *ends)[: len(ends)] or any(map(operator.ge, starts, ends)):
-        raise ValueError(f"spans must follow each other from token 0, got {spans}")
-    return VersionSpans(versions, ends)
+    versions, ends, last = [], [], 0
+    for version, start, end in spans:
+        if operator.index(start) != last or operator.index(end) <= last:
+            raise ValueError(f"spans must follow each other from token 0, got {spans}")
+        versions.append(operator.index(version))
+        ends.append(last := end)
+    return VersionSpans(tuple(versions), tuple(ends))
 
 
 _DECODERS: dict[object, Callable[[Any], object]] = {

@@ -3,8 +3,9 @@
 import csv
 import json
 
+from pipelinerl.records.recording import replay_run
 from pipelinerl.records.run_folder import TRACE_FILE
-from pipelinerl.records.trace import Trace, replay
+from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutFinished, StartTraining, TrainingFinished
 
 
@@ -18,7 +19,8 @@ def metrics_of(out):
 
 def check_ledger(out, config, summary):
     """What must hold of any finished run, whatever happened in it."""
-    assert replay(Trace(out / TRACE_FILE)).difference is None
+    again = replay_run(Trace(out / TRACE_FILE))
+    assert (again.difference, again.compared) == (None, ("summary.json", "steps.csv"))
     rows = records(out)
     trained = [r for row in rows if isinstance(row.command, StartTraining) for r in row.command.rollout_ids]
     discarded = [r for row in rows if isinstance(row.command, DiscardRollouts) for r in row.command.rollout_ids]

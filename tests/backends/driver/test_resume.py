@@ -13,6 +13,7 @@ from backends.driver.checkpoint import FOLDER, read_newest
 from backends.driver.loop import EventLoop
 from backends.fake import FakeEngine, FakeTrainer
 from pipelinerl.errors import BackendError, RunFailedError, TrainerLostError
+from pipelinerl.records.recording import replay_run
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
@@ -100,6 +101,8 @@ def test_what_a_trainer_raises_on_purpose_ends_the_run(out):
     parts = parts_of(config, trainer=Killer(train_batch_size=8, at=5, do=give_up))
     with pytest.raises(BackendError, match=r"^the gradient was not finite$"):
         run(config, out, parts)
+    again = replay_run(Trace(out / TRACE_FILE))  # its rollouts in progress were recorded as aborted
+    assert (again.difference, again.compared) == (None, ("summary.json", "steps.csv"))
     assert [engine.num_started for engine in parts.engines] == [1, 1]
 
 
