@@ -22,10 +22,7 @@ def test_metrics_that_end_before_steps_csv_are_drawn_up_to_their_end(tmp_path: P
 
 
 def test_ess_shows_each_step_raw_and_truncated_and_the_mean_of_each_lag(tmp_path: Path) -> None:
-    figure = learning.ess_figure([read_run(write_real_run(tmp_path / "run"))])
-    figure.draw_without_rendering()
-    left, right = figure.axes
-    assert not left.yaxis.label.get_window_extent().overlaps(figure.legends[0].get_window_extent())
+    left, right = learning.ess_figure([read_run(write_real_run(tmp_path / "run"))]).axes
     raw, truncated = left.lines
     assert np.column_stack(raw.get_data()).tolist() == [[1, 1.0], [2, 0.75], [3, 0.5]]
     assert np.column_stack(truncated.get_data()).tolist() == [[1, 1.0], [2, 0.875], [3, 0.625]]
