@@ -90,7 +90,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     top = 1.05 * max(1.0, *(max(run.steps.lag_max.max(), run.report.max_lag or 0) for run in runs))
     width = PAGE_IN if columns == 2 else COLUMN_IN
     same_steps = len({len(run.steps.step) for run in runs}) == 1
-    height, sharex = 0.7 + 0.95 * len(runs), "col" if same_steps else False
+    height, sharex = 0.7 + max(0.95 * len(runs), 1.3), "col" if same_steps else False
     figure, panels = make_panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
     for row, (run, style) in zip(panels, styled(runs), strict=True):
         row[0].set_title(run.name)
@@ -124,7 +124,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
 @house_style
 def lag_histogram(runs: Sequence[Run]) -> Figure:
     """Draw trained tokens against lag, a row per run on the same scales; titles have the mean lag and its two parts."""
-    figure, panels = make_panels(COLUMN_IN, 0.5 + 0.95 * len(runs), rows=len(runs), sharex=True, sharey=True)
+    figure, panels = make_panels(COLUMN_IN, 0.5 + max(0.95 * len(runs), 1.3), rows=len(runs), sharex=True, sharey=True)
     for axes, (run, style) in zip(panels[:, 0], styled(runs), strict=True):
         histogram = run.figure_data.lag_histogram
         tokens = _array(histogram.total)

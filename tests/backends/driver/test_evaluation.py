@@ -131,9 +131,11 @@ def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it
     assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
     resumed = seen(config)
     evaluation = run_checked(config, out, resumed, resume=True).evaluation
-    assert sum(len(engine.held_out) for engine in resumed.engines) == 8 * (len(evaluation.during) + 1)  # none before
+    during = evaluation.during or ()  # one in progress at the last step does not end
+    asked = sum(len(engine.held_out) for engine in resumed.engines)
+    assert 8 * (len(during) + 1) <= asked < 8 * (len(during) + 3)  # none before
     assert evaluation.success_before == evaluation.success_after == 0.5
-    assert {one.step for one in evaluation.during} <= {6, 9}
+    assert {one.step for one in during} <= {6, 9}
 
 
 def test_engines_have_an_eighth_more_slots_for_evaluations_beside_the_run():
