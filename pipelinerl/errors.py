@@ -7,11 +7,15 @@ LONGEST_LINE = 1000
 
 
 class PipelineRLError(Exception):
-    """Root of every error that PipelineRL raises on purpose."""
+    """Root of every error that PipelineRL raises on purpose. An argument is a line of the message."""
+
+    def __str__(self) -> str:
+        """Return the lines."""
+        return "\n".join(map(str, self.args))
 
 
 class ConfigError(PipelineRLError, ValueError):
-    """The user's input is wrong. An argument is a fault, a line of the message: key, value, allowed values."""
+    """The user's input is wrong. An argument is a fault: key, value, allowed values."""
 
     def __str__(self) -> str:
         """Return the lines, whatever is in them: other characters than printed ones are escaped, long lines cut."""

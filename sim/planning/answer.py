@@ -202,7 +202,7 @@ class _Search:
         self.screener = Screener(config, self.space.answers)
         self.kept, self.rejected = screen_all(self.space, self.screener, self.choices)
         if not self.kept:
-            raise ConfigError(why_infeasible(self.rejected, self.space))
+            raise ConfigError(*why_infeasible(self.rejected, self.space))
         self.own = own_candidate(self.space)
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
         self.own_runs = whole and self.space.memory.excluded_because(config) is None
@@ -256,7 +256,7 @@ class _Search:
             num_left = sum(one.candidate.label not in simulated for one in self.kept)
             if num_left:
                 raise ConfigError(why_none_kept(broken, self.space, num_kept=len(self.kept), num_left=num_left))
-            raise ConfigError(why_infeasible(self.rejected + [rejected for _, rejected in broken], self.space))
+            raise ConfigError(*why_infeasible(self.rejected + [rejected for _, rejected in broken], self.space))
         guessed = {one.key for one in self.assumed}
         draws = make_draws(self.config, self.space.measured, guessed=guessed)
         outcomes, drawn = self._compared(outcomes, draws, runner)

@@ -286,7 +286,7 @@ def _rejections(axis: Axis, value: Any, rejected: Sequence[Rejected]) -> str:
     return f"no candidate with it fits: {reasons if len(counts) > 1 else counts[0][0].value}"
 
 
-def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
+def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> list[str]:
     """Return a line per kind of schedule: the candidates that each limit rejects, and the change that lets one in."""
     lines = []
     for family in dict.fromkeys(one.family for one in rejected):
@@ -297,7 +297,7 @@ def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
             for reason, count in counts.most_common()
         ]
         lines.append(f"plan: no feasible {family} among {counts.total():,}: {'; '.join(parts)}")
-    return "\n".join(lines) or "plan: there is no candidate; the lists of [plan] leave none for this cluster"
+    return lines or ["plan: there is no candidate; the lists of [plan] leave none for this cluster"]
 
 
 def why_none_kept(

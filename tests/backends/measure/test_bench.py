@@ -135,7 +135,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "--model must be a folder in Hugging Face format" in message(measure, out, device="cpu", model=tmp_path)
+    assert "/config.json: No such file" in message(measure, out, device="cpu", model=tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert "lacks 'num_attention_heads'" in message(measure, out, device="cpu", model=tmp_path)
     assert not out.exists()
