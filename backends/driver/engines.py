@@ -130,7 +130,7 @@ class EnginePool:
         """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
         if weight_update is WeightUpdate.WAIT:
             await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
-        while (handle := self._serving[engine_id]).up.is_set():
+        while (handle := self._serving[engine_id]).up.is_set() and not self._closing:
             async with handle.updating:
                 if handle.version >= weights.version:
                     return None
