@@ -61,6 +61,12 @@ def wait_until_it_stands(process: subprocess.Popen[str], out: Path) -> None:
     wait_for(Path(f"{out}.go.stands").exists, process)
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop a process, and wait until all of its threads stand still."""
+    process.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+
+
 def content(out: Path) -> dict[str, bytes]:
     """All files but those that have their driver's name: of TensorBoard, of a checkpoint that nobody will complete."""
     names = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
@@ -104,7 +110,7 @@ def test_a_second_new_run_is_refused_while_the_first_one_has_written_nothing_yet
 def test_resume_is_refused_beside_a_living_driver_even_if_it_stands_still(out, start):
     first = start(save=4)
     wait_until_it_stands(first, out)
-    first.send_signal(signal.SIGSTOP)
+    stop(first)
     (lock,) = out.glob("driver-*")
     os.utime(lock, (1.0, 1.0))  # on the same machine it is seen to live, however silent
     before = content(out)
@@ -135,7 +141,7 @@ def test_a_driver_that_was_replaced_while_it_stood_still_writes_nothing_more_and
     """It is stopped inside a checkpoint, which it completes when it goes on; another machine has finished the run."""
     first = start(save=4, first="from backends import owner; owner.LEASE_S = 0.0")
     wait_until_it_stands(first, out)
-    first.send_signal(signal.SIGSTOP)
+    stop(first)
     (lock,) = out.glob("driver-*")
     silent_s = LIMIT_S + 1
     os.utime(lock, (time.time() - silent_s, time.time() - silent_s))
