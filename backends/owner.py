@@ -193,8 +193,10 @@ def temporary_folder(where: str) -> Iterator[Path]:
     """Make a folder that only this user reaches, and remove it in the end, with those of this user's dead processes."""
     for left in Path(where).glob("pipelinerl-*"):
         with contextlib.suppress(OSError):
+            if left.lstat().st_uid != os.geteuid():
+                continue
             owner, _ = _read(left / OWNER_FILE)
-            if left.lstat().st_uid == os.geteuid() and owner is not None and owner.dead:
+            if owner is not None and owner.dead:
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="pipelinerl-", dir=where, ignore_cleanup_errors=True) as folder:
         (Path(folder) / OWNER_FILE).write_text(json.dumps(this_process()._asdict()), encoding="utf-8")

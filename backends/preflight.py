@@ -90,7 +90,7 @@ def evaluation_task(config: RunConfig, task: Task | None) -> Task | None:
         held_out = task if task is not None else load_environment(evaluation_task_config(train))
     except ConfigError as error:
         key = "train.evaluation.settings" if train.evaluation.settings else "train.task.settings"
-        raise ConfigError(str(error).replace("train.task.settings", key)) from None
+        raise ConfigError(*(str(one).replace("train.task.settings", key) for one in error.args)) from None
     wanted, there = train.evaluation.problems, held_out.num_held_out
     if there is not None and wanted > there:
         raise ConfigError(

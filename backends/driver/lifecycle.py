@@ -310,7 +310,12 @@ class Driver:
 
     async def _shut_down(self) -> None:
         self._loop.frozen = True
-        self._loop.record_interrupted()
+        try:
+            self._loop.record_interrupted()  # it raises if the trace cannot be written
+        finally:
+            await self._end_parts()
+
+    async def _end_parts(self) -> None:
         self._pool.close()
         await self._tasks.cancel_all()
         environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]

@@ -35,7 +35,7 @@ class RolloutData:
     index: int = 0
     held_out: bool = False
     expires_s: float = math.inf
-    """By ``time.monotonic``."""
+    """By the clock of the event loop."""
 
     @property
     def tokens(self) -> NDArray[np.int64]:

@@ -30,7 +30,7 @@ class DriverLoop(asyncio.SelectorEventLoop):
         now_s = super().time()
         if now_s - self._seen_s > LONGEST_TICK_S:
             self._stood_s += now_s - self._seen_s
-            LOG.warning("this process stood still for %.0f s; time-outs do not count them", now_s - self._seen_s)
+            LOG.warning("this process, or its event loop, stood still for %.0f s; time-outs do not count them", now_s - self._seen_s)
         self._seen_s = now_s
         return now_s - self._stood_s
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ class Turns:
     async def open(self, rollout_id: int, data: RolloutData, index: int, *, held_out: bool = False) -> bool:
         """Open an episode; return that a turn follows. After ``WorkerFailedError`` (or a long prompt) there is none."""
         if self._lifetime_s is not None and data.expires_s == math.inf:  # else its reset is made again
-            data.expires_s = time.monotonic() + self._lifetime_s
+            data.expires_s = asyncio.get_running_loop().time() + self._lifetime_s
         async with self._lives(rollout_id, data):
             content = (await self.environments.open(rollout_id, index, held_out=held_out)).content
         data.prompt_tokens, data.reward = self._tokens(content), 0.0
@@ -129,7 +128,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _lives(self, rollout_id: int, data: RolloutData) -> AsyncIterator[None]:
-        left_s = data.expires_s - time.monotonic()
+        left_s = data.expires_s - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(None if left_s == math.inf else max(0.0, left_s)):
                 await asyncio.sleep(0)  # one that has lived too long is not acted on

@@ -410,7 +410,8 @@ class Scheduler(ABC):
         if step_done:
             self.version = event.version
             self.num_taken = 0
-            self.given_up.clear()
+            if self.stopped is None:  # else they say why it stalled
+                self.given_up.clear()
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
         loading = event.version == self.published and event.engine in self._loaded

@@ -304,7 +304,7 @@ def test_an_hour_in_which_the_driver_is_stopped_counts_for_no_time_out(out, monk
     config = config_of(train={"task": {"name": "arithmetic", "reward_timeout_s": 600}})
     parts = parts_of(config, task=Letters(reward=late), trainer=Stopping(train_batch_size=8))
     assert run_checked(config, out, parts).rollouts.failed == 0
-    assert "this process stood still for 3600 s" in caplog.text
+    assert "stood still for 3600 s" in caplog.text
 
 
 @pytest.mark.parametrize("group", [1, 4])
