@@ -28,9 +28,10 @@ class DriverLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the seconds by which time-outs are counted."""
         now_s = super().time()
-        if now_s - self._seen_s > LONGEST_TICK_S:
-            self._stood_s += now_s - self._seen_s
-            LOG.warning("this process, or its event loop, stood still for %.0f s; time-outs do not count them", now_s - self._seen_s)
+        gap_s = now_s - self._seen_s
+        if gap_s > LONGEST_TICK_S:
+            self._stood_s += gap_s
+            LOG.warning("this process, or its event loop, stood still for %.0f s; time-outs do not count them", gap_s)
         self._seen_s = now_s
         return now_s - self._stood_s
 
