@@ -85,8 +85,8 @@ async def logprobs_come_in_the_order_of_samples(trainer: RayTrainer, model_path:
         expected -= float((weight_T * logprob_T).sum()) * sample.advantage / BATCH
     assert loss + rest.metrics["loss"] == pytest.approx(expected, rel=1e-4)
     assert rest.metrics["learning_rate"] == OPTIMIZER.learning_rate / 2
+    longer = replace(batch[7], prompt_P=np.ones(len(batch[7].prompt_P) + 60, dtype=np.int64))
     with pytest.raises(ValueError, match=f"got pack_tokens=60, rollout 7 has {batch[7].num_tokens + 60} tokens"):
-        longer = replace(batch[7], prompt_P=np.ones(len(batch[7].prompt_P) + 60, dtype=np.int64))
         await trainer.train([longer], completes_step=False)
 
 
