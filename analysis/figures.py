@@ -90,7 +90,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     top = 1.05 * max(1.0, *(max(run.steps.lag_max.max(), run.report.max_lag or 0) for run in runs))
     width = PAGE_IN if columns == 2 else COLUMN_IN
     same_steps = len({len(run.steps.step) for run in runs}) == 1
-    height, sharex = 0.7 + 0.95 * len(runs), "col" if same_steps else False
+    height, sharex = 0.7 + max(0.95 * len(runs), 1.3), "col" if same_steps else False
     figure, panels = make_panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
     for row, (run, style) in zip(panels, styled(runs), strict=True):
         row[0].set_title(run.name)
@@ -104,9 +104,9 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
             axes.grid(axis="y")
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     figure.supylabel("lag (optimizer steps)")
-    panels[-1][0].set(xlabel="optimizer step")
+    panels[-1][0].set(xlabel="optimizer step" if columns == 1 else "optimizer step (smoothed)")
     if columns == 2:
-        panels[-1][1].set(xlabel="optimizer step, the last 100 in full")
+        panels[-1][1].set(xlabel="optimizer step (the last 100, not smoothed)")
     handles: list[Artist] = [
         Line2D([], [], color=INK, linewidth=0.6, label="largest lag of a token"),
         Line2D([], [], color=INK, label="mean lag"),
@@ -124,7 +124,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
 @house_style
 def lag_histogram(runs: Sequence[Run]) -> Figure:
     """Draw trained tokens against lag, a row per run on the same scales; titles have the mean lag and its two parts."""
-    figure, panels = make_panels(COLUMN_IN, 0.5 + 0.95 * len(runs), rows=len(runs), sharex=True, sharey=True)
+    figure, panels = make_panels(COLUMN_IN, 0.5 + max(0.95 * len(runs), 1.3), rows=len(runs), sharex=True, sharey=True)
     for axes, (run, style) in zip(panels[:, 0], styled(runs), strict=True):
         histogram = run.figure_data.lag_histogram
         tokens = _array(histogram.total)
@@ -143,7 +143,7 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
     handles: list[Artist] = [Patch(color=MUTED, linewidth=0, label="trained tokens")]
     if any(run.report.max_lag is not None for run in runs):
         handles.append(Line2D([], [], label="max_lag", **LIMIT))
-    title = "How old the trained tokens are"
+    title = "Trained tokens by lag"
     figure.legend(handles=handles, loc="outside upper left", ncols=2, title=title, alignment="left")
     return figure
 

@@ -54,7 +54,11 @@ def ess(runs: Sequence[Run]) -> list[Chart]:
     known = [float(np.nanmin(one.y)) for one in (*by_step, *by_lag) if len(one.y)]
     room = 0.04 * (1 - min(*known, 0.99))  # a line at 1 shows in full
     axis = Axis(
-        label="effective sample size", unit="share of the tokens", start=min(known) - room, end=1 + room, values="0.000"
+        label="effective sample size\n",
+        unit="share of the tokens",
+        start=min(known) - room,
+        end=1 + room,
+        values="0.000",
     )
     caption = "Measured, by optimizer step; solid: weights as they are, dashed: truncated, as the loss uses them."
     return [

@@ -29,16 +29,16 @@ def throughput_against_lag(report: PlanReport) -> Chart:
     front = [known[label] for label in report.front]
     lags, rates = [one.lag_mean for one in front], [one.tokens_per_s for one in front]
     series.append(Series(label="Pareto front", mark=Mark.STEPS, x=lags, y=rates, color=MUTED, width=0.7))
-    for one, marker, name in ((report.own, "D", "run file"), (report.recommended, "*", "recommended")):
+    for one, marker, size, name in ((report.own, "D", 6.0, "run file"), (report.recommended, "*", 12.0, "recommended")):
         if one is not None:
-            series += _with_band(name, one, one.lag_mean, color=INK, marker=marker, size=7.0)
+            series += _with_band(name, one, one.lag_mean, color=INK, marker=marker, size=size)
     if report.run.mean_lag_limit is not None:
         series.append(rule("mean_lag_limit", report.run.mean_lag_limit, color=INK, dash=":"))
     caption = "Small: screened. Large: simulated. The line is the Pareto front, a bar 80 % of the draws."
     if report.certainty.expected_faster > report.certainty.tie:
         caption += " Candidates above the recommendation are faster only if all is as expected."
     return Chart(
-        title="Throughput against mean lag of what was tried",
+        title="Throughput against mean lag of all candidates",
         caption=caption,
         x=Axis(label="mean lag", unit="optimizer steps", ticks=8),
         y=RATE,

@@ -91,9 +91,7 @@ def _agreement(report: RunReport, config: RunConfig) -> list[CheckRow]:
         return [CheckRow(what="agreement", measured=text, expected="nothing: sampling leaves words out")]
     if not floor <= most:
         return [wrong("agreement", text, f"above {most:.2g} it is no rounding: engines have other weights or settings")]
-    return [
-        CheckRow(what="agreement", measured=text, expected=f"at most {most:.2g}: {MOST_LOST:.0%} of the samples' worth")
-    ]
+    return [CheckRow(what="agreement", measured=text, expected=f"at most {most:.2g}: costs {MOST_LOST:.0%} of the ESS")]
 
 
 def _signal_row(config: RunConfig, folder: Path) -> CheckRow:

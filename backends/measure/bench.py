@@ -1,7 +1,7 @@
 """Micro-benchmarks of the accelerator at hand: matrix products, decode steps, training steps.
 
 Theory of operation. Every measurement is a function without arguments that is called a few times to warm up and then
-several times between two synchronisations; the median counts. A GPU's events take the time, so that launches count
+several times between two synchronizations; the median counts. A GPU's events take the time, so that launches count
 only where the device waits for them. Each number is written as soon as it is measured: Ctrl-C keeps it.
 
 =================  =====================================================================================================

@@ -86,10 +86,10 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
 
     if times.windows is not None:
         num_windows = len(times.windows.seconds)
-        data = f"{num_windows} stretches of engines with known steps"
+        data = f"{num_windows} intervals with a known number of decode steps"
         result.decode(times.windows, np.full(num_windows, size), data)
         if not times.windows.prefills.any():
-            result.notes.append("prefill is not determined: no stretch holds one")
+            result.notes.append("prefill is not determined: no interval holds one")
         way_s = 0.0
         for _ in range(4):
             lives = times.lives(max(0.0, way_s), step_s, request_s=request_s)

@@ -360,7 +360,7 @@ def rounded(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
 
-# Three known numbers: train step, rollout batch, weight synchronisation.
+# Three known numbers: train step, rollout batch, weight synchronization.
 
 TRIES = 12
 """Simulations to find a factor, at most (count)."""
@@ -466,7 +466,7 @@ def fit_factor(
 
 
 def take_weight_sync(result: HardwareFit, run: RunConfig, seconds: float, *, name: str) -> None:
-    """Add a weight synchronisation of so many seconds; ConfigError if they are not above 0, or in another unit."""
+    """Add a weight synchronization of so many seconds; ConfigError if they are not above 0, or in another unit."""
     _check_seconds(name, seconds)
     result.check_number(name, seconds, resolved_hardware(run).weights.pause_s)
     result.table["weights"] = {"publish_s": seconds, "pause_s": seconds}

@@ -23,7 +23,7 @@ def calibrate(
         list[Path] | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Folder of a run with a trace, a CSV table of step times, or with --from logs. None: numbers below.",
+            help="Run folder with a trace, CSV table of step times, or with --from logs; without: the numbers below.",
             show_default=False,
         ),
     ] = None,
@@ -32,13 +32,13 @@ def calibrate(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="The sources are logs of a job by verl, nemo-rl, prime-rl, slime or areal, or a csv of its steps.",
+            help="Read SOURCE as logs of verl, nemo-rl, prime-rl, slime or areal, or as csv: a table of logged steps.",
         ),
     ] = None,
     run: Annotated[
         Path | None,
         typer.Option(
-            "--run", metavar="RUN.toml", help="Run file; with gpu and model coefficients are fitted, else tables."
+            "--run", metavar="RUN.toml", help="Run file; if it names gpu and model: fit coefficients, else tables."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Model of the logged job.")] = None,
@@ -56,14 +56,14 @@ def calibrate(
         float | None, typer.Option("--rollout-batch-s", metavar="S", help="Seconds to generate one batch of rollouts.")
     ] = None,
     weight_sync_s: Annotated[
-        float | None, typer.Option("--weight-sync-s", metavar="S", help="Seconds of one weight synchronisation.")
+        float | None, typer.Option("--weight-sync-s", metavar="S", help="Seconds of one weight synchronization.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Write hardware.toml, and run.toml of a log, into this folder; or the hardware into this NAME.toml.",
+            help="Write hardware.toml (of a log also run.toml) into this folder; or the hardware to NAME.toml.",
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -23,7 +23,7 @@ def drift(
     ] = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
-    """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
+    """Fit how fast importance weights spread with lag, and print this as a [drift] table for a run file."""
     from analysis import drift_fit
     from analysis.read import read_runs
 

@@ -25,11 +25,11 @@ def measure(
     device: Annotated[Device, typer.Option(help="auto: the GPU if there is one.")] = Device.AUTO,
     model: Annotated[
         Path | None,
-        typer.Option("--model", metavar="DIR", help="A model in Hugging Face format; None: a small one, made here."),
+        typer.Option("--model", metavar="DIR", help="Model in Hugging Face format; without it: a small random one."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure matrix products, decode, prefill and training steps on this machine, for calibrate."""
+    """Measure matrix products, decode, prefill and training steps of this machine, as input of calibrate."""
     with status("measuring"):
         with needs_extra("train-cpu"):
             from backends.measure.bench import measure as measure_times

@@ -21,11 +21,11 @@ INTERRUPTED = "interrupted; the simulations that had ended are kept"
 
 def plan(
     run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)] = None,
-    model: Annotated[str | None, typer.Option(help="Model, of the catalogue or a file.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU, of the catalogue or a file; several: H100,H200.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model: name of the catalogue, or a file.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU: name of the catalogue, or a file; several: H100,H200.")] = None,
     accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs; several: 64,96.")] = None,
     sync: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="Weight synchronization method, or several.")
+        str | None, typer.Option(metavar="METHOD", help="Weight synchronization method; several: refit,delta.")
     ] = None,
     train_batch_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per optimizer step.")] = None,
     group_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per prompt.")] = None,
@@ -50,7 +50,7 @@ def plan(
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
-    """Recommend split, batch sizes, engines and scheduler, for a run file or for options."""
+    """Recommend split, batch sizes, engines and scheduler, for a run file or for the options below."""
     from pipelinerl.config.question import ask, question_file, write_question
     from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan

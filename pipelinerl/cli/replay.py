@@ -18,9 +18,9 @@ def replay(
         Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
     ],
 ) -> None:
-    """Check that a fresh scheduler gives the recorded commands of a run.
+    """Check that a new scheduler, given the recorded events of a run, gives the recorded commands.
 
-    Of a run that learned, also: does its trace give the learned weights, to the last bit?
+    For a simulated run with [policy] also check that its trace gives the learned weights, bit for bit.
     """
     from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
     from pipelinerl.records.trace import Trace

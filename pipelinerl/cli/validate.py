@@ -19,7 +19,7 @@ def validate(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict published runs, each from its published inputs and from other rows, and print the errors."""
+    """Predict published runs, each from its own inputs and from other runs, and print the errors."""
     from pipelinerl.pages.evidence import TABLE_FILE, validation_markdown, validation_page
     from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, check_vacant, make_folder, write_json
     from sim.validation.predict import shipped_runs

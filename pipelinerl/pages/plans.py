@@ -137,7 +137,7 @@ def why(report: PlanReport) -> str:
     sure = report.certainty
     behind_all = f"behind the fastest of {sure.compared} candidates"
     behind = f"{sure.regret:.1%} {behind_all}"
-    over = f"on average over {sure.draws} draws of what is not measured"
+    over = f"on average over {sure.draws} draws of everything unmeasured"
     own = report.own
     if sure.expected_faster <= sure.tie:
         fastest = f"Nothing else within the limits is more than {sure.tie:.0%} faster if all is as expected"

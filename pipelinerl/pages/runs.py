@@ -52,7 +52,7 @@ def run_page(reports: Mapping[str, RunReport], folders: Sequence[Path] = ()) -> 
     answer = f"{_speed(report)}, with a mean lag of {report.lag.mean:.2f} optimizer steps, at most {report.lag.max}."
     columns: tuple[str, ...]
     if len(names) == 1:
-        question = f"How fast does {report.scheduler} RL train {setting_of(config)}, and on how old tokens?"
+        question = f"How fast does {report.scheduler} RL train {setting_of(config)}, and how old are its tokens?"
         title, columns, heading = f"{best}: {report.scheduler} RL", ("", ""), method
     else:
         question, title, columns = "Which of these runs trains fastest?", ", ".join(names), ("", *names)

@@ -114,10 +114,9 @@ class ComparisonReport(Report):
             return "No run has ended."
         fastest = max(arms, key=lambda arm: arm.summary.tokens_per_s)
         base = next((arm for arm in arms if arm.name == self.baseline), None)
-        lag = f"tokens lag {fastest.summary.lag.max} optimizer steps at most"
+        lag = f"Largest token lag: {fastest.summary.lag.max} optimizer steps"
         if base is None or fastest is base:
-            return f"The fastest is {fastest.name}; its {lag}."
+            return f"The fastest is {fastest.name}. {lag}."
         ratio = fastest.summary.tokens_per_s / base.summary.tokens_per_s
-        lag += f", those of {base.name} {base.summary.lag.max}"
         gain = f"{ratio:.2f} times the trained tokens per second of {base.name}"
-        return f"The fastest is {fastest.name}: {gain}; its {lag}."
+        return f"The fastest is {fastest.name}: {gain}. {lag} ({base.name}: {base.summary.lag.max})."

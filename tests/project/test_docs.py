@@ -55,6 +55,13 @@ def test_files_named_with_their_folder_exist(page):
     assert [name for name in PATH.findall(PAGES[page]) if not list(ROOT.glob(name))] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_has_a_header_and_rows(page):
+    """A blank line inside a table ends it: what follows is shown as text."""
+    tables = re.findall(r"(?:^\|.*\n)+", re.sub(FENCE, "", PAGES[page]), re.MULTILINE)
+    assert [table for table in tables if not re.match(r".*\n\|[-| :]+\|\n\|", table)] == []
+
+
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if ">>> " in text])
 def test_sessions_give_the_stored_output(page):
     assert doctest.testfile(str(ROOT / page), module_relative=False).failed == 0

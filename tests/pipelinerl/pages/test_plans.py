@@ -56,7 +56,7 @@ def answers(*measurements: MeasurementValue, **changed: Any) -> dict[str, list[s
 def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() -> None:
     fastest = (
         "Nothing else within the limits is more than 3% faster if all is as expected; on average over 400 draws of "
-        "what is not measured it is 4.3% behind the fastest of 24 candidates."
+        "everything unmeasured it is 4.3% behind the fastest of 24 candidates."
     )
     assert answers()["why"] == [fastest]
     own = priced_plan().own
@@ -66,13 +66,13 @@ def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() 
     other = priced_plan().simulated[-1]
     faster = {"expected": other.label, "expected_faster": 0.19}
     assert answers(**faster, expected_regret=0.15)["why"] == [
-        f"{other.label} is 19% faster if all is as expected, but a greater risk: on average over 400 draws of what is "
-        "not measured it is 15.0% behind the fastest of 24 candidates, this one 4.3%."
+        f"{other.label} is 19% faster if all is as expected, but a greater risk: on average over 400 draws of "
+        "everything unmeasured it is 15.0% behind the fastest of 24 candidates, this one 4.3%."
     ]
     lags = f"a mean lag of {other.lag_mean:.2f} instead of {priced_plan().recommended.lag_mean:.2f}"
     assert answers(**faster, expected_regret=0.05)["why"] == [  # as good within 3%: the lag has decided
-        f"{other.label} is 19% faster if all is as expected, but at {lags}, and on average over 400 draws of what is "
-        "not measured no faster within 3%: this one is 4.3% behind the fastest of 24 candidates."
+        f"{other.label} is 19% faster if all is as expected, but at {lags}, and on average over 400 draws of "
+        "everything unmeasured no faster within 3%: this one is 4.3% behind the fastest of 24 candidates."
     ]
 
 
