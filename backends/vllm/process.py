@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pipelinerl.hardware.transport import FILE, WeightTransport
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Folder of shared memory and semaphores; nobody else removes those of a killed process."""
+"""Folder of shared memory and semaphores. Only we remove the files of a killed process."""
 SHARED_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
 """Python's shared memory and semaphores, and memory in which vLLM's workers on a CPU reduce."""
 SHUTDOWN_TIMEOUT_S = 10.0

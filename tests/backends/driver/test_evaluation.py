@@ -71,8 +71,7 @@ def test_an_evaluation_beside_a_pipeline_is_in_no_count_and_names_its_versions(o
     parts = seen(config)
     summary = run_checked(config, out, parts)
     during = summary.evaluation.during or ()  # where engines are slow, one is in progress when the next is due
-    steps = [one.step for one in during]
-    assert steps == sorted({3, 6, 9} & set(steps))  # the last step has the evaluation after the run
+    assert [one.step for one in during] == sorted({3, 6, 9} & {one.step for one in during})  # 12: after the run
     for one in during:
         assert one.success == 0.5
         assert one.step <= one.version_min <= one.version_max <= 12
@@ -132,8 +131,7 @@ def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it
     resumed = seen(config)
     evaluation = run_checked(config, out, resumed, resume=True).evaluation
     during = evaluation.during or ()  # one in progress at the last step does not end
-    asked = sum(len(engine.held_out) for engine in resumed.engines)
-    assert 8 * (len(during) + 1) <= asked < 8 * (len(during) + 3)  # none before
+    assert 1 <= sum(len(engine.held_out) for engine in resumed.engines) / 8 - len(during) < 3  # none before
     assert evaluation.success_before == evaluation.success_after == 0.5
     assert {one.step for one in during} <= {6, 9}
 
