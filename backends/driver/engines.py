@@ -36,7 +36,8 @@ class EngineHandle:
         self.up = asyncio.Event()  # it answers
         self.idle = asyncio.Event()  # no rollout is in progress
         self.idle.set()
-        self.updating = asyncio.Lock()
+        self.changing = asyncio.Lock()
+        """Held while it starts, loads or sleeps."""
         self.num_in_flight = 0
 
     def count(self, change: int) -> None:
@@ -131,7 +132,7 @@ class EnginePool:
         if weight_update is WeightUpdate.WAIT:
             await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
         while (handle := self._serving[engine_id]).up.is_set() and not self._closing:
-            async with handle.updating:
+            async with handle.changing:
                 if handle.version >= weights.version:
                     return None
                 if not handle.up.is_set():
@@ -154,10 +155,12 @@ class EnginePool:
         self._confirmed[engine_id].set()
 
     async def drained(self, engine_ids: Iterable[int] | None = None) -> None:
-        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None)."""
+        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None), that are up."""
         for engine_id in self.engine_ids if engine_ids is None else engine_ids:
-            while self._confirmed[engine_id].is_set() and not self._serving[engine_id].idle.is_set():
-                await self._serving[engine_id].idle.wait()
+            while self._confirmed[engine_id].is_set() and (handle := self._serving[engine_id]).up.is_set():
+                if handle.idle.is_set():
+                    break
+                await handle.idle.wait()
 
     def lost(self, handle: EngineHandle, error: EngineLostError) -> None:
         """Restart a lost engine; further reports of the same loss do nothing."""
@@ -170,13 +173,14 @@ class EnginePool:
     async def _restart(self, handle: EngineHandle, error: EngineLostError) -> None:
         while True:
             self._count_loss(error)
-            await handle.engine.shutdown()
-            try:
-                await handle.engine.start()
-            except EngineLostError as again:
-                await self._give_up(handle, again)
-                return
-            handle.version = 0
+            async with handle.changing:
+                await handle.engine.shutdown()
+                try:
+                    await handle.engine.start()
+                except EngineLostError as again:
+                    await self._give_up(handle, again)
+                    return
+                handle.version = -1  # older than any published
             try:
                 await self._bring_back(handle)
             except EngineLostError as again:
@@ -208,21 +212,19 @@ class EnginePool:
         await handle.engine.shutdown()
 
     async def sleep(self) -> None:
-        """Have all engines give up their memory, after a restart in progress."""
+        """Have all engines give up their memory; until ``wake`` none starts, loads or is lost."""
         await asyncio.gather(*(self._sleep(handle) for handle in self))
 
     async def _sleep(self, handle: EngineHandle) -> None:
-        while handle is self._serving[handle.engine_id]:
-            await handle.up.wait()
-            try:
-                await handle.engine.sleep()
-            except EngineLostError as error:
-                self.lost(handle, error)
-            else:
-                return
+        await handle.changing.acquire()
+        try:
+            await handle.engine.sleep()
+        except EngineLostError as error:
+            self.lost(handle, error)
+            await handle.engine.shutdown()  # it gives up its memory
 
     async def wake(self) -> None:
-        """Have all engines take their memory back; one lost asleep is awake after its restart."""
+        """Have all engines take their memory back; lost ones start again."""
         await asyncio.gather(*(self._wake(handle) for handle in self))
 
     async def _wake(self, handle: EngineHandle) -> None:
@@ -230,6 +232,7 @@ class EnginePool:
             await handle.engine.wake()
         except EngineLostError as error:
             self.lost(handle, error)
+        handle.changing.release()
 
     def close(self) -> None:
         """Start no engine again from now on."""

@@ -306,7 +306,8 @@ class Driver:
             while not done and (self._tasks.failure is None or self._loop.stop is not None):
                 done, _ = await asyncio.wait({self._loop.trainer_task}, timeout=TRAINER_POLL_S)
         if self._tasks.failure is None:
-            await self._sync.to_training(engines_end=True)
+            async with self._sync.trainer_turn:
+                await self._sync.to_training(engines_end=True)
 
     async def _shut_down(self) -> None:
         self._loop.frozen = True

@@ -363,27 +363,27 @@ class EventLoop:
         state = self._state
         if self._sync.takes_turns:
             await self._evaluation.finished()
-        await self._sync.to_training()
         samples = self._samples_of(command)
         async with self._sync.trainer_turn:
+            await self._sync.to_training()
             begin_s = time.monotonic()
             result = await self._trainer.train(samples, completes_step=command.completes_step)
             train_s = time.monotonic() - begin_s
-        state.count_trained(samples, result, command.version, turns=self._turns is not None)
-        state.micro_batches.append(command)
-        if command.completes_step:
-            state.version = command.version + 1
-            self._check()
-            self._evaluation.step_done(state.version)
-            self._samples.trained(state.version, state.take_trained())
-        event = TrainingFinished(state.version, train_s)
-        every = self._checkpoint_every
-        if command.completes_step and every is not None and state.version % every == 0:
-            state.pending = event
-            await self._keep_checkpoint()
-            state.pending = None
-        self._deliver(event)
-        state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
+            state.count_trained(samples, result, command.version, turns=self._turns is not None)
+            state.micro_batches.append(command)
+            if command.completes_step:
+                state.version = command.version + 1
+                self._check()
+                self._evaluation.step_done(state.version)
+                self._samples.trained(state.version, state.take_trained())
+            event = TrainingFinished(state.version, train_s)
+            every = self._checkpoint_every
+            if command.completes_step and every is not None and state.version % every == 0:
+                state.pending = event
+                await self._keep_checkpoint()
+                state.pending = None
+            self._deliver(event)
+            state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
 
     def _samples_of(self, command: StartTraining) -> list[Sample]:
         return samples_of(self._state.rollouts, command.rollout_ids, self._group_size)

@@ -11,7 +11,8 @@ them counts as lost. Nothing waits for a lost engine: it gets the newest weights
 is reported to have a version once the other engines have it: no engine serves that id with an older one. A file that
 engines find damaged is published anew from the weights that the trainer has by then: reported lags may be too large.
 
-Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate.
+Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate. An engine that
+is lost meanwhile starts again when the others wake.
 
 ===============  ==========================================  ==================================
 coroutine        waits for                                   bounded by
@@ -153,7 +154,6 @@ class WeightSync:
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
         weights = await self._snapshot(command.version)
-        await self.to_generation()
         streamed = await self._stream(weights, command.weight_update) if self._standing_still else None
         self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, streamed))
 
@@ -162,11 +162,9 @@ class WeightSync:
 
         A run resumed between two publications has newer weights than that version: its reported lag is too large.
         """
-        await self.to_training()
         if self._bringing is not None:  # weights must not change while engines load them
             await asyncio.wait({self._bringing})
         weights = await self._snapshot(version)
-        await self.to_generation()
         if self._standing_still:
             await self._stream(weights, WeightUpdate.KEEP)
         else:
@@ -180,33 +178,32 @@ class WeightSync:
         Streamed weights may have been trained since their version: the reported lag of the engine is then too large.
         """
         async with self._turn():
-            loaded: Weights | None = None
-            while (newest := self._pool.newest) is not None and newest is not loaded:
+            while (newest := self._pool.newest) is not None and handle.version < newest.version:
                 if self._standing_still:
                     times, lost = await self._stream_once([handle], newest, WeightUpdate.KEEP)
                     if not times:
                         raise lost.get(handle.engine_id) or _incomplete(handle, newest)
-                else:
-                    if self._group is not None:
-                        for error in (await self._group.form([handle.engine_id])).values():
-                            raise error
-                        await self._group.send(newest)
-                    try:
+                    continue
+                if self._group is not None:
+                    for error in (await self._group.form([handle.engine_id])).values():
+                        raise error
+                    await self._group.send(newest)
+                try:
+                    async with handle.changing:
                         await handle.engine.update(newest, WeightUpdate.KEEP)
-                    except TransferError as damage:
-                        if self.takes_turns:  # the other engines generate in the trainer's memory
-                            raise
-                        await self._publish_anew(newest, damage)
-                        continue
-                handle.version, loaded = newest.version, newest
+                        handle.version = newest.version
+                except TransferError as damage:
+                    await self._publish_anew(newest, damage)
             handle.up.set()
         self._metrics.restarted()
 
     async def _snapshot(self, version: int, *, number: int = 1) -> Weights:
+        """Have the trainer publish; colocated, engines have the memory then."""
         async with self._turn(), self.trainer_turn:
+            await self.to_training()
             weights = await self._trainer.publish(version)
-            self._pool.newest = weights
-            self._num_published = number
+            self._pool.newest, self._num_published = weights, number
+            await self.to_generation()
         return weights
 
     async def _update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
@@ -219,7 +216,7 @@ class WeightSync:
 
     async def _publish_anew(self, damaged: Weights, damage: TransferError) -> Weights:
         """Publish a version once more for all engines that find it damaged; return the newest weights."""
-        async with self._repairing, contextlib.AsyncExitStack() as still:
+        async with self._repairing:
             if self._pool.newest is damaged:
                 if self._num_published == PUBLICATIONS:
                     raise TransferError(
@@ -227,11 +224,9 @@ class WeightSync:
                         f"damaged: {damage}; another train.weights_folder may help, --resume goes on"
                     )
                 LOG.warning("%s; version %d is published anew", damage, damaged.version)
-                for handle in self._pool if self.takes_turns else ():
-                    await still.enter_async_context(handle.updating)
-                await self.to_training()
+                if self.takes_turns:
+                    await self._pool.drained()
                 await self._snapshot(damaged.version, number=self._num_published + 1)
-                await self.to_generation()
         assert self._pool.newest is not None
         return self._pool.newest
 
@@ -315,7 +310,7 @@ class WeightSync:
             return times, lost
 
         async def load(handle: EngineHandle) -> UpdateTimes:
-            async with handle.updating:
+            async with handle.changing:
                 return await handle.engine.update(weights, weight_update)
 
         updates = [asyncio.ensure_future(load(one)) for one in handles]

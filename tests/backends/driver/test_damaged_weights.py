@@ -69,11 +69,47 @@ class Once:
             flip(weights)
 
 
-def parts_with(config, tmp_path, damage, **settings):
+class Engine(FakeEngine):
+    """Shares no memory with a colocated trainer; of several ``workers``, it is lost after a damaged file."""
+
+    trainer, workers, num_lost, version, dies = None, 1, 0, 0, None
+
+    async def start(self):
+        assert self.trainer is None or not self.trainer.has_memory
+        self.version = 0
+        await super().start()
+
+    async def generate(self, request):
+        assert self.trainer is None or not self.trainer.has_memory
+        if self.dies is not None and self.dies():
+            self.dies = None
+            self.die()
+        return await super().generate(request)
+
+    async def update(self, weights, weight_update):
+        assert self.trainer is None or not self.trainer.has_memory
+        try:
+            times = await super().update(weights, weight_update)
+        except TransferError:
+            if self.workers > 1:
+                self.num_lost += 1
+                self.die()
+            raise
+        self.version = weights.version
+        return times
+
+    async def sleep(self):
+        assert not self._sequences
+        await super().sleep()
+
+
+def parts_with(config, tmp_path, damage, *, workers=1):
     save_file({"steps": torch.tensor(0)}, tmp_path / "model.safetensors")
-    parts = parts_of(config, trainer=Writer(tmp_path / "weights", damage, train_batch_size=8, **settings))
+    parts = parts_of(config, trainer=Writer(tmp_path / "weights", damage, train_batch_size=8))
     slots = config.scheduler.generation_batch_size
-    parts.engines = [FakeEngine(num_slots=slots, receiver=FILE.receiver(str(tmp_path))) for _ in range(2)]
+    parts.engines = [Engine(num_slots=slots, receiver=FILE.receiver(str(tmp_path))) for _ in range(2)]
+    for engine in parts.engines:
+        engine.workers, engine.trainer = workers, parts.trainer if config.colocated else None
     return parts
 
 
@@ -89,48 +125,40 @@ def test_a_version_whose_file_has_a_wrong_bit_is_published_anew_and_costs_no_eng
     assert re.match(rf"weights in .*{file} have a wrong checksum in 1 of 1 parameters: steps", line)
 
 
-class Several(FakeEngine):
-    """Is lost after a damaged file, as one of several workers."""
-
-    num_lost = 0
-
-    async def update(self, weights, weight_update):
-        try:
-            return await super().update(weights, weight_update)
-        except TransferError:
-            self.num_lost += 1
-            self.die()
-            raise
-
-
-def test_engines_that_a_damaged_file_costs_come_back_to_a_right_one(out, tmp_path):
-    config, damage = config_of(steps=6, longest=40), Once()
-    parts = parts_with(config, tmp_path, damage)
-    parts.engines = [Several(num_slots=6, receiver=FILE.receiver(str(tmp_path))) for _ in range(2)]
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_engines_that_a_damaged_file_costs_come_back_to_a_right_one(out, tmp_path, kind):
+    config, damage = config_of(kind=kind, steps=6, longest=40), Once()
+    parts = parts_with(config, tmp_path, damage, workers=2)
     assert run_checked(config, out, parts).engine_restarts == sum(engine.num_lost for engine in parts.engines) > 0
     assert parts.trainer.published == sorted([*set(parts.trainer.published), damage.version])
 
 
-def test_an_engine_that_comes_back_to_a_damaged_file_gets_it_anew(out, tmp_path):
-    """The file changes after the others have loaded it: only the restarted engine reads it again."""
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("settings", [{"publish_every": 4}, {"kind": "conventional", "optimizer_steps_per_rl_step": 4}])
+def test_an_engine_that_comes_back_to_a_damaged_file_gets_it_anew(out, tmp_path, settings, workers):
+    """The file changes after both have loaded it: only the restarted engine reads it again."""
     newest = []
-    config = config_of(steps=8, longest=40, publish_every=4)
-    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights), at=5)
 
-    def do():
-        flip(newest[-1])
-        parts.engines[1].die()
+    def dies():
+        loaded = [engine.version for engine in parts.engines] == [4, 4]
+        if loaded:
+            flip(newest[-1])
+        return loaded
 
-    parts.trainer.do = do
+    config = config_of(steps=8, longest=40, **settings)
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights), workers=workers)
+    parts.engines[1].dies = dies
     assert run_checked(config, out, parts).engine_restarts == 1
+    assert [engine.num_started for engine in parts.engines] == [1, 1 + workers]
     assert parts.trainer.published == [4, 4]
-    assert parts.engines[1].num_started == 2
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
-def test_a_folder_that_damages_every_file_ends_the_run_in_a_line_and_keeps_a_checkpoint(out, tmp_path, kind):
+def test_a_folder_that_damages_every_file_ends_the_run_in_a_line_and_keeps_a_checkpoint(out, tmp_path, kind, workers):
     config = config_of(kind=kind, steps=6, longest=40)
-    parts = parts_with(config, tmp_path, lambda weights, version, number: version >= 2 and flip(weights))
+    damage = lambda weights, version, number: version >= 2 and flip(weights)  # noqa: E731
+    parts = parts_with(config, tmp_path, damage, workers=workers)
     with pytest.raises(TransferError) as raised:
         run(config, out, parts)
     line, version = str(raised.value), parts.trainer.published[-1]
