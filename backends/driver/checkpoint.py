@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from backends.driver.state import DriverState
 from backends.owner import DriverLock
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.recording import Recording, RecordingMark, check_reaches
+from pipelinerl.records.recording import Recording, RecordingMark, check_reaches, sync
 from pipelinerl.records.run_folder import METRICS_FILE
 from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.explain import writing
@@ -86,15 +85,6 @@ def _read(manifest: Path) -> tuple[dict[str, str], int]:
         return dict(content["files"]), int(content["format"])
     except (ValueError, TypeError, AttributeError, KeyError):
         raise ValueError(f"{MANIFEST_FILE} is broken") from None
-
-
-def sync(path: Path) -> None:
-    """Fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -86,13 +86,24 @@ def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
             raise ConfigError(f"{rule} as they were, but it was changed (SHA-256)")
 
 
+def sync(path: Path) -> None:
+    """Fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _cut(path: Path, size: int) -> None:
     """Cut a file off after so many bytes, in a copy that takes its place: another driver may have it open."""
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         shutil.copyfile(path, partial)
         os.truncate(partial, size)
+        sync(partial)
         partial.replace(path)
+        sync(path.parent)
 
 
 class Recording:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 from command_line import has_rows, wait_for
-from in_memory import config_of, parts_of, run, run_checked
+from in_memory import config_of, interrupted, parts_of, run, run_checked
 
 from backends.driver.checkpoint import FOLDER, read_newest
 from backends.fake import FakeTrainer
+from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
+from pipelinerl.records.steps import STEPS_FILE
 
 CONFIG = config_of(steps=12, train={"checkpoint": {"every": 2, "keep": 10}})
 
@@ -77,6 +79,30 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one
     run_checked(CONFIG, out, parts, resume=True)
     assert len(parts.trainer.trained) == 8
     assert not any((out / FOLDER).glob("partial*"))
+
+
+def test_records_that_are_cut_off_are_on_disk_before_they_take_the_place_of_the_old_ones(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that stops then has a checkpoint, and none of the records that it goes on from."""
+    interrupted(CONFIG, out)
+    log: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def logged_fsync(descriptor: int) -> None:
+        log.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    def logged_replace(source: Path, target: Path) -> None:
+        log.append(("replace", Path(target).name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "replace", logged_replace)
+    run_checked(CONFIG, out, resume=True)
+    for name in (TRACE_FILE, STEPS_FILE, METRICS_FILE):
+        at = log.index(("replace", name))
+        assert log[at - 1 : at + 2] == [("fsync", f"{name}.partial"), ("replace", name), ("fsync", out.name)]
 
 
 KILLED = config_of(steps=8, longest=20, train={"checkpoint": {"every": 2, "keep": 1}})
