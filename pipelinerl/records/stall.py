@@ -22,17 +22,18 @@ class StallWatch:
     """Says once that many rollouts have been given up without an optimizer step (mutable)."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn, self._version, self._since_s, self._warned = warn, -1, 0.0, False
+        self._warn, self._warned = warn, False
+        self._version, self._since_s, self._before = -1, 0.0, 0  # at the first look after a step or a resume
 
     def look(self, time_s: float, scheduler: Scheduler) -> None:
         """Look at a scheduler that has given rollouts up at ``time_s``."""
+        number = scheduler.num_given_up
         if scheduler.version != self._version:
-            self._version, self._since_s = scheduler.version, time_s
-        number, seconds = scheduler.given_up.total(), time_s - self._since_s
+            self._version, self._since_s, self._before = scheduler.version, time_s, number
         many = max(MANY_ROLLOUTS, MANY_BATCHES * scheduler.settings.train_batch_size)
-        if number > many and seconds and not self._warned:
+        if number > many and time_s > self._since_s and not self._warned:
             self._warned = True
-            rate = f"{number / seconds:,.1f} per second"
+            rate = f"{(number - self._before) / (time_s - self._since_s):,.1f} per second"
             self._warn(f"{number:,} rollouts given up without an optimizer step, {rate}: {_cause(scheduler)}")
 
 

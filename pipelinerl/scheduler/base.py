@@ -131,6 +131,7 @@ class Scheduler(ABC):
         num_taken: Rollouts of the current optimizer step given to the trainer (count).
         trainer: State of the trainer.
         given_up: Rollouts cancelled since the last optimizer step, by reason (counts).
+        num_given_up: Their number.
         stopped: Why the run is over; None while it is not.
         lag_bound: Live rollouts by age, for a schedule that keeps ``max_lag`` by waiting.
     """
@@ -164,6 +165,7 @@ class Scheduler(ABC):
         self._room = max(slots.num_free, environments or 0) + settings.ready_queue_limit
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
         self.given_up: Counter[DiscardReason] = Counter()
+        self.num_given_up, self._stall_limit = 0, settings.stall_limit
 
     @property
     def num_in_flight(self) -> int:
@@ -190,10 +192,6 @@ class Scheduler(ABC):
         """Groups of a micro-batch (count)."""
         return self.settings.micro_batch // self.group_size
 
-    def has_room(self, *, beside: int = 0) -> bool:
-        """Return whether another group may be open, beside so many rollouts that are not (see ``pipeline``)."""
-        return self._pool.num_open + beside + self.group_size <= self._room
-
     def start(self) -> Sequence[Command]:
         """Return the first commands."""
         commands: list[Command] = []
@@ -205,59 +203,51 @@ class Scheduler(ABC):
 
         Raises SchedulerError if it cannot have happened: the simulated cluster or the driver has a fault.
         """
-        if self.stopped is not None:
-            self._record(event)
-            return ()
-        return self._record(event)
-
-    def _record(self, event: Event) -> Sequence[Command]:
         commands: list[Command] = []
+        stopped = self.stopped is not None
         # These four come once per rollout or turn; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
             self._finished(event, commands)
-            return commands
-        if isinstance(event, RolloutScored):
+        elif isinstance(event, RolloutScored):
             self._scored(event.rollout_id, event.reward, commands)
-            return commands
-        if isinstance(event, TurnFinished):
+        elif isinstance(event, TurnFinished):
             self._pool.end_turn(event.rollout_id, event.engine, event.spans, commands)
             if commands:  # its group is cancelled: its environment is free
                 self._fill(commands)
-            elif self.stopped is None:
+            elif not stopped:
                 self._pool.go_on(commands)  # all that a free slot can change
-            return commands
-        if isinstance(event, ObservationReady):
+        elif isinstance(event, ObservationReady):
             self._pool.observed(event.rollout_id, event.read_tokens or 0)
-            if self.stopped is None:
+            if not stopped:
                 self._pool.go_on(commands)
-            return commands
-        match event:
-            case TrainingFinished():
-                self._training_finished(event)
-            case WeightsPublished():
-                if self.trainer is not TrainerState.PUBLISHING or event.version != self.published:
-                    raise self._impossible(event)
-                self.trainer = TrainerState.IDLE
-            case WeightsLoaded():
-                self._weights_loaded(event)
-            case RolloutAborted():
-                self._pool.abort(event.rollout_id, event.engine, event.spans)
-            case RolloutPreempted():
-                if not self._pool.is_on(event.rollout_id, event.engine):
-                    raise self._impossible(event)
-                return commands
-            case EnvironmentFailed():
-                if not self._pool.is_acting(event.rollout_id):
-                    raise self._impossible(event)
-                return commands
-            case RolloutFailed():
-                failed = self._pool.fail(event.rollout_id, event.engine)
-                if failed is not None:
-                    self._cancel(failed, DiscardReason.SIBLING_FAILED, commands)
-            case _:
-                assert_never(event)
-        self._decide(commands)
-        return commands
+        else:
+            match event:
+                case TrainingFinished():
+                    self._training_finished(event)
+                case WeightsPublished():
+                    if self.trainer is not TrainerState.PUBLISHING or event.version != self.published:
+                        raise self._impossible(event)
+                    self.trainer = TrainerState.IDLE
+                case WeightsLoaded():
+                    self._weights_loaded(event)
+                case RolloutAborted():
+                    self._pool.abort(event.rollout_id, event.engine, event.spans)
+                case RolloutPreempted():
+                    if not self._pool.is_on(event.rollout_id, event.engine):
+                        raise self._impossible(event)
+                    return ()
+                case EnvironmentFailed():
+                    if not self._pool.is_acting(event.rollout_id):
+                        raise self._impossible(event)
+                    return ()
+                case RolloutFailed():
+                    failed = self._pool.fail(event.rollout_id, event.engine)
+                    if failed is not None:
+                        self._cancel(failed, DiscardReason.SIBLING_FAILED, commands)
+                case _:
+                    assert_never(event)
+            self._decide(commands)
+        return () if stopped else commands
 
     # ----------------------------------------------------------------- the questions of a schedule
 
@@ -297,7 +287,7 @@ class Scheduler(ABC):
             else:
                 self._train(commands)
         self._fill(commands)
-        if self.given_up and self.given_up.total() > self.settings.stall_limit:
+        if self.num_given_up > self._stall_limit:
             self._stop(StopReason.STALLED, commands)
 
     def _fill(self, commands: list[Command]) -> None:
@@ -388,6 +378,7 @@ class Scheduler(ABC):
         self.lag_bound.add(group.oldest_bound, -self.group_size)
         self._pool.cancel(group, reason, commands)
         self.given_up[reason] += self.group_size
+        self.num_given_up += self.group_size
         if reason is DiscardReason.STALE and self.settings.on_stale is OnStale.REQUEUE:
             self._pool.retry(group)
 
@@ -412,6 +403,7 @@ class Scheduler(ABC):
             self.num_taken = 0
             if self.stopped is None:  # else they say why it stalled
                 self.given_up.clear()
+                self.num_given_up = 0
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
         loading = event.version == self.published and event.engine in self._loaded

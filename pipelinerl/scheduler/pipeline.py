@@ -76,7 +76,8 @@ class PipelineScheduler(Scheduler):
     def may_admit(self) -> bool:
         """Return whether ready queue and lag gate have room for a group."""
         settings, size = self.settings, self.group_size
-        if not self.has_room(beside=0 if self._drops_oldest else self.num_ready):
+        beside = 0 if self._drops_oldest else self.num_ready
+        if self._pool.num_open + beside + size > self._room:
             return False
         if not self._waits:
             return True

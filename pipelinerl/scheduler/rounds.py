@@ -113,7 +113,7 @@ class PartialRolloutScheduler(Scheduler):
 
     def may_admit(self) -> bool:
         """Return whether engines generate, and the lag gate and rollouts being scored leave room."""
-        if self._to_train or self.num_taken or not self.has_room():
+        if self._to_train or self.num_taken or self._pool.num_open + self.group_size > self._room:
             return False
         return self.lag_bound.admits(
             self.group_size,

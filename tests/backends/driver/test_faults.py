@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -20,11 +21,13 @@ from in_memory import (
     parts_of,
     run,
     run_checked,
+    turns_of,
 )
 from ledger_check import records
 
 import backends.driver.engines
 import backends.driver.lifecycle
+from backends.driver.tasks import LONGEST_TICK_S, DriverLoop
 from backends.fake import FakeEngine, FakeTrainer
 from backends.workers.rewards import RewardThreads
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
@@ -281,30 +284,64 @@ def test_rewards_in_processes_that_die_cost_their_groups_only(out):
     assert summary.evaluation.success_after == 0.0  # held-out problems are asked there, too: that one dies
 
 
+class Stopped(FakeTrainer):
+    """An hour in which the driver is stopped, as by Ctrl-Z or SIGSTOP, in its third step, once ``begun`` is set."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(train_batch_size=8)
+        self.begun, self.over, self.hour_s, clock = threading.Event(), threading.Event(), 0.0, time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + self.hour_s)
+
+    async def train(self, samples, *, completes_step):
+        if self.version == 2 and not self.over.is_set():
+            await asyncio.to_thread(self.begun.wait, 60)
+            self.hour_s = 3600.0
+            self.over.set()
+        return await super().train(samples, completes_step=completes_step)
+
+
 def test_an_hour_in_which_the_driver_is_stopped_counts_for_no_time_out(out, monkeypatch, caplog):
-    """As by Ctrl-Z, or a job scheduler's SIGSTOP: the clock has gone on, a reward in progress has no answer yet."""
-    begun, stopped, hour, clock = threading.Event(), threading.Event(), [0.0], time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + hour[0])
+    """The clock has gone on, and a reward in progress has no answer yet."""
+    trainer = Stopped(monkeypatch)
 
     def late(problem):
         if problem.expected >= 6:
-            begun.set()
-            stopped.wait(60)
+            trainer.begun.set()
+            trainer.over.wait(60)
         return 1.0
 
-    class Stopping(FakeTrainer):
-        async def train(self, samples, *, completes_step):
-            if self.version == 2 and not stopped.is_set():
-                while not begun.is_set():
-                    await asyncio.sleep(0.001)
-                hour[0] = 3600.0
-                stopped.set()
-            return await super().train(samples, completes_step=completes_step)
-
     config = config_of(train={"task": {"name": "arithmetic", "reward_timeout_s": 600}})
-    parts = parts_of(config, task=Letters(reward=late), trainer=Stopping(train_batch_size=8))
-    assert run_checked(config, out, parts).rollouts.failed == 0
+    assert run_checked(config, out, parts_of(config, task=Letters(reward=late), trainer=trainer)).rollouts.failed == 0
     assert "stood still for 3600 s" in caplog.text
+
+
+def test_an_hour_in_which_the_driver_is_stopped_counts_for_the_life_of_no_rollout(out, monkeypatch):
+    """Rollouts from the fifth batch on are in their first turn then; the hour ends in the third step."""
+    trainer = Stopped(monkeypatch)
+
+    class Late(FakeEngine):
+        async def generate(self, request):
+            if request.rollout_id >= 32:
+                trainer.begun.set()
+                await asyncio.to_thread(trainer.over.wait, 60)
+            return await super().generate(request)
+
+    config = turns_of(limits={"lifetime_s": 600})
+    summary = run_checked(config, out, parts_of(config, trainer=trainer, engine=Late))
+    assert (summary.environments.expired, summary.rollouts.failed) == (0, 0)
+    assert summary.rollouts.finished > 32
+
+
+def test_a_loop_that_one_call_holds_up_counts_no_more_of_it_than_that(monkeypatch, caplog):
+    """The longest gap between two looks at the clock counts in full; anything above it not at all."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    with closing(DriverLoop()) as loop:
+        for gap_s, then_s in [(0.0, 0.0), (LONGEST_TICK_S, 10.0), (LONGEST_TICK_S + 1, 10.0), (1.0, 11.0)]:
+            now_s[0] += gap_s
+            assert loop.time() == then_s
+    (line,) = caplog.messages
+    assert line == "this process, or its event loop, stood still for 11 s; time-outs do not count them"
 
 
 @pytest.mark.parametrize("group", [1, 4])

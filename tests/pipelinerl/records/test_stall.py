@@ -3,17 +3,27 @@
 import re
 
 import pytest
-from scheduler_events import done, failed, make, report, started, trained
+from scheduler_events import done, failed, finished, make, report, started, trained
 
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.stall import StallWatch, stalled
-from pipelinerl.scheduler.events import DiscardReason, OnFull, OnStale, StopReason
+from pipelinerl.scheduler.events import DiscardReason, OnFull, OnStale, Stop, StopReason
 
 
 def test_the_limit_is_a_thousand_batches_unless_it_is_given():
     settings = {"train_batch_size": 6, "generation_batch_size": 4}
     assert SchedulerConfig(**settings).stall_limit == 6000
     assert SchedulerConfig(**settings, discard_limit=7).stall_limit == 7
+
+
+def test_a_step_that_ends_after_the_run_has_stalled_leaves_the_cause():
+    """Rollouts 0 and 1 are being trained on when 2 and 3 fail; nothing is decided after the stop."""
+    scheduler = started(discard_limit=1)
+    commands = report(scheduler, *done(0, 1), failed(2), failed(3))
+    assert commands[-1] == Stop(StopReason.STALLED)
+    assert report(scheduler, failed(4), finished(5, 0), trained(1)) == []
+    assert scheduler.version == 1
+    assert str(stalled(scheduler)).endswith(": a rollout of the group fails; mend train.task, or raise its time-outs")
 
 
 def fail(scheduler, number, watch=None):
@@ -33,12 +43,22 @@ def test_many_rollouts_without_a_step_are_said_once_with_rate_cause_and_key(batc
     assert lines == []
     report(scheduler, failed(many))
     watch.look(float(many), scheduler)
-    watch.look(float(many), scheduler)
-    rate = (many + 1) / many
     assert lines == [
-        f"{many + 1:,} rollouts given up without an optimizer step, {rate:,.1f} per second: "
+        f"{many + 1:,} rollouts given up without an optimizer step, 1.0 per second: "
         "a rollout of the group fails; mend train.task, or raise its time-outs"
     ]
+
+
+def test_after_a_resume_the_rate_is_of_the_seconds_since():
+    """The scheduler goes on with its 4000, the new watch sees one each second."""
+    lines = []
+    scheduler, watch = started(discard_limit=10**6), StallWatch(lines.append)
+    fail(scheduler, 4000)
+    for second in (4000, 4001):
+        report(scheduler, failed(second))
+        watch.look(float(second), scheduler)
+    (line,) = lines
+    assert line.startswith("4,002 rollouts given up without an optimizer step, 1.0 per second: ")
 
 
 def test_an_optimizer_step_begins_a_new_count():
