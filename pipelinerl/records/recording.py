@@ -21,30 +21,12 @@ from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.run_folder import METRICS_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
-from pipelinerl.records.trace import Recorder, ReplayResult, Trace, TraceWriter, replay
+from pipelinerl.records.trace import FanOut, Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
-from pipelinerl.scheduler.events import Command, Event
 from pipelinerl.util.explain import writing
 
 READ_BYTES = 2**20
 """Bytes of a file that are read at once."""
-
-
-class FanOut:
-    """Passes events and commands on to several recorders, in their order."""
-
-    def __init__(self, *recorders: Recorder) -> None:
-        self._recorders = recorders
-
-    def event(self, time_s: float, event: Event) -> None:
-        """Record an event."""
-        for one in self._recorders:
-            one.event(time_s, event)
-
-    def command(self, time_s: float, command: Command) -> None:
-        """Record a command."""
-        for one in self._recorders:
-            one.command(time_s, command)
 
 
 class RecordingMark(NamedTuple):

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter, RawIOBase
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast, get_args, get_type_hints
+from typing import Any, BinaryIO, Protocol, TypeVar, cast, get_args, get_type_hints
 
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig
@@ -79,11 +78,28 @@ _FIELDS: dict[type, dict[str, object]] = {kind: get_type_hints(kind) for kind in
 class Recorder(Protocol):
     """Observes every event and command of a run."""
 
-    def event(self, time_s: float, event: Event) -> None:
+    def event(self, time_s: float, event: Event, /) -> None:
         """Record an event that was reported to the scheduler."""
 
-    def command(self, time_s: float, command: Command) -> None:
+    def command(self, time_s: float, command: Command, /) -> None:
         """Record a command of the scheduler."""
+
+
+class FanOut:
+    """Passes events and commands on to several recorders, in their order."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Record an event."""
+        for one in self._recorders:
+            one.event(time_s, event)
+
+    def command(self, time_s: float, command: Command) -> None:
+        """Record a command."""
+        for one in self._recorders:
+            one.command(time_s, command)
 
 
 class TraceWriter:
@@ -104,13 +120,16 @@ class TraceWriter:
         with writing(path):
             self._file.write(_json_text(header).encode() + b"\n")
 
-    def event(self, time_s: float, event: Event) -> None:
-        """Write an event."""
-        self._write(time_s, event)
+    def event(self, time_s: float, content: Event | Command) -> None:
+        """Write a line: a quarter of the time of ``json.dumps``, the same bytes."""
+        if time_s != self._time_s:
+            self._time_s, self._time_text = time_s, _float_text(time_s)
+        try:
+            self._file.write(f'{{"t":{self._time_text},{_TEXTS[type(content)](content)}'.encode())
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
 
-    def command(self, time_s: float, command: Command) -> None:
-        """Write a command."""
-        self._write(time_s, command)
+    command = event
 
     def mark(self) -> None:
         """Have all so far on disk, readable without the rest."""
@@ -129,23 +148,6 @@ class TraceWriter:
         """Finish the file."""
         with writing(self._path), self._raw:
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _write(self, time_s: float, content: Event | Command) -> None:
-        """Write a line: a quarter of the time of ``json.dumps``, the same bytes."""
-        if time_s != self._time_s:
-            self._time_s, self._time_text = time_s, _float_text(time_s)
-        try:
-            self._file.write(f'{{"t":{self._time_text},{_TEXTS[type(content)](content)}'.encode())
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
 
 
 @value
@@ -222,54 +224,44 @@ def replay(trace: Trace, recorder: Recorder | None = None) -> ReplayResult:
     nothing but aborts, it is therefore not asked about them. TraceError if the trace is broken.
     """
     scheduler = new_scheduler(trace.config)
-    recorders: list[Recorder] = [_TokenCheck(trace.config, scheduler), *([recorder] if recorder else [])]
-    expected = scheduler.start()
-    num_events = num_commands = position = 0
+    observer = FanOut(_TokenCheck(trace.config, scheduler), *([recorder] if recorder else []))
+    expected = iter(scheduler.start())
+    num_events = num_commands = line = 0
     cause: Event | str = "start()"
     last_s = 0.0
     difference = None
-    for record in _last_aborts_marked(trace.records()):
-        if record is None:
-            scheduler.stopped = scheduler.stopped or StopReason.STALLED  # so that it decides nothing
-            continue
-        now = expected[position] if position < len(expected) else None
-        if not last_s <= record.time_s < math.inf:
-            difference = (
-                f"line {record.line}: t must be at least {last_s}, that of the line before, got {record.time_s}"
-            )
-            break
-        last_s = record.time_s
-        if record.event is None:
-            if record.command is None or now != record.command:
-                answer = "nothing more" if now is None else _cut(now)
-                difference = f"line {record.line}, after {_cut(cause)}: recorded {_cut(record.command)}, now {answer}"
-                break
-            num_commands += 1
-            position += 1
-            for one in recorders:
-                one.command(last_s, record.command)
-        elif now is not None:
-            difference = f"line {record.line}, after {_cut(cause)}: recorded nothing more, now {_cut(now)}"
-            break
-        else:
-            num_events += 1
-            cause = record.event
-            try:
-                expected, position = scheduler.handle(cause), 0
-                for one in recorders:
-                    one.event(last_s, cause)
-            except SchedulerError as error:
-                difference = f"line {record.line}: the scheduler {error}"
-                break
-            except _ImpossibleError as error:
-                difference = f"line {record.line}: {error}"
-                break
-    else:
-        if position < len(expected):
-            difference = f"end of trace, after {_cut(cause)}: recorded nothing more, now {_cut(expected[position])}"
-        elif scheduler.stopped is not None and scheduler.num_in_flight:
-            difference = f"end of trace: no end of {scheduler.num_in_flight} rollouts in progress"
-    return ReplayResult(num_events, num_commands, difference)
+    try:
+        for record in _last_aborts_marked(trace.records()):
+            if record is None:
+                scheduler.stopped = scheduler.stopped or StopReason.STALLED  # so that it decides nothing
+                continue
+            line, now = record.line, next(expected, None)
+            if not last_s <= record.time_s < math.inf:
+                raise _ImpossibleError(f"t must be at least {last_s}, that of the line before, got {record.time_s}")
+            last_s = record.time_s
+            if record.command != now:
+                raise _OtherError(record.command, now)
+            if now is not None:
+                num_commands += 1
+                observer.command(last_s, now)
+            elif record.event is not None:
+                num_events += 1
+                cause = record.event
+                expected = iter(scheduler.handle(cause))
+                observer.event(last_s, cause)
+        line = 0
+        if (now := next(expected, None)) is not None:
+            raise _OtherError(None, now)
+        if scheduler.stopped is not None and scheduler.num_in_flight:
+            raise _ImpossibleError(f"no end of {scheduler.num_in_flight} rollouts in progress")
+    except SchedulerError as error:
+        difference = f": the scheduler {error}"
+    except _ImpossibleError as error:
+        difference = f": {error}"
+    except _OtherError as error:
+        difference = f", after {_cut(cause)}: {error}"
+    place = f"line {line}" if line else "end of trace"
+    return ReplayResult(num_events, num_commands, None if difference is None else place + difference)
 
 
 def _last_aborts_marked(records: Iterable[Record]) -> Iterator[Record | None]:
@@ -294,6 +286,14 @@ def _cut(content: object) -> str:
 
 class _ImpossibleError(ValueError):
     """No engine or environment can have reported this event."""
+
+
+class _OtherError(ValueError):
+    """The scheduler gives another command."""
+
+    def __init__(self, *recorded_and_now: Command | None) -> None:
+        was, now = ("nothing more" if one is None else _cut(one) for one in recorded_and_now)
+        super().__init__(f"recorded {was}, now {now}")
 
 
 class _TokenCheck:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from pipelinerl.records.ledger import RunLedger
-from pipelinerl.records.recording import FanOut
+from pipelinerl.records.trace import FanOut
 from pipelinerl.scheduler.events import (
     Event,
     PublishWeights,
