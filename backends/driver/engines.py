@@ -15,8 +15,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
 from pipelinerl.errors import EngineLostError
@@ -24,6 +24,8 @@ from pipelinerl.scheduler.events import WeightUpdate
 
 LOG = logging.getLogger("pipelinerl")
 HOUR_S = 3600.0
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class EngineHandle:
@@ -39,6 +41,12 @@ class EngineHandle:
         self.changing = asyncio.Lock()
         """Held while it starts, loads or sleeps."""
         self.num_in_flight = 0
+
+    async def load(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        """Load a version; ``changing`` is held."""
+        times = await self.engine.update(weights, weight_update)
+        self.version = weights.version
+        return times
 
     def count(self, change: int) -> None:
         """Count rollouts in progress."""
@@ -131,19 +139,13 @@ class EnginePool:
         """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
         if weight_update is WeightUpdate.WAIT:
             await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
-        while (handle := self._serving[engine_id]).up.is_set() and not self._closing:
+        if (handle := self._serving[engine_id]).up.is_set():
             async with handle.changing:
-                if handle.version >= weights.version:
-                    return None
-                if not handle.up.is_set():
-                    continue
-                try:
-                    times = await handle.engine.update(weights, weight_update)
-                except EngineLostError as error:
-                    self.lost(handle, error)
-                    continue
-                handle.version = weights.version
-                return times
+                if handle.up.is_set() and handle.version < weights.version and not self._closing:
+                    try:
+                        return await handle.load(weights, weight_update)
+                    except EngineLostError as error:
+                        self.lost(handle, error)
         return None
 
     def has_version(self, engine_id: int, version: int) -> bool:
@@ -247,14 +249,21 @@ class EnginePool:
 
 
 async def _start(handles: Iterable[EngineHandle]) -> dict[EngineHandle, EngineLostError]:
-    lost: dict[EngineHandle, EngineLostError] = {}
-    starts = {handle: handle.engine.start() for handle in handles}
-    for handle, end in zip(starts, await asyncio.gather(*starts.values(), return_exceptions=True), strict=True):
-        match end:
-            case None:
-                handle.up.set()
-            case EngineLostError():
-                lost[handle] = end
-            case _:
-                raise end
+    started, lost = await gathered({handle: handle.engine.start() for handle in handles})
+    for handle in started:
+        handle.up.set()
     return lost
+
+
+async def gathered(work: Mapping[K, Awaitable[T]]) -> tuple[dict[K, T], dict[K, EngineLostError]]:
+    """Return the results of work at engines, and the lost engines; raise any other exception once all have ended."""
+    done: dict[K, T] = {}
+    lost: dict[K, EngineLostError] = {}
+    for one, end in zip(work, await asyncio.gather(*work.values(), return_exceptions=True), strict=True):
+        if isinstance(end, EngineLostError):
+            lost[one] = end
+        elif isinstance(end, BaseException):
+            raise end
+        else:
+            done[one] = end
+    return done, lost

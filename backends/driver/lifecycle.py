@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.driver.checkpoint import Checkpoint, CheckpointKeeper
-from backends.driver.engines import EngineHandle, EnginePool
+from backends.driver.engines import EnginePool
 from backends.driver.evaluation import SHARE_OF_SLOTS, Evaluation
 from backends.driver.loop import EventLoop
 from backends.driver.metrics import SamplesLog
@@ -106,7 +106,7 @@ class Driver:
             parts.engines,
             restarts_per_hour=self._train.engine.restarts_per_hour,
             spawn=self._tasks.spawn,
-            bring_back=self._bring_back,
+            bring_back=lambda handle: self._sync.bring_back(handle),  # noqa: PLW0108 - it is made next
         )
         self._sync = WeightSync(
             trainer=parts.trainer,
@@ -148,9 +148,6 @@ class Driver:
             check=lock.check_lease,
             keep_checkpoint=self._keep,
         )
-
-    async def _bring_back(self, handle: EngineHandle) -> None:
-        await self._sync.bring_back(handle)
 
     async def run(self) -> None:
         """Start everything, run until the scheduler stops, and end everything.

@@ -32,7 +32,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from backends.driver.engines import EngineHandle, EnginePool
+from backends.driver.engines import EngineHandle, EnginePool, gathered
 from backends.driver.metrics import StepMetrics
 from backends.driver.tasks import RunTasks
 from backends.interface import PUBLICATIONS, TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
@@ -75,15 +75,11 @@ class WeightSyncGroup:
         self._members = None
         self._rendezvous = await self._trainer.open_group()
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
-        joins = [
-            self._receivers[engine].join_group(self._rendezvous, first_worker=1 + place * self._workers_each)
+        joins = {
+            engine: self._receivers[engine].join_group(self._rendezvous, first_worker=1 + place * self._workers_each)
             for place, engine in enumerate(engines)
-        ]
-        ends = await asyncio.gather(*joins, return_exceptions=True)
-        lost = {engine: end for engine, end in zip(engines, ends, strict=True) if isinstance(end, EngineLostError)}
-        for end in ends:
-            if isinstance(end, BaseException) and not isinstance(end, EngineLostError):
-                raise end
+        }
+        _, lost = await gathered(joins)
         if lost:
             return lost
         try:
@@ -148,13 +144,12 @@ class WeightSync:
         self._engines_have_memory = True  # colocated only
         self.trainer_turn = asyncio.Lock()
         """Held while the trainer trains or publishes."""
-        self._repairing = asyncio.Lock()
         self._num_published = 0  # times, of the newest version
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
         weights = await self._snapshot(command.version)
-        streamed = await self._stream(weights, command.weight_update) if self._standing_still else None
+        streamed = await self._send(weights, command.weight_update) if self._standing_still else None
         self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, streamed))
 
     async def load_trained(self, version: int) -> None:
@@ -165,10 +160,7 @@ class WeightSync:
         if self._bringing is not None:  # weights must not change while engines load them
             await asyncio.wait({self._bringing})
         weights = await self._snapshot(version)
-        if self._standing_still:
-            await self._stream(weights, WeightUpdate.KEEP)
-        else:
-            await self._transfer(weights)
+        await self._send(weights, WeightUpdate.KEEP)
         updates = (self._update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self._pool.engine_ids)
         await asyncio.gather(*updates)
 
@@ -179,31 +171,31 @@ class WeightSync:
         """
         async with self._turn():
             while (newest := self._pool.newest) is not None and handle.version < newest.version:
-                if self._standing_still:
-                    times, lost = await self._stream_once([handle], newest, WeightUpdate.KEEP)
-                    if not times:
-                        raise lost.get(handle.engine_id) or _incomplete(handle, newest)
-                    continue
                 if self._group is not None:
-                    for error in (await self._group.form([handle.engine_id])).values():
-                        raise error
-                    await self._group.send(newest)
+                    _, lost, sent = await self._send_once([handle], newest, WeightUpdate.KEEP)
+                    if not sent:
+                        raise lost.get(handle.engine_id) or _incomplete(handle, newest)
+                if self._standing_still:
+                    continue
                 try:
                     async with handle.changing:
-                        await handle.engine.update(newest, WeightUpdate.KEEP)
-                        handle.version = newest.version
+                        await handle.load(newest, WeightUpdate.KEEP)
                 except TransferError as damage:
                     await self._publish_anew(newest, damage)
             handle.up.set()
         self._metrics.restarted()
 
-    async def _snapshot(self, version: int, *, number: int = 1) -> Weights:
-        """Have the trainer publish; colocated, engines have the memory then."""
+    async def _snapshot(self, version: int) -> Weights:
         async with self._turn(), self.trainer_turn:
-            await self.to_training()
-            weights = await self._trainer.publish(version)
-            self._pool.newest, self._num_published = weights, number
-            await self.to_generation()
+            self._num_published = 0
+            return await self._publish(version)
+
+    async def _publish(self, version: int) -> Weights:
+        """Have the trainer publish; colocated, engines have the memory then."""
+        await self.to_training()
+        weights = self._pool.newest = await self._trainer.publish(version)
+        self._num_published += 1
+        await self.to_generation()
         return weights
 
     async def _update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
@@ -216,7 +208,7 @@ class WeightSync:
 
     async def _publish_anew(self, damaged: Weights, damage: TransferError) -> Weights:
         """Publish a version once more for all engines that find it damaged; return the newest weights."""
-        async with self._repairing:
+        async with self.trainer_turn:
             if self._pool.newest is damaged:
                 if self._num_published == PUBLICATIONS:
                     raise TransferError(
@@ -226,7 +218,7 @@ class WeightSync:
                 LOG.warning("%s; version %d is published anew", damage, damaged.version)
                 if self.takes_turns:
                     await self._pool.drained()
-                await self._snapshot(damaged.version, number=self._num_published + 1)
+                await self._publish(damaged.version)
         assert self._pool.newest is not None
         return self._pool.newest
 
@@ -238,12 +230,11 @@ class WeightSync:
         streamed: dict[int, UpdateTimes] | None,
     ) -> None:
         """Make every engine load; ``streamed``: times of engines that have loaded a stream. None: no stream."""
-        if streamed is None:
-            await self._transfer(weights)
+        sent = await self._send(weights, weight_update) if streamed is None else streamed
         lost: list[int] = []
 
         async def update(engine_id: int) -> None:
-            times = await self._update(engine_id, weights, weight_update) or (streamed or {}).get(engine_id)
+            times = await self._update(engine_id, weights, weight_update) or sent.get(engine_id)
             if times is not None:
                 self._metrics.updated(times)
             if self._pool.has_version(engine_id, weights.version):
@@ -259,76 +250,59 @@ class WeightSync:
         for engine_id in lost:
             report(engine_id, 0.0)
 
-    async def _transfer(self, weights: Weights) -> None:
-        """Send the weights to the machines of the engines; an engine without them raises when it is to load."""
+    async def _send(self, weights: Weights, weight_update: WeightUpdate) -> dict[int, UpdateTimes]:
+        """Send the weights to the machines of the engines; an engine without them raises when it is to load.
+
+        Streamed, all engines stand still and load; return the times of the complete ones.
+        """
+        times: dict[int, UpdateTimes] = {}
         if self._group is None:
             await self._trainer.send(weights)
-            return
-        num_failed = 0
-        while num_failed < TRANSFER_ATTEMPTS:
-            async with self._turn():
-                takers = [one.engine_id for one in self._pool if one.up.is_set() and one.version < weights.version]
-                if not takers:
-                    return
-                lost = await self._group.form(takers)
-                if not lost and await self._group.send(weights):
-                    return
-            for engine, error in lost.items():
-                self._pool.lost(self._pool[engine], error)
-            num_failed += all(self._pool[engine].up.is_set() for engine in takers)
-
-    # ----------------------------------------------------------------- loaded while they are sent, all standing still
-
-    async def _stream(self, weights: Weights, weight_update: WeightUpdate) -> dict[int, UpdateTimes]:
-        """Make all engines load the trainer's stream; return the times of the complete ones."""
-        if weight_update is WeightUpdate.WAIT:
+            return times
+        if self._standing_still and weight_update is WeightUpdate.WAIT:
             await self._pool.drained()
-        times: dict[int, UpdateTimes] = {}
-        num_failed = 0
-        async with self._turn():
-            while num_failed < TRANSFER_ATTEMPTS:
+        num_failed, sent = 0, False
+        while not sent and num_failed < TRANSFER_ATTEMPTS:
+            async with self._turn():
                 takers = [one for one in self._pool if one.up.is_set() and one.version < weights.version]
                 if not takers:
                     break
-                loaded, lost = await self._stream_once(takers, weights, weight_update)
-                times |= loaded
-                for engine, error in lost.items():
-                    self._pool.lost(self._pool[engine], error)
-                num_failed += not lost
-        for handle in self._pool:
+                loaded, lost, sent = await self._send_once(takers, weights, weight_update)
+            times |= loaded
+            for engine, error in lost.items():
+                self._pool.lost(self._pool[engine], error)
+            num_failed += all(one.up.is_set() for one in takers)
+        for handle in self._pool if self._standing_still else ():
             if handle.up.is_set() and handle.version < weights.version:  # it stands still, with a mixture
                 self._pool.lost(handle, _incomplete(handle, weights))
         return times
 
-    async def _stream_once(
+    async def _send_once(
         self, handles: list[EngineHandle], weights: Weights, weight_update: WeightUpdate
-    ) -> tuple[dict[int, UpdateTimes], dict[int, EngineLostError]]:
+    ) -> tuple[dict[int, UpdateTimes], dict[int, EngineLostError], bool]:
+        """Send to some engines; return the times of streamed updates, the engines that are lost, and if all have it."""
         assert self._group is not None
         lost = await self._group.form([one.engine_id for one in handles])
-        times: dict[int, UpdateTimes] = {}
         if lost or not self._group.formed:
-            return times, lost
+            return {}, lost, False
+        if not self._standing_still:
+            return {}, lost, await self._group.send(weights)
 
-        async def load(handle: EngineHandle) -> UpdateTimes:
+        async def load(handle: EngineHandle) -> UpdateTimes | None:
             async with handle.changing:
-                return await handle.engine.update(weights, weight_update)
+                with contextlib.suppress(TransferError):
+                    return await handle.load(weights, weight_update)
+            return None
 
-        updates = [asyncio.ensure_future(load(one)) for one in handles]
+        updates = {one.engine_id: asyncio.ensure_future(load(one)) for one in handles}
         try:
             await self._group.send(weights)
-            ends = await asyncio.gather(*updates, return_exceptions=True)
+            loaded, lost = await gathered(updates)
         finally:
-            for update in updates:
+            for update in updates.values():
                 update.cancel()
-        for handle, end in zip(handles, ends, strict=True):
-            if isinstance(end, EngineLostError):
-                lost[handle.engine_id] = end
-            elif isinstance(end, UpdateTimes):
-                times[handle.engine_id] = end
-                handle.version = weights.version
-            elif not isinstance(end, TransferError):
-                raise end
-        return times, lost
+        times = {engine: one for engine, one in loaded.items() if one is not None}
+        return times, lost, len(times) == len(handles)
 
     def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Keep a snapshot unchanged while it is sent; files never change."""
