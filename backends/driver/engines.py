@@ -48,6 +48,10 @@ class EngineHandle:
         self.version = weights.version
         return times
 
+    def lacks(self, weights: Weights) -> bool:
+        """Return whether it is up with older weights."""
+        return self.up.is_set() and self.version < weights.version
+
     def count(self, change: int) -> None:
         """Count rollouts in progress."""
         self.num_in_flight += change
@@ -106,11 +110,6 @@ class EnginePool:
                 raise error
             await self._give_up(handle, error)
 
-    def may_generate(self) -> None:
-        """Confirm the versions of all engines, so that they generate."""
-        for confirmed in self._confirmed.values():
-            confirmed.set()
-
     async def serving(self, engine_id: int) -> EngineHandle:
         """Wait until the engine of an id is up; return it."""
         while True:
@@ -141,19 +140,15 @@ class EnginePool:
             await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
         if (handle := self._serving[engine_id]).up.is_set():
             async with handle.changing:
-                if handle.up.is_set() and handle.version < weights.version and not self._closing:
+                if handle.lacks(weights) and not self._closing:
                     try:
                         return await handle.load(weights, weight_update)
                     except EngineLostError as error:
                         self.lost(handle, error)
         return None
 
-    def has_version(self, engine_id: int, version: int) -> bool:
-        """Return whether the engine of an id is up and has at least this version."""
-        return self._serving[engine_id].up.is_set() and self._serving[engine_id].version >= version
-
     def confirm(self, engine_id: int) -> None:
-        """Confirm the version of an id: its engine has it whenever it is up."""
+        """Confirm the version of an id, which generates from now on: its engine has it whenever it is up."""
         self._confirmed[engine_id].set()
 
     async def drained(self, engine_ids: Iterable[int] | None = None) -> None:

@@ -215,7 +215,8 @@ class Driver:
             return  # engines wait for the publication that comes first
         if state.published:  # engines have version 0
             await self._sync.load_trained(state.published)
-        self._pool.may_generate()
+        for engine_id in self._pool.engine_ids:
+            self._pool.confirm(engine_id)
 
     async def _start_trainer(self) -> None:
         await self._trainer.start()
@@ -268,7 +269,7 @@ class Driver:
             self._loop.frozen = True
             await self._keep_in_spite_of(self._tasks.failure)
             raise self._tasks.failure
-        interrupted = self._loop.stop is None
+        interrupted = self._state.scheduler.stopped is None
         if not interrupted:
             await self._loop.abort_all()
         await self._freeze()
@@ -300,7 +301,7 @@ class Driver:
         if self._loop.trainer_task is not None:
             done: set[asyncio.Task[None]] = set()
             # After a failure the trainer may wait for an engine that is lost.
-            while not done and (self._tasks.failure is None or self._loop.stop is not None):
+            while not done and (self._tasks.failure is None or self._state.scheduler.stopped is not None):
                 done, _ = await asyncio.wait({self._loop.trainer_task}, timeout=TRAINER_POLL_S)
         if self._tasks.failure is None:
             async with self._sync.trainer_turn:
@@ -311,18 +312,14 @@ class Driver:
         try:
             self._loop.record_interrupted()  # it raises if the trace cannot be written
         finally:
-            await self._end_parts()
-
-    async def _end_parts(self) -> None:
-        self._pool.close()
-        await self._tasks.cancel_all()
-        environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]
-        parts: list[Any] = [self._trainer, self._preprocessing, self._pool, *environments, *self._clients]
-        for error in await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True):
-            if error is not None:
-                LOG.warning(
-                    "trainer, reference model, an environment or a reward's process could not be shut down: %s", error
-                )
+            self._pool.close()
+            await self._tasks.cancel_all()
+            environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]
+            parts: list[Any] = [self._trainer, self._preprocessing, self._pool, *environments, *self._clients]
+            line = "trainer, reference model, an environment or a reward's process could not be shut down: %s"
+            for error in await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True):
+                if error is not None:
+                    LOG.warning(line, error)
 
     async def _keep(self) -> None:
         """Copy the trainer's part, then the rest in one instant; write it during training. One is written at a time."""

@@ -68,7 +68,6 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     StartTraining,
     Stop,
-    StopReason,
     TrainingFinished,
     TurnFinished,
     WeightsLoaded,
@@ -108,23 +107,19 @@ class EventLoop:
         self._client, self._turns, self._preprocessing = client, turns, preprocessing
         self._evaluation, self._recorder, self._check = evaluation, recorder, check
         self.trainer_task: asyncio.Task[None] | None = None
-        self.stop: StopReason | None = None
         self.frozen = False
         self._stall_watch = StallWatch(LOG.warning)
         self._submitted: set[int] = set()  # rollouts that an engine knows
-        self._begin_clock()
+        self._began_s = time.monotonic() - state.time_s
 
     async def start(self, *, resumed: bool) -> None:
         """Begin a new run, or continue a resumed one."""
-        self._begin_clock()
+        self._began_s = time.monotonic() - self._state.time_s
         self._state.metrics.driver_busy(busy_s())
         if resumed:
             await self._resume()
         else:
             self._carry_out_all(self._state.scheduler.start())
-
-    def _begin_clock(self) -> None:
-        self._began_s = time.monotonic() - self._state.time_s
 
     async def _resume(self) -> None:
         state = self._state
@@ -208,7 +203,6 @@ class EventLoop:
                 state.aborting.add(command.rollout_id)
                 self._tasks.spawn(self._abort(command))
             case Stop():
-                self.stop = command.reason
                 self._tasks.ended.set()
             case _:
                 assert_never(command)
@@ -223,7 +217,7 @@ class EventLoop:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
         handle = await self._pool.generating(command.engine)
-        if self.stop is not None:
+        if state.scheduler.stopped is not None:
             return
         if rollout_id in state.aborting:
             self._aborted(rollout_id, command.engine)

@@ -54,15 +54,8 @@ class WeightSyncGroup:
     def __init__(self, members: GroupMembers) -> None:
         self._trainer, self._receivers = members.sender, members.receivers
         self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
-        self._members: tuple[tuple[int, int], ...] | None = None
+        self.members: tuple[tuple[int, int], ...] | None = None
         self._rendezvous = ""
-        self.turn = asyncio.Lock()
-        """Held while weights are gathered or sent: they must not change."""
-
-    @property
-    def formed(self) -> bool:
-        """Whether there is a group to send to."""
-        return self._members is not None
 
     async def form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
         """Have the trainer and these engines form a group, unless they are one; return the engines that are lost.
@@ -70,9 +63,9 @@ class WeightSyncGroup:
         Can raise ``TrainerLostError``; ``WeightsRefusedError`` if an engine's model has other weights.
         """
         members = tuple((engine, self._receivers[engine].num_started) for engine in engines)
-        if members == self._members:
+        if members == self.members:
             return {}
-        self._members = None
+        self.members = None
         self._rendezvous = await self._trainer.open_group()
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
         joins = {
@@ -89,17 +82,17 @@ class WeightSyncGroup:
                 raise WeightsRefusedError(str(error)) from None
             LOG.warning("no group: %s", error)
         else:
-            self._members = members
+            self.members = members
         return {}
 
     async def send(self, weights: Weights) -> bool:
         """Send to the group of ``form``; return whether all have them, verified. Can raise ``TrainerLostError``."""
-        if self._members is None:
+        if self.members is None:
             return False
         try:
-            await self._while_there(self._members, self._trainer.send(weights))
+            await self._while_there(self.members, self._trainer.send(weights))
         except TransferError as error:
-            self._members = None
+            self.members = None
             LOG.warning("version %d did not reach the engines: %s", weights.version, error)
             return False
         return True
@@ -139,6 +132,8 @@ class WeightSync:
         self._trainer, self._pool, self._tasks, self._metrics = trainer, pool, tasks, metrics
         self.takes_turns = colocated
         self._group = None if group is None else WeightSyncGroup(group)
+        # Held while weights are gathered or sent: a snapshot must not change, as files never do.
+        self._turn = contextlib.nullcontext() if group is None else asyncio.Lock()
         self._standing_still = group is not None and group.standing_still
         self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
@@ -169,7 +164,7 @@ class WeightSync:
 
         Streamed weights may have been trained since their version: the reported lag of the engine is then too large.
         """
-        async with self._turn():
+        async with self._turn:
             while (newest := self._pool.newest) is not None and handle.version < newest.version:
                 if self._group is not None:
                     _, lost, sent = await self._send_once([handle], newest, WeightUpdate.KEEP)
@@ -186,7 +181,7 @@ class WeightSync:
         self._metrics.restarted()
 
     async def _snapshot(self, version: int) -> Weights:
-        async with self._turn(), self.trainer_turn:
+        async with self._turn, self.trainer_turn:
             self._num_published = 0
             return await self._publish(version)
 
@@ -237,7 +232,8 @@ class WeightSync:
             times = await self._update(engine_id, weights, weight_update) or sent.get(engine_id)
             if times is not None:
                 self._metrics.updated(times)
-            if self._pool.has_version(engine_id, weights.version):
+            handle = self._pool[engine_id]
+            if handle.up.is_set() and not handle.lacks(weights):
                 report(engine_id, 0.0 if times is None else times.total_s)
             else:
                 lost.append(engine_id)
@@ -263,8 +259,8 @@ class WeightSync:
             await self._pool.drained()
         num_failed, sent = 0, False
         while not sent and num_failed < TRANSFER_ATTEMPTS:
-            async with self._turn():
-                takers = [one for one in self._pool if one.up.is_set() and one.version < weights.version]
+            async with self._turn:
+                takers = [one for one in self._pool if one.lacks(weights)]
                 if not takers:
                     break
                 loaded, lost, sent = await self._send_once(takers, weights, weight_update)
@@ -273,7 +269,7 @@ class WeightSync:
                 self._pool.lost(self._pool[engine], error)
             num_failed += all(one.up.is_set() for one in takers)
         for handle in self._pool if self._standing_still else ():
-            if handle.up.is_set() and handle.version < weights.version:  # it stands still, with a mixture
+            if handle.lacks(weights):  # it stands still, with a mixture
                 self._pool.lost(handle, _incomplete(handle, weights))
         return times
 
@@ -283,7 +279,7 @@ class WeightSync:
         """Send to some engines; return the times of streamed updates, the engines that are lost, and if all have it."""
         assert self._group is not None
         lost = await self._group.form([one.engine_id for one in handles])
-        if lost or not self._group.formed:
+        if lost or self._group.members is None:
             return {}, lost, False
         if not self._standing_still:
             return {}, lost, await self._group.send(weights)
@@ -303,10 +299,6 @@ class WeightSync:
                 update.cancel()
         times = {engine: one for engine, one in loaded.items() if one is not None}
         return times, lost, len(times) == len(handles)
-
-    def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Keep a snapshot unchanged while it is sent; files never change."""
-        return contextlib.nullcontext() if self._group is None else self._group.turn
 
     # ------------------------------------------------------------------------- memory, where it is shared
 

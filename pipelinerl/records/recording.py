@@ -52,6 +52,17 @@ class _Digest:
                 self._sum.update(piece)
         return self._size, self._sum.hexdigest()
 
+    def cut(self, size: int) -> None:
+        """Cut the file off after so many bytes, in a copy that takes its place: another driver may have it open."""
+        partial = self.path.with_name(self.path.name + ".partial")
+        with writing(self.path):
+            shutil.copyfile(self.path, partial)
+            os.truncate(partial, size)
+            sync(partial)
+            partial.replace(self.path)
+            sync(self.path.parent)
+        self.up_to(size)
+
 
 def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
     """Check that the files of a real run hold all up to a mark as it was; ``of`` is the checkpoint's name in messages.
@@ -77,17 +88,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _cut(path: Path, size: int) -> None:
-    """Cut a file off after so many bytes, in a copy that takes its place: another driver may have it open."""
-    partial = path.with_name(path.name + ".partial")
-    with writing(path):
-        shutil.copyfile(path, partial)
-        os.truncate(partial, size)
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
-
-
 class Recording:
     """Records a run: its ledger, and its folder and trace if wanted; ConfigError as ``RunFolder``.
 
@@ -111,8 +111,7 @@ class Recording:
         if go_on_from is not None:
             self.ledger = go_on_from.ledger
             for name, (size, _) in go_on_from.files.items():
-                _cut(self._digests[name].path, size)
-                self._digests[name].up_to(size)
+                self._digests[name].cut(size)
         else:
             self.ledger = RunLedger(
                 num_engines=config.num_engines,
