@@ -3,8 +3,7 @@
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
 not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``. It is copied in one instant and
 written while the run goes on: under its driver's id, fsynced, then renamed; only then is an older one of its version
-removed.
-A resume warns of a broken checkpoint and takes the one before it; it refuses one of another format before unpickling.
+removed. A resume warns of a broken checkpoint and takes the one before; it refuses another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 

@@ -203,7 +203,7 @@ class Driver:
     # ------------------------------------------------------------------------------------- start
 
     async def _bring_up(self) -> None:
-        state = self._state
+        version, published = self._state.version, self._state.scheduler.published
         if self._config.colocated:  # one after the other: each takes the memory that the other has left
             await asyncio.gather(self._start_trainer(), self._preprocessing.start())
             await self._pool.start()
@@ -211,10 +211,10 @@ class Driver:
             await asyncio.gather(self._start_trainer(), self._preprocessing.start(), self._pool.start())
         scheduler = self._config.scheduler
         next_publishes = self._config.colocated or scheduler.schedule.publishes_each_step(scheduler)
-        if state.version > state.published and next_publishes:
+        if version > published and next_publishes:
             return  # engines wait for the publication that comes first
-        if state.published:  # engines have version 0
-            await self._sync.load_trained(state.published)
+        if published:  # engines have version 0
+            await self._sync.load_trained(published)
         for engine_id in self._pool.engine_ids:
             self._pool.confirm(engine_id)
 

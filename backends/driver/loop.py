@@ -123,7 +123,7 @@ class EventLoop:
 
     async def _resume(self) -> None:
         state = self._state
-        published = state.published  # the answer to the last report may be a publication
+        published = state.scheduler.published  # the answer to the last report may be a publication
         for engine in state.in_flight.values():
             self._pool[engine].count(+1)
         for micro_batch in state.micro_batches:  # of an unfinished step: a checkpoint holds no gradients
@@ -194,7 +194,6 @@ class EventLoop:
             case StartTraining():
                 self.trainer_task = self._tasks.spawn(self._train(command))
             case PublishWeights():
-                state.published = command.version
                 self.trainer_task = self._tasks.spawn(self._publish(command))
             case DiscardRollouts():
                 for rollout_id in command.rollout_ids:

@@ -39,8 +39,6 @@ class DriverState:
     """Seconds since the start of the run, while it ran."""
     version: int = 0
     """Optimizer steps the trainer has done."""
-    published: int = 0
-    """Version last handed to the engines."""
     evaluation: dict[str, Any] = field(default_factory=dict)
 
     def count_trained(self, samples: list[Sample], result: TrainResult, version: int, *, turns: bool) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NotRequired, Protocol, TypedDict, assert_never
+from typing import NotRequired, Protocol, TypedDict, Unpack, assert_never
 
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
@@ -136,20 +136,11 @@ class Scheduler(ABC):
         lag_bound: Live rollouts by age, for a schedule that keeps ``max_lag`` by waiting.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        *,
-        optimizer_steps: int,
-        num_engines: int,
-        group_size: int,
-        environments: int | None = None,
-        kv_cache_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> None:
         self.settings, self.weight_update = settings, settings.weight_update
-        self.optimizer_steps = optimizer_steps
-        self.environments = environments
-        self.group_size = group_size
+        self.optimizer_steps, self.group_size = sizes["optimizer_steps"], sizes["group_size"]
+        self.environments, kv_cache_tokens = sizes.get("environments"), sizes.get("kv_cache_tokens")
+        num_engines = sizes["num_engines"]
         self.version = self.published = 0
         self.num_loading = self.oldest_loaded = 0
         self.num_ready = self.num_taken = 0
@@ -160,9 +151,9 @@ class Scheduler(ABC):
             train_batch_size=settings.train_batch_size,
         )
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
-        contexts = EngineContexts(num_engines, kv_cache_tokens) if environments and kv_cache_tokens != 0 else None
-        self._pool = RolloutPool(slots, group_size=group_size, contexts=contexts)
-        self._room = max(slots.num_free, environments or 0) + settings.ready_queue_limit
+        contexts = EngineContexts(num_engines, kv_cache_tokens) if self.environments and kv_cache_tokens != 0 else None
+        self._pool = RolloutPool(slots, group_size=self.group_size, contexts=contexts)
+        self._room = max(slots.num_free, self.environments or 0) + settings.ready_queue_limit
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
         self.given_up: Counter[DiscardReason] = Counter()
         self.num_given_up, self._stall_limit = 0, settings.stall_limit
