@@ -203,6 +203,8 @@ class WeightSync:
 
     async def _publish_anew(self, damaged: Weights, damage: TransferError) -> Weights:
         """Publish a version once more for all engines that find it damaged; return the newest weights."""
+        if self.takes_turns:
+            await self._pool.drained()  # not in the trainer's turn: nothing ends any more after Ctrl-C
         async with self.trainer_turn:
             if self._pool.newest is damaged:
                 if self._num_published == PUBLICATIONS:
@@ -211,8 +213,6 @@ class WeightSync:
                         f"damaged: {damage}; another train.weights_folder may help, --resume goes on"
                     )
                 LOG.warning("%s; version %d is published anew", damage, damaged.version)
-                if self.takes_turns:
-                    await self._pool.drained()
                 await self._publish(damaged.version)
         assert self._pool.newest is not None
         return self._pool.newest
