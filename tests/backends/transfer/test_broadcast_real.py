@@ -62,6 +62,7 @@ NUM_CORES = 5
 TIMEOUT_S = 600.0
 """Nothing here waits for it."""
 FIND_S = 60.0
+"""Longest look for a process that is there."""
 SILENCE_S = 5.0
 """An engine is given up after so long, once a worker of it has been stopped. Before, after ``TIMEOUT_S``: Ray starts
 engines at niceness 15, and beside other test files one made no decode step for ten seconds."""
