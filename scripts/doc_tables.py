@@ -21,8 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipelinerl.calibration.log import LoggedStep
-from pipelinerl.config.run import ClusterConfig, RunConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import ClusterConfig, RunConfig, SchedulerConfig
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport

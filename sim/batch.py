@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import RunConfig, SchedulerConfig
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig
 from pipelinerl.hardware.transport import WeightTransferConfig

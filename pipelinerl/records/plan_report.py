@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from pipelinerl.config.run import ClusterConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.records.cost import CostReport
 from pipelinerl.util.report import Report, data_frame, equally_long
 

@@ -38,8 +38,7 @@ from statistics import NormalDist
 import numpy as np
 
 from pipelinerl.config.environment import PrefixCaching
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import RunConfig, SchedulerConfig
 from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
 from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
 from pipelinerl.scheduler.events import WeightUpdate

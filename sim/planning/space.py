@@ -18,8 +18,7 @@ import numpy as np
 
 from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.resolve import least_memory, named_engine, named_hardware, run_trainer_fits
-from pipelinerl.config.run import PlanConfig, RunConfig
-from pipelinerl.config.scheduler import find_schedule
+from pipelinerl.config.run import PlanConfig, RunConfig, find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients

@@ -5,7 +5,7 @@ import re
 import pytest
 from scheduler_events import done, failed, make, report, started, trained
 
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import SchedulerConfig
 from pipelinerl.records.stall import StallWatch, stalled
 from pipelinerl.scheduler.events import DiscardReason, OnFull, OnStale, StopReason
 
