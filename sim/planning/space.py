@@ -22,7 +22,7 @@ from pipelinerl.config.run import PlanConfig, RunConfig, find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients
-from pipelinerl.hardware.memory import kv_cache_tokens
+from pipelinerl.hardware.derive import kv_cache_tokens
 from pipelinerl.records.cost import Prices
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind

@@ -21,8 +21,7 @@ from pipelinerl.hardware.catalogue import (
 )
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import loading_s
-from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.memory import kv_cache_tokens
+from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
 from pipelinerl.hardware.tables import ResolvedHardware
 from sim.validation.rows import DEFAULT_GROUP_SIZE, PublishedRun, Schedule, precisions, unknown_words
 
