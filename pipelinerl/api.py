@@ -17,7 +17,7 @@ from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import ReplayResult, Trace
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 Run = RunConfig | str | Path
 

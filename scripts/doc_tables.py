@@ -29,7 +29,7 @@ from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.validation_report import ValidationReport
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 from sim.planning.space import NOT_SEARCHED
 
 ROOT = Path(__file__).parents[1]

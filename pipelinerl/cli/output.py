@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipelinerl.pages.page import Page
     from pipelinerl.records.comparison_report import ComparisonReport
     from pipelinerl.records.environments_report import EnvironmentsReport
-    from pipelinerl.util.report import Report
+    from pipelinerl.util.strict_model import Report
 
 REFRESHES_PER_S = 2
 """Rate at which progress is drawn (1/s). Ten, which is rich's default, takes a tenth of a simulation's time."""

@@ -7,7 +7,7 @@ from typing import Self
 
 from pipelinerl.config.run import PriceConfig, RunConfig
 from pipelinerl.hardware.catalogue import find_gpu
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 
 class CostReport(Report):

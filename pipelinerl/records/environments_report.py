@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.reports import RolloutSeconds
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 
 class EnvironmentsRow(Report):

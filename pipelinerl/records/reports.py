@@ -15,7 +15,7 @@ from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
 from pipelinerl.scheduler.events import DiscardReason
-from pipelinerl.util.report import Report, data_frame
+from pipelinerl.util.strict_model import Report, data_frame
 
 
 class LagReport(Report):
