@@ -17,16 +17,8 @@ from collections.abc import Callable
 from pipelinerl.records.bottleneck import Admission, find_bottleneck
 from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.profile_report import FigureData
-from pipelinerl.records.reports import (
-    LengthReport,
-    RolloutCounts,
-    RunTotals,
-    TokenCounts,
-    TrainerSeconds,
-    Utilisation,
-)
-from pipelinerl.records.rollout_buffer import FinishedRollouts
-from pipelinerl.records.step_ledger import TrainingLedger
+from pipelinerl.records.reports import LengthReport, RolloutCounts, RunTotals, TokenCounts, TrainerSeconds, Utilisation
+from pipelinerl.records.step_ledger import FinishedRollouts, TrainingLedger
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.turn_ledger import TurnLedger
 from pipelinerl.rl.drift import DriftModel

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipelinerl.records.profile_report import PlacesOverTime, TurnsProfile
 from pipelinerl.records.reports import EnvironmentReport, RolloutSeconds
-from pipelinerl.records.rollout_buffer import Gathered
+from pipelinerl.records.step_ledger import Gathered
 from pipelinerl.rl.drift import DriftModel, modelled_ess
 from pipelinerl.scheduler.events import (
     AbortRollout,
