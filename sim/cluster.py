@@ -33,8 +33,7 @@ from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.resolve import new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
-from pipelinerl.hardware.costs import training_cost
-from pipelinerl.hardware.tables import LatencyConfig, ResolvedHardware
+from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
 from pipelinerl.records.stall import StallWatch, stalled
 from pipelinerl.records.trace import Recorder
 from pipelinerl.scheduler.base import Scheduler

@@ -12,7 +12,7 @@ from pipelinerl.calibration.table import Rows, read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.records.reports import DecodeSteps, RunReport
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace

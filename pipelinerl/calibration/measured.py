@@ -15,7 +15,7 @@ from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, read_hardware
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.run_folder import RUN_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, read_steps

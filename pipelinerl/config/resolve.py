@@ -18,6 +18,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, in_engine
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
+from pipelinerl.hardware.costs import HardwareConfig, PhaseSwitchConfig, PrefillConfig, ResolvedHardware
 from pipelinerl.hardware.derive import (
     ZERO_STAGE,
     check_fits,
@@ -26,7 +27,6 @@ from pipelinerl.hardware.derive import (
     trainer_fits,
     training_memory,
 )
-from pipelinerl.hardware.tables import HardwareConfig, PhaseSwitchConfig, PrefillConfig, ResolvedHardware
 from pipelinerl.hardware.transport import ROOT_LAW, UNKNOWN, WeightTransferConfig, WeightTransport
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.kinds import make_scheduler

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.train import Temperature, TrainConfig
-from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import WeightTransport
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.drift import DriftModel

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients
-from pipelinerl.hardware.tables import (
-    PhaseSwitchConfig,
-    PrefillConfig,
-    ResolvedHardware,
-    RooflineDecode,
-    TrainingConfig,
-)
+from pipelinerl.hardware.costs import PhaseSwitchConfig, PrefillConfig, ResolvedHardware, RooflineDecode, TrainingConfig
 from pipelinerl.hardware.transport import UNKNOWN, Route, WeightTransferConfig, WeightTransport
 
 BF16_BYTES = 2

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import UtilisationDecode
+from pipelinerl.hardware.costs import UtilisationDecode
 from pipelinerl.records.bottleneck import Admission
 from pipelinerl.records.cost import Prices
 from pipelinerl.records.ledger import RunLedger

@@ -39,8 +39,7 @@ import numpy as np
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig, SchedulerConfig
-from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
-from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
+from pipelinerl.hardware.costs import DecodeStep, PrefillConfig, ResolvedHardware, loading_s, prefill_s, training_cost
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.scheduler.kinds import SteadyState
 from pipelinerl.theory.lengths import LengthStatistics

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl.hardware.costs import prefill_s
-from pipelinerl.hardware.tables import PrefillConfig
+from pipelinerl.hardware.costs import PrefillConfig, prefill_s
 from pipelinerl.util.arrays import FloatArray, IntArray
 
 NUM_QUANTILES = 128

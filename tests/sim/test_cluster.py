@@ -6,8 +6,7 @@ import pytest
 from played_run import fixed, play, trains_in
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.hardware.costs import DecodeStep
-from pipelinerl.hardware.tables import LatencyConfig
+from pipelinerl.hardware.costs import DecodeStep, LatencyConfig
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.scheduler.events import RolloutFinished, RolloutScored
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from

@@ -13,7 +13,7 @@ from pipelinerl.config.resolve import least_memory, resolved_hardware, run_coeff
 from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.tables import RooflineDecode
+from pipelinerl.hardware.costs import RooflineDecode
 from pipelinerl.hardware.transport import BROADCAST, FILE
 from sim.run import simulate
 

@@ -11,8 +11,7 @@ import pytest
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
-from pipelinerl.hardware.costs import DecodeStep
-from pipelinerl.hardware.tables import PrefillConfig
+from pipelinerl.hardware.costs import DecodeStep, PrefillConfig
 from pipelinerl.theory.steady_state import Engines, Estimate, screen
 from pipelinerl.theory.turns import Turn, TurnMeans
 from sim.planning.screen import Screener, own_candidate
