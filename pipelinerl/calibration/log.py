@@ -14,8 +14,7 @@ from pydantic import Field
 
 from pipelinerl.calibration.solve import HardwareFit, fit_factor, fixed_coefficients, rounded, take_weight_sync
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import LengthConfig, RunConfig
-from pipelinerl.config.run_file import make_paths_absolute, parse_run, with_overrides
+from pipelinerl.config.run import LengthConfig, RunConfig, make_paths_absolute, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import PUBLISHED

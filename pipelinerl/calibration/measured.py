@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
 from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run, read_hardware
+from pipelinerl.config.run import RunConfig, load_run, read_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import WeightTransferConfig

@@ -70,7 +70,7 @@ def calibrate(
 ) -> None:
     """Fit the hardware model to a trace, a log, a table of step times, or three numbers; print the [hardware] table."""
     from pipelinerl.calibration import hardware_file
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
 
     numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
     given = {name: value for name, value in numbers.items() if value is not None}
@@ -153,7 +153,7 @@ def _log_of(
 
 
 def _run_file(log: CalibratedLog, source: str) -> str:
-    from pipelinerl.config.run_file import dump_run
+    from pipelinerl.config.run import dump_run
 
     return "".join(f"# {line}\n" for line in (f"Made from {source}.", *log.assumed)) + "\n" + dump_run(log.run)
 

@@ -17,7 +17,7 @@ def compare(
 ) -> None:
     """Simulate several schedulers on the same workload, as in the [compare] table."""
     from pipelinerl.calibration.measured import merged
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import comparison_page
     from sim.compare import compare as compare_runs
     from sim.compare import plan_cells

@@ -17,7 +17,7 @@ def environments(
 ) -> None:
     """Simulate several numbers of environments and print the smallest sufficient one (the knee)."""
     from pipelinerl.calibration.measured import merged
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import environments_page
     from sim.planning.environments import counts_to_try
     from sim.planning.environments import environments as try_environments

@@ -31,7 +31,7 @@ def simulate(
 ) -> None:
     """Simulate one run and print throughput, token lag and the trainer's time."""
     from pipelinerl.calibration.measured import of_its_arm
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import run_page
     from sim.run import simulate as simulate_run
 

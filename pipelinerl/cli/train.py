@@ -61,7 +61,7 @@ def train(
     as_json: options.JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import run_page
 
     config = load_run(run, overrides, seed, hardware=hardware)

@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import flat, load_run
+from pipelinerl.config.run import RunConfig, flat, load_run
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.check_report import CheckReport

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.config.run import RunConfig, WorkloadConfig
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import RunConfig, WorkloadConfig, parse_run
 from pipelinerl.hardware import prior
 from pipelinerl.hardware.catalogue import in_engine
 from pipelinerl.hardware.coefficients import Level, coefficients

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from played_run import environment, fixed, play
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.pages.runs import run_page
 from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
 from sim.planning.screen import Candidate

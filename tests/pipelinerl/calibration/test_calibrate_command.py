@@ -12,7 +12,7 @@ from command_line import Command, assert_fails
 from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
 
 
