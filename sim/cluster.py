@@ -71,8 +71,7 @@ from sim.interface import (
     prefill_cost,
 )
 from sim.learning.tasks import checked_task
-from sim.streams import DispatchDelays
-from sim.workload import Workload, grown_length, growth_factor
+from sim.workload import DispatchDelays, Workload, grown_length, growth_factor
 
 
 class Scoring:

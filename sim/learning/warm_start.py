@@ -10,7 +10,7 @@ from torch.nn import functional
 from pipelinerl.config.run import PolicyConfig
 from sim.learning.policy import PolicyShape, Weights, forward, initial_weights
 from sim.learning.tasks import END, NUM_WORDS, TokenTask, make_task
-from sim.streams import named_stream
+from sim.workload import named_stream
 
 IGNORED = -100
 """Target of a position that is not learned."""
