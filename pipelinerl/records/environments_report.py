@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.records.bottleneck import Bottleneck
-from pipelinerl.records.reports import RolloutSeconds
+from pipelinerl.records.reports import Bottleneck, RolloutSeconds
 from pipelinerl.util.strict_model import Report
 
 

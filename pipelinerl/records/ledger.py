@@ -18,7 +18,6 @@ from enum import StrEnum
 
 import numpy as np
 
-from pipelinerl.records.bottleneck import Admission, find_bottleneck
 from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.profile_report import FigureData, PlacesOverTime, TurnsProfile
 from pipelinerl.records.reports import (
@@ -31,7 +30,7 @@ from pipelinerl.records.reports import (
     TrainerSeconds,
     Utilisation,
 )
-from pipelinerl.records.step_ledger import FinishedRollouts, Gathered, TrainingLedger
+from pipelinerl.records.step_ledger import Admission, FinishedRollouts, Gathered, TrainingLedger, find_bottleneck
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.drift import DriftModel, modelled_ess
 from pipelinerl.scheduler.events import (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from pydantic import ConfigDict, PrivateAttr
 
-from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.cost import CostReport
 from pipelinerl.records.steady import too_short
 from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
@@ -221,6 +221,26 @@ class EvaluationReport(Report):
     """The same at the end; absent if the run ended early (share)."""
     during: list[EvaluationPoint] | None = None
     """Evaluations every ``train.evaluation.every`` optimizer steps. Absent without them."""
+
+
+class Bottleneck(StrEnum):
+    """The side that limits the throughput."""
+
+    GENERATION = "generation"
+    """The trainer waits for data."""
+    PREFILL = "prefill"
+    """The trainer waits for data, and rollouts on an engine spend more time in prefill than in decode."""
+    TRAINING = "training"
+    """Data waits for the trainer."""
+    LAG = "lag"
+    """The trainer waits for data, and slots stay free to keep ``max_lag``."""
+    REWARD = "reward"
+    """The trainer waits for data, and slots stay free while rollouts are scored, or all ``reward_workers`` are busy."""
+    ENVIRONMENT = "environment"
+    """The trainer waits for data, and slots stay free while all environments are in use."""
+    DISCARDS = "discards"
+    """The trainer waits for data, slots are in use, and more rollouts are given up than trained on."""
+    BALANCED = "balanced"
 
 
 class RunIdentity(Report):
