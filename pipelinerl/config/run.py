@@ -74,7 +74,7 @@ class CompareConfig(StrictModel):
 
 
 class PriceConfig(StrictModel):
-    """Prices. They change no schedule; ``pipelinerl.records.cost`` has the arithmetic."""
+    """Prices. They change no schedule; ``pipelinerl.records.reports`` has the arithmetic."""
 
     gpu_hour: float | None = Field(default=None, gt=0)
     """Price of a GPU-hour (USD). None: that of your own GPU's file."""

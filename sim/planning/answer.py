@@ -20,7 +20,6 @@ from pipelinerl.config.question import FOUND, Assumption, Question, asked_of, wi
 from pipelinerl.config.resolve import named_engine, named_hardware
 from pipelinerl.config.run import PlanConfig, RunConfig, dump_run, flat, parse_run
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.records.cost import Prices
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -34,6 +33,7 @@ from pipelinerl.records.plan_report import (
     RunnerUp,
     SearchReport,
 )
+from pipelinerl.records.reports import Prices
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import (

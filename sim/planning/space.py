@@ -23,7 +23,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.derive import kv_cache_tokens
-from pipelinerl.records.cost import Prices
+from pipelinerl.records.reports import Prices
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
