@@ -11,10 +11,9 @@ from types import MappingProxyType
 from matplotlib.figure import Figure
 
 from analysis import figures, learning
-from analysis.chart import drawn
+from analysis.chart import PAGE_IN, PALE, drawn, save_figure
 from analysis.read import Run, read_comparison, read_run, read_runs
 from analysis.reports import environments_charts, plan_charts, validation_chart
-from analysis.style import PAGE_IN, PALE, save_figure
 from analysis.throughput import RateCurves, analytic_curves, speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError

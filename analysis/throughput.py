@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.chart import Axis, Chart, Mark, Series, limits, line, rule
+from analysis.chart import Axis, Chart, Mark, Series, limits, line, rule, series_styles, styled
 from analysis.read import Run
-from analysis.style import series_styles, styled
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
