@@ -47,7 +47,6 @@ from backends.workers.processes import WorkerFailedError
 from backends.workers.rewards import TaskClient, why_no_reward
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
-from pipelinerl.records.stall import StallWatch
 from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import (
@@ -74,6 +73,7 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from pipelinerl.scheduler.kinds import StallWatch
 
 LOG = logging.getLogger("pipelinerl")
 ITS_ENVIRONMENT_ENDED = "its environment ended with the run before"
