@@ -14,8 +14,7 @@ from types import FrameType
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.records.plan_report import PlanReport
-from pipelinerl.records.reports import Bottleneck
-from pipelinerl.records.steady import steady_part
+from pipelinerl.records.reports import Bottleneck, steady_part
 from pipelinerl.records.step_ledger import Admission, Step, find_bottleneck
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
