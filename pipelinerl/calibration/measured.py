@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
-from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
+from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_table, calibrate_trace, doubts
 from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
 from pipelinerl.config.run import RunConfig, load_run, read_hardware
 from pipelinerl.errors import ConfigError
