@@ -42,8 +42,7 @@ from pipelinerl.config.run import RunConfig, SchedulerConfig
 from pipelinerl.hardware.costs import DecodeStep, PrefillConfig, ResolvedHardware, loading_s, prefill_s, training_cost
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.scheduler.kinds import SteadyState
-from pipelinerl.theory.lengths import LengthStatistics
-from pipelinerl.theory.turns import TurnMeans
+from pipelinerl.theory.lengths import LengthStatistics, TurnMeans
 from pipelinerl.util.arrays import FloatArray
 
 # ----------------------------------------------------------------------------------------------- engines in closed form

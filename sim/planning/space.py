@@ -26,8 +26,7 @@ from pipelinerl.hardware.derive import kv_cache_tokens
 from pipelinerl.records.reports import Prices
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
-from pipelinerl.theory.lengths import LengthStatistics, lengths_from
-from pipelinerl.theory.turns import Turn, TurnMeans
+from pipelinerl.theory.lengths import LengthStatistics, Turn, TurnMeans, lengths_from
 from pipelinerl.util.arrays import IntArray
 from sim.clock import TICKS_PER_S
 from sim.episodes import Episodes
