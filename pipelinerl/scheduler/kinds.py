@@ -1,4 +1,4 @@
-"""The kinds of schedule: the facts that other packages need, besides the scheduler.
+"""The kinds of schedule: the facts that other packages need, besides the scheduler, and checks of a run by them.
 
 A *schedule* decides when rollouts are generated and trained on. To add one, write a ``Scheduler`` and a
 ``ScheduleKind`` that makes it. No other module compares the name of a kind: each reads the fact that it depends on. A
