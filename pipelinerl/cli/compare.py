@@ -25,4 +25,4 @@ def compare(
     config, found = merged(load_run(run, overrides, seed, hardware=hardware), measured)
     with progress_bar("runs", len(plan_cells(config))) as advance:
         result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance(), weights=found.weights)
-    end_of_runs(result, comparison_page(result), run.name, out=out if result.arms else None, as_json=as_json)
+    end_of_runs(result, lambda: comparison_page(result), run.name, out=out if result.arms else None, as_json=as_json)

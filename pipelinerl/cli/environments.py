@@ -26,4 +26,4 @@ def environments(
     total = len(counts_to_try(config)) if config.environment else 0
     with progress_bar("runs", total) as advance:
         report = try_environments(config, out=out, workers=workers, on_done=advance, weights=found.weights)
-    end_of_runs(report, environments_page(report), run.name, out=out, as_json=as_json)
+    end_of_runs(report, lambda: environments_page(report), run.name, out=out, as_json=as_json)

@@ -43,6 +43,6 @@ def simulate(
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:
         report = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
-    print_report(report, run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
+    print_report(report, lambda: run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
     if out is not None:
         draw_kept(out, quiet=as_json)
