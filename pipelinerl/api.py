@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipelinerl.config.question import OPTIONS, ask
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport
@@ -17,7 +16,7 @@ from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import ReplayResult, Trace
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 Run = RunConfig | str | Path
 

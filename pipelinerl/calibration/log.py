@@ -14,10 +14,9 @@ from pydantic import Field
 
 from pipelinerl.calibration.solve import HardwareFit, fit_factor, fixed_coefficients, rounded, take_weight_sync
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import LengthConfig, RunConfig
-from pipelinerl.config.run_file import make_paths_absolute, parse_run, with_overrides
+from pipelinerl.config.run import LengthConfig, RunConfig, make_paths_absolute, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import PUBLISHED
 from pipelinerl.records.steps import StepRow
 from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of

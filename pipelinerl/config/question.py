@@ -17,9 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import completed, flat, parse_run, read_hardware, with_overrides
-from pipelinerl.config.scheduler import find_schedule
+from pipelinerl.config.run import RunConfig, completed, find_schedule, flat, parse_run, read_hardware, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.util.read import read_toml

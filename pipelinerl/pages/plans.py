@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.pages.page import (
-    COMMAND,
-    Layout,
-    Page,
-    Place,
-    Section,
-    Table,
-    cost_line,
-    duration,
-    sentence,
-    short,
-)
+from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
 from pipelinerl.pages.runs import DEPENDS, config_and_text, setting_assumptions, setting_of
 from pipelinerl.records.plan_report import (
     Assumed,

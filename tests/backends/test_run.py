@@ -26,7 +26,7 @@ from real_run import EXAMPLE, TOOLS, Process, python_path  # noqa: E402
 from backends.vllm.version.client import STREAMED_ENVIRONMENT  # noqa: E402
 from pipelinerl.calibration.measured import of_its_arm  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.records.check_report import CheckReport, Finding  # noqa: E402
 from pipelinerl.scheduler.events import (  # noqa: E402
     DiscardRollouts,

@@ -42,7 +42,7 @@ from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
 from backends.ray.cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
 from pipelinerl.hardware.transport import BROADCAST  # noqa: E402

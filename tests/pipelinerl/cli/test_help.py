@@ -78,9 +78,9 @@ def test_a_missing_module_is_called_by_its_full_name() -> None:
 WITHOUT_EXTRAS = f"""
 import json, sys
 sys.modules.update(dict.fromkeys({EXTRAS!r}))
-import analysis.style, sim.validation.predict
+import analysis.chart, sim.validation.predict
 from pipelinerl.cli import main
-analysis.style.DPI = 20
+analysis.chart.DPI = 20
 sim.validation.predict.shipped_runs = list  # no other rows: each takes seconds
 for command in json.loads(sys.argv[1]):
     sys.argv[1:] = command

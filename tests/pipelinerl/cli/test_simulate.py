@@ -11,7 +11,7 @@ from command_line import EMPIRICAL, RUN_FILES, STALLS, Command, Result, assert_f
 from run_folders import everything_in, rows_of
 
 from pipelinerl.cli.output import figures_named
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.pages.runs import run_page
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import RunFolder

@@ -8,7 +8,7 @@ import tomli_w
 from refusals import message
 
 from pipelinerl.config.question import OPTIONS, ask, asked_of, question_file, question_text, with_placeholders
-from pipelinerl.config.run_file import flat, parse_run
+from pipelinerl.config.run import flat, parse_run
 
 GIVEN = {
     "model": "Qwen3-14B", "gpu": "H100", "accelerators": "64,96", "train_batch_size": "512", "group_size": "16",

@@ -7,7 +7,7 @@ import pytest
 
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, page_markdown, sort_values
 from pipelinerl.pages.terminal import print_page
-from pipelinerl.records.cost import Rates
+from pipelinerl.records.reports import Rates
 
 TABLE = Table(
     title="numbers of [/] z",

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from tiny_plan import priced_plan
 
-from pipelinerl.config.run import ClusterConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.pages.page import Page
 from pipelinerl.pages.plans import cases_page, choice, plan_page, probability
 from pipelinerl.records.plan_report import (
