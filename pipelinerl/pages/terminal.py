@@ -91,10 +91,12 @@ def _fitting(table: Table, name: str, console: Console) -> tuple[RichTable, Sequ
     """Draw the first columns that a terminal has room for, two at least; return the names of the others, too."""
     columns = table.columns[: table.terminal_columns]
     short = [[cell[:LEAST] for cell in row] for row in table.rows]  # a longer one wraps
-    for number in range(len(columns), 1, -1):
+    number = len(columns)
+    while number > 2:
         measured = _drawn(replace(table, rows=short, terminal_columns=number), "")
         if Measurement.get(console, console.options.update(width=WIDEST), measured).minimum <= console.width:
             break
+        number -= 1
     return _drawn(replace(table, terminal_columns=number), name), columns[number:]
 
 
