@@ -70,7 +70,8 @@ def plan(
         out: New folder for the plan and the recommended run file. None: nothing is written.
         workers: Processes (count). None: one per core.
         question: Options of the command, one value each: ``model``, ``gpu``, ``accelerators``, ``sync``,
-            ``train_batch_size``, ``group_size``, ``mean_length``, ``max_length``, ``max_mean_lag``, ``price``.
+            ``train_batch_size``, ``group_size``, ``mean_length``, ``max_length``, ``max_lag``, ``max_mean_lag``,
+            ``price``.
 
     Raises:
         ConfigError: If the question is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.

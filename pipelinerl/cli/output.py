@@ -39,7 +39,12 @@ def print_line(text: object, *, nl: bool = True, err: bool = False) -> None:
     """Print a line that drives no terminal, whatever names it has."""
     from pipelinerl.util.explain import printable
 
-    typer.echo(printable(str(text)), nl=nl, err=err)
+    try:
+        typer.echo(printable(str(text)), nl=nl, err=err)
+    except BrokenPipeError:
+        from pipelinerl.pages.terminal import no_reader
+
+        no_reader()
 
 
 def complain(text: str) -> None:

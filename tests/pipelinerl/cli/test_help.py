@@ -25,7 +25,7 @@ EXTRAS = ("torch", "vllm", "ray", "deepspeed", "transformers", "datasets", "math
 def test_help_teaches_the_commands_and_where_to_start(command: Command, arguments: tuple[str, ...]) -> None:
     result = command(*arguments)
     text = result.out + result.err  # where it goes without a command depends on typer's version
-    for word in ("simulate", "compare", "plot", "replay", "pipelinerl simulate examples/quickstart.toml"):
+    for word in ("simulate", "compare", "plot", "replay", "pipelinerl plan --model Qwen3-8B"):
         assert word in text
     assert "..." not in text.partition("Commands:")[2]  # no sentence is cut
 

@@ -37,6 +37,17 @@ def test_the_run_folder_holds_the_run_and_the_table_its_numbers(
     assert json.loads(printed.out) == json.loads((tmp_path / "again" / "summary.json").read_text()) == summary
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_has_seen_enough_is_no_error(tiny: Path, options: tuple[str, ...]) -> None:
+    run = [*program(), "simulate", str(tiny), *options]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def test_without_out_nothing_is_written(command: Command, tmp_path: Path, tiny: Path) -> None:
     before = everything_in(tmp_path)
     assert command("simulate", tiny).status == 0
