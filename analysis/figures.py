@@ -20,9 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.chart import Axis, Chart, Mark, Series, bars, drawn, limits, line
-from analysis.read import Run
-from analysis.style import (
+from analysis.chart import (
     ACTIVITY_COLORS,
     BLUE,
     COLUMN_IN,
@@ -35,12 +33,21 @@ from analysis.style import (
     PURPLE,
     SKY,
     VERMILLION,
+    Axis,
+    Chart,
+    Mark,
+    Series,
     SeriesStyle,
+    bars,
+    drawn,
     handy_time,
     house_style,
+    limits,
+    line,
     make_panels,
     styled,
 )
+from analysis.read import Run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.profile_report import EngineTimeline, Timeline
 from pipelinerl.records.reports import TrainerSeconds

@@ -14,9 +14,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from analysis.chart import Axis, Chart, Mark, Series, drawn, line
+from analysis.chart import INK, PAGE_IN, Axis, Chart, Mark, Series, SeriesStyle, drawn, handy_time, line, styled
 from analysis.read import ESS_RAW, ESS_TRUNCATED, REWARD, Run, ess_by_lag
-from analysis.style import INK, PAGE_IN, SeriesStyle, handy_time, styled
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.arrays import FloatArray
 

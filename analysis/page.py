@@ -18,11 +18,10 @@ from bokeh.resources import INLINE
 from jinja2 import Environment
 
 import pipelinerl
-from analysis.chart import Axis, Chart, Mark, Series
+from analysis.chart import PALE, Axis, Chart, Mark, Series
 from analysis.figures import lag_by_position, mean_lag_by_step, samples_against_time, time_split
 from analysis.learning import ess, reward
 from analysis.read import Run
-from analysis.style import PALE
 from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.pages.page import Page, Table, sort_values
 from pipelinerl.records.comparison_report import ComparisonReport

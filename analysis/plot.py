@@ -11,12 +11,11 @@ from types import MappingProxyType
 from matplotlib.figure import Figure
 
 from analysis import figures, learning
-from analysis.chart import drawn
+from analysis.chart import PAGE_IN, PALE, drawn, save_figure
 from analysis.read import Run, read_comparison, read_run, read_runs
 from analysis.reports import environments_charts, plan_charts, validation_chart
-from analysis.style import PAGE_IN, PALE, save_figure
 from analysis.throughput import RateCurves, analytic_curves, speedup_by_scenario, throughput_against_max_lag
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.environments_report import EnvironmentsReport

@@ -6,8 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from analysis.chart import Axis, Chart, Mark, Series, rule
-from analysis.style import BLUE, GREEN, INK, MUTED, PURPLE, SKY, VERMILLION, series_styles
+from analysis.chart import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    Axis,
+    Chart,
+    Mark,
+    Series,
+    rule,
+    series_styles,
+)
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 from pipelinerl.records.validation_report import ValidationReport

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from analysis.chart import Axis, Chart, Mark, Series, limits, line, rule
+from analysis.chart import Axis, Chart, Mark, Series, limits, line, rule, series_styles, styled
 from analysis.read import Run
-from analysis.style import series_styles, styled
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import UtilisationDecode
+from pipelinerl.hardware.costs import UtilisationDecode
 from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.theory.lengths import lengths_from, uniform_lengths

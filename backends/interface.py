@@ -16,6 +16,7 @@ reference model are coroutines: the driver waits for many at a time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class Generated:
     aborted: bool
     """Whether it ended early, by ``abort`` or by an update of kind ``abort``."""
     front_end_s: float = 0.0
-    """Time that the engine's front end has been busy with requests since its start; 0: not known."""
+    """Time that the engine's front end has been busy with requests since its start (``busy_s``); 0: not known."""
     decode_steps: DecodeSteps | None = None
     """Of the engine, since its answer before. None: not known."""
     seconds: EngineSeconds | None = None
@@ -464,3 +465,19 @@ class EngineKind:
     """Refuses a run file before anything is started (``ConfigError``)."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Name of the import: name of the package."""
+
+
+# -------------------------- busy time of an event loop: its thread works, or waits for a processor
+
+SCHEDULER_STATISTICS = "/proc/thread-self/schedstat"
+"""Linux: nanoseconds that this thread has run, and nanoseconds that it has waited for a processor."""
+
+
+def busy_s() -> float:
+    """Return the seconds that the calling thread has worked or, if the system counts them, waited for a processor."""
+    try:
+        with open(SCHEDULER_STATISTICS, encoding="ascii") as file:
+            run_ns, wait_ns, _ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (run_ns + wait_ns) / 1e9

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import RolloutFinished
 from sim.cluster import SimulatedCluster

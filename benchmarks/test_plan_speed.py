@@ -12,7 +12,7 @@ import resource
 import time
 from pathlib import Path
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from sim.planning.answer import plan
 from sim.planning.screen import Screener, own_candidate, screen_all
 from sim.planning.simulate import HowToPlan, Job, Runner, simulate_job

@@ -18,7 +18,7 @@ from typing import get_args
 
 import pytest
 
-from pipelinerl.config.run_file import load_run, parse_run
+from pipelinerl.config.run import load_run, parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import Event
 from pipelinerl.scheduler.kinds import make_scheduler
@@ -185,7 +185,7 @@ def test_events_per_second_of_the_scheduler(benchmark, table):
 
 MEASURE = """
 import json, resource, sys, time
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from sim.run import simulate
 config = load_run(sys.argv[1], sys.argv[2:])
 summary = simulate(config)

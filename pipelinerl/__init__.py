@@ -38,8 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipelinerl.api import compare, plan, plot, replay, simulate
-    from pipelinerl.config.run import RunConfig
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import RunConfig, load_run
     from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, SchedulerError, TraceError
     from pipelinerl.records.comparison_report import ComparisonReport
     from pipelinerl.records.plan_report import PlanReport
@@ -77,8 +76,7 @@ __all__ = [
 
 _HOMES = {
     "pipelinerl.api": ("compare", "plan", "plot", "replay", "simulate"),
-    "pipelinerl.config.run": ("RunConfig",),
-    "pipelinerl.config.run_file": ("load_run",),
+    "pipelinerl.config.run": ("RunConfig", "load_run"),
     "pipelinerl.errors": ("ConfigError", "PipelineRLError", "RunFailedError", "SchedulerError", "TraceError"),
     "pipelinerl.records.comparison_report": ("ComparisonReport",),
     "pipelinerl.records.plan_report": ("PlanReport",),

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipelinerl.config.question import OPTIONS, ask
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport
@@ -17,7 +16,7 @@ from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import ReplayResult, Trace
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 Run = RunConfig | str | Path
 
@@ -71,7 +70,8 @@ def plan(
         out: New folder for the plan and the recommended run file. None: nothing is written.
         workers: Processes (count). None: one per core.
         question: Options of the command, one value each: ``model``, ``gpu``, ``accelerators``, ``sync``,
-            ``train_batch_size``, ``group_size``, ``mean_length``, ``max_length``, ``max_mean_lag``, ``price``.
+            ``train_batch_size``, ``group_size``, ``mean_length``, ``max_length``, ``max_lag``, ``max_mean_lag``,
+            ``price``.
 
     Raises:
         ConfigError: If the question is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.

@@ -21,8 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipelinerl.calibration.log import LoggedStep
-from pipelinerl.config.run import ClusterConfig, RunConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import ClusterConfig, RunConfig, SchedulerConfig
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
@@ -30,7 +29,7 @@ from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.validation_report import ValidationReport
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 from sim.planning.space import NOT_SEARCHED
 
 ROOT = Path(__file__).parents[1]

@@ -22,11 +22,10 @@ from learning_intervals import print_table, ratio
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
 from sim.learning.kl_study import KlPoint, kl_study
-from sim.learning.loop import one_thread
+from sim.learning.loop import one_thread, policy_shape
 from sim.learning.relearn import relearn
 from sim.learning.sampling import Sampler
 from sim.learning.tasks import BLANK, checked_task, problem
-from sim.learning.warm_start import policy_shape
 
 SEED = 12345
 """Seed of prompts and answers, different from the runs, whose prompts the policy has seen."""

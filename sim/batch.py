@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.hardware.costs import training_cost
-from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig
+from pipelinerl.config.run import RunConfig, SchedulerConfig
+from pipelinerl.hardware.costs import PhaseSwitchConfig, TrainingConfig, training_cost
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.steps import StepRow
 from sim.run import simulate

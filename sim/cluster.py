@@ -33,9 +33,7 @@ from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.resolve import new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
-from pipelinerl.hardware.costs import training_cost
-from pipelinerl.hardware.tables import LatencyConfig, ResolvedHardware
-from pipelinerl.records.stall import StallWatch, stalled
+from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
 from pipelinerl.records.trace import Recorder
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
@@ -59,6 +57,7 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from pipelinerl.scheduler.kinds import StallWatch, stalled
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
 from sim.engine import ClosedFormEngine
 from sim.episodes import Environments, Episodes, check_turns
@@ -72,8 +71,7 @@ from sim.interface import (
     prefill_cost,
 )
 from sim.learning.tasks import checked_task
-from sim.streams import DispatchDelays
-from sim.workload import Workload, grown_length, growth_factor
+from sim.workload import DispatchDelays, Workload, grown_length, growth_factor
 
 
 class Scoring:

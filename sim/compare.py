@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipelinerl.config.run import CompareConfig, RunConfig, Variant
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import CompareConfig, RunConfig, Variant, parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, RepeatReport, ScenarioReport

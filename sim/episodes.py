@@ -38,8 +38,7 @@ from pipelinerl.util.read import read_lines
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
 from sim.interface import PolicyAnswers, Request
 from sim.recorded import RecordedEpisode, is_trace, read_trace
-from sim.streams import named_stream
-from sim.workload import Workload
+from sim.workload import Workload, named_stream
 
 SHIPPED_FOLDER = Path(__file__).parent / "data"
 SUFFIX = ".jsonl.gz"

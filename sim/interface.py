@@ -11,8 +11,7 @@ from typing import Protocol
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.costs import DecodeStep
-from pipelinerl.hardware.tables import Decode, PrefillConfig
+from pipelinerl.hardware.costs import Decode, DecodeStep, PrefillConfig
 from pipelinerl.scheduler.events import NO_TOKENS, EngineSeconds, StartTraining, VersionSpans, WeightUpdate
 from pipelinerl.util.strict_model import LONGEST_S
 from sim.clock import TICKS_PER_S, to_ticks

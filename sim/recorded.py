@@ -12,13 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from pipelinerl.errors import ConfigError, TraceError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
-from pipelinerl.scheduler.events import (
-    ObservationReady,
-    RolloutFinished,
-    RolloutScored,
-    TurnFinished,
-    VersionSpans,
-)
+from pipelinerl.scheduler.events import ObservationReady, RolloutFinished, RolloutScored, TurnFinished, VersionSpans
 from pipelinerl.util.explain import explain
 from pipelinerl.util.strict_model import LONGEST_S, MOST_TOKENS, StrictModel
 

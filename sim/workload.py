@@ -1,11 +1,11 @@
-"""Prompts, answer lengths and rewards of a simulated run.
+"""Prompts, answer lengths, rewards and delays of a simulated run, and the random streams that draw them.
 
 Theory of operation
 -------------------
 The workload is a pure function of (configuration, seed, prompt, group): ``Workload.group`` takes any ids in
 any order, and two runs that differ in scheduler or hardware get the same groups (common random numbers). Draws
 come from named streams: the stream's name and the number of a block seed a generator that draws the whole block
-at once, in numpy. The last few blocks are kept; an older one is drawn again.
+at once, in numpy. The last few blocks are kept; an older one is drawn again. A new stream changes none of the others.
 
 =============  ===================  ====================================================================
 stream         indexed by           decides
@@ -15,6 +15,7 @@ stream         indexed by           decides
 ``lengths``    ``group_id``         lengths of the kinds ``uniform`` and ``lognormal``
 ``rounding``   ``group_id``         whether a log-normal length is rounded up or down
 ``rewards``    ``group_id``         rewards, where no source has them
+``dispatch``   ``group_id``         delays of its rollouts on the way to their engines
 =============  ===================  ====================================================================
 
 A length is a whole number of tokens from 1 to ``max``, and rounding does not move its mean: a log-normal
@@ -27,6 +28,7 @@ With a run as the source nothing is drawn: the prompts are its whole groups in t
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,13 +46,53 @@ from pipelinerl.util.explain import did_you_mean
 from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of
 from pipelinerl.util.strict_model import MOST_TOKENS, StrictModel
 from pipelinerl.util.table import read_table
+from sim.clock import TICKS_PER_S, to_ticks
 from sim.recorded import is_trace, read_trace
-from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
 
 CV_RANGE = (1e-6, 1e3)
 """Log-normal ``cv`` for which the closed form neither divides by zero nor overflows."""
 
 SHIPPED_FOLDER = Path(__file__).parent / "data"
+
+DRAWS_PER_BLOCK = 8192
+"""Random numbers that a stream draws at once (count)."""
+BLOCKS_KEPT = 4
+"""Blocks of a stream that are kept, most recently used first (count)."""
+
+
+def named_stream(seed: int, name: str, block: int) -> np.random.Generator:
+    """Return a fresh generator of a block of a stream; ``seed`` and ``block`` are at least 0.
+
+    Its bit generator is named here, since numpy's default may change.
+    """
+    key = (zlib.crc32(name.encode()), block)
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+class DispatchDelays:
+    """Delays of the rollouts of a group on the way to their engines, by random access.
+
+    ``fixed_s`` for every rollout, and an exponential delay of mean ``jitter_s`` on top (s); 0 draws nothing.
+    """
+
+    def __init__(self, *, fixed_s: float, jitter_s: float, group_size: int, seed: int) -> None:
+        self._fixed_ticks = to_ticks(fixed_s)
+        self._jitter_s = jitter_s
+        self._seed = seed
+        self._shape = (max(1, DRAWS_PER_BLOCK // group_size), group_size)
+        self._blocks = lru_cache(maxsize=BLOCKS_KEPT)(self._draw)
+
+    def group(self, group_id: int) -> list[int]:
+        """Return the delay of each rollout of a group (ticks)."""
+        block, row = divmod(group_id, self._shape[0])
+        return self._blocks(block)[row]
+
+    def _draw(self, block: int) -> list[list[int]]:
+        jitter_s = np.zeros(self._shape)
+        if self._jitter_s:
+            jitter_s = named_stream(self._seed, "dispatch", block).exponential(self._jitter_s, self._shape)
+        delays: list[list[int]] = (self._fixed_ticks + np.rint(jitter_s * TICKS_PER_S).astype(np.int64)).tolist()
+        return delays
 
 
 class AnswerRow(StrictModel):

@@ -25,8 +25,7 @@ from backends.kinds import RayBackend, backend_of
 from backends.owner import driving
 from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
 from backends.run import drive
-from pipelinerl.calibration.calibrate import calibrate_trace
-from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts, hardware_toml, write_hardware
+from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_trace, doubts, hardware_toml, write_hardware
 from pipelinerl.calibration.solve import HardwareFit
 from pipelinerl.config.run import RunConfig, check_config
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, RunInterruptedError, install

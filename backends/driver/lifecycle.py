@@ -32,19 +32,13 @@ from backends.preflight import evaluation_task_config
 from backends.workers.environments import Turns
 from backends.workers.rewards import RewardProcesses, TaskClient
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import (
-    BackendError,
-    EngineLostError,
-    ReferenceLostError,
-    RunInterruptedError,
-    TransferError,
-)
+from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunInterruptedError, TransferError
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
-from pipelinerl.records.stall import stalled
 from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
+from pipelinerl.scheduler.kinds import stalled
 
 LOG = logging.getLogger("pipelinerl")
 LOST_POLL_S = 1.0

@@ -32,7 +32,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import assert_never
 
-from backends.busy import busy_s
 from backends.driver.engines import EnginePool
 from backends.driver.evaluation import Evaluation
 from backends.driver.metrics import SamplesLog
@@ -41,13 +40,12 @@ from backends.driver.rollouts import RolloutData, samples_of
 from backends.driver.state import DriverState
 from backends.driver.tasks import RunTasks
 from backends.driver.weight_sync import WeightSync
-from backends.interface import Sample, Trainer
+from backends.interface import Sample, Trainer, busy_s
 from backends.workers.environments import Turns
 from backends.workers.processes import WorkerFailedError
 from backends.workers.rewards import TaskClient, why_no_reward
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
-from pipelinerl.records.stall import StallWatch
 from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import (
@@ -73,6 +71,7 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from pipelinerl.scheduler.kinds import StallWatch
 
 LOG = logging.getLogger("pipelinerl")
 ITS_ENVIRONMENT_ENDED = "its environment ended with the run before"

@@ -4,7 +4,7 @@ The model is made on torch's device ``meta`` and trained on one pack (two second
 counted; attention is the variable-length kernel's own description of itself. DeepSpeed's share follows from its
 settings; waste of the allocator, CUDA and NCCL are outside of ``memory_share``.
 
-The planner's formula (``pipelinerl/hardware/memory.py``) is for trainers in general: for a 7B with activation
+The planner's formula (``pipelinerl/hardware/derive.py``) is for trainers in general: for a 7B with activation
 checkpointing it is 3 % below, without it 15 %. It assumes fused norms, while norms of transformers keep twice as much,
 and gradients of 2 bytes, while ours are added up in float32.
 """

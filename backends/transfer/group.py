@@ -41,17 +41,7 @@ import torch
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.communicator import COMMUNICATORS, HOST, Communicator, agree, answer, side_stream
 from backends.transfer.connection import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
-from backends.transfer.row import (
-    BUCKET_BYTES,
-    Place,
-    SharedRow,
-    cuts,
-    digest,
-    label,
-    layout,
-    row_bytes,
-    view_of,
-)
+from backends.transfer.row import BUCKET_BYTES, Place, SharedRow, cuts, digest, label, layout, row_bytes, view_of
 from backends.transfer.transport import Membership, Parameters
 from backends.transfer.verify import check_names
 from pipelinerl.errors import BackendError

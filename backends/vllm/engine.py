@@ -32,13 +32,7 @@ from typing import Any, TypeVar
 
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.transfer.transport import is_mismatch, place_of
-from backends.vllm.process import (
-    VLLMSettings,
-    end_processes,
-    process_tree,
-    remove_shared_memory,
-    shared_memory_of,
-)
+from backends.vllm.process import VLLMSettings, end_processes, process_tree, remove_shared_memory, shared_memory_of
 from backends.vllm.version.client import Client, EngineDiedError, start_client
 from backends.workers.main import log_to
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError

@@ -13,11 +13,11 @@ import numpy as np
 from pydantic import Field
 
 from pipelinerl.calibration.solve import HardwareFit, fit_factor, fixed_coefficients, rounded, take_weight_sync
+from pipelinerl.config.question import MEAN_LAG_LIMIT
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import LengthConfig, RunConfig
-from pipelinerl.config.run_file import make_paths_absolute, parse_run, with_overrides
+from pipelinerl.config.run import LengthConfig, RunConfig, make_paths_absolute, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import PUBLISHED
 from pipelinerl.records.steps import StepRow
 from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of
@@ -360,6 +360,11 @@ def _add_scheduler(data: dict[str, Any], log: LoggedRun, assumed: list[str]) -> 
     if log.asynchronous and mean.lag_max is not None and "max_lag" not in scheduler:
         scheduler["max_lag"] = max(1, math.ceil(mean.lag_max))
         assumed.append(f"scheduler.max_lag: {scheduler['max_lag']}, the largest staleness in the log")
+    elif "max_lag" not in scheduler and "plan" not in data:
+        data["plan"] = {"mean_lag_limit": MEAN_LAG_LIMIT}
+        assumed.append(
+            f"plan.mean_lag_limit: {MEAN_LAG_LIMIT:g} optimizer steps, as where plan is asked without a file"
+        )
 
 
 def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models: Models) -> CalibratedLog:

@@ -9,13 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
-from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
+from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_table, calibrate_trace, doubts
 from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run, read_hardware
+from pipelinerl.config.run import RunConfig, load_run, read_hardware
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.run_folder import RUN_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, read_steps

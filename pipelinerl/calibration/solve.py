@@ -23,9 +23,18 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
-from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
+from pipelinerl.hardware.costs import (
+    AffineDecode,
+    Decode,
+    HardwareConfig,
+    PrefillConfig,
+    TrainingConfig,
+    batch_s,
+    context_token_s,
+    prefill_s,
+    training_cost,
+)
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
-from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
 from pipelinerl.util.arrays import FloatArray, ratio
 
 MUCH_BETTER = 0.8

@@ -32,7 +32,7 @@ from pipelinerl.errors import ConfigError, PipelineRLError
 
 app = typer.Typer(
     help="Plan and run asynchronous reinforcement learning of language models.\n\n"
-    "Start with: pipelinerl simulate examples/quickstart.toml",
+    "Start with: pipelinerl plan --model Qwen3-8B --accelerators 64",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

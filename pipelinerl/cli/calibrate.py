@@ -69,8 +69,9 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Fit the hardware model to a trace, a log, a table of step times, or three numbers; print the [hardware] table."""
-    from pipelinerl.calibration import hardware_file
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.calibration.calibrate import as_json as fit_as_json
+    from pipelinerl.calibration.calibrate import doubts, hardware_toml, write_hardware
+    from pipelinerl.config.run import load_run
 
     numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
     given = {name: value for name, value in numbers.items() if value is not None}
@@ -93,16 +94,16 @@ def calibrate(
     else:
         log = _log_of(files, format_, config, named, overrides)
         fit, name = log.fit, ", ".join(source.name for source in files)
-    text = hardware_file.hardware_toml(fit, name)
-    for doubt in hardware_file.doubts(fit):
+    text = hardware_toml(fit, name)
+    for doubt in doubts(fit):
         complain(f"warning: {doubt}")
     if out is not None:
         whole = None
         if log is not None and out.suffix != ".toml":
             whole = _run_file(log, f"{name} by pipelinerl calibrate --from {format_}")
-        hardware_file.write_hardware(out, text, run=whole)
+        write_hardware(out, text, run=whole)
     if as_json:
-        print_json(hardware_file.as_json(fit) | ({} if log is None else _log_as_json(log)))
+        print_json(fit_as_json(fit) | ({} if log is None else _log_as_json(log)))
     elif log is None:
         print_line(text, nl=False)
     else:
@@ -153,7 +154,7 @@ def _log_of(
 
 
 def _run_file(log: CalibratedLog, source: str) -> str:
-    from pipelinerl.config.run_file import dump_run
+    from pipelinerl.config.run import dump_run
 
     return "".join(f"# {line}\n" for line in (f"Made from {source}.", *log.assumed)) + "\n" + dump_run(log.run)
 

@@ -17,7 +17,7 @@ def compare(
 ) -> None:
     """Simulate several schedulers on the same workload, as in the [compare] table."""
     from pipelinerl.calibration.measured import merged
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import comparison_page
     from sim.compare import compare as compare_runs
     from sim.compare import plan_cells
@@ -25,4 +25,4 @@ def compare(
     config, found = merged(load_run(run, overrides, seed, hardware=hardware), measured)
     with progress_bar("runs", len(plan_cells(config))) as advance:
         result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance(), weights=found.weights)
-    end_of_runs(result, comparison_page(result), run.name, out=out if result.arms else None, as_json=as_json)
+    end_of_runs(result, lambda: comparison_page(result), run.name, out=out if result.arms else None, as_json=as_json)

@@ -17,7 +17,7 @@ def environments(
 ) -> None:
     """Simulate several numbers of environments and print the smallest sufficient one (the knee)."""
     from pipelinerl.calibration.measured import merged
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import environments_page
     from sim.planning.environments import counts_to_try
     from sim.planning.environments import environments as try_environments
@@ -26,4 +26,4 @@ def environments(
     total = len(counts_to_try(config)) if config.environment else 0
     with progress_bar("runs", total) as advance:
         report = try_environments(config, out=out, workers=workers, on_done=advance, weights=found.weights)
-    end_of_runs(report, environments_page(report), run.name, out=out, as_json=as_json)
+    end_of_runs(report, lambda: environments_page(report), run.name, out=out, as_json=as_json)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from pipelinerl.pages.page import Page
     from pipelinerl.records.comparison_report import ComparisonReport
     from pipelinerl.records.environments_report import EnvironmentsReport
-    from pipelinerl.util.report import Report
+    from pipelinerl.util.strict_model import Report
+
+    MakePage = Callable[[], Page]
 
 REFRESHES_PER_S = 2
 """Rate at which progress is drawn (1/s). Ten, which is rich's default, takes a tenth of a simulation's time."""
@@ -37,7 +39,12 @@ def print_line(text: object, *, nl: bool = True, err: bool = False) -> None:
     """Print a line that drives no terminal, whatever names it has."""
     from pipelinerl.util.explain import printable
 
-    typer.echo(printable(str(text)), nl=nl, err=err)
+    try:
+        typer.echo(printable(str(text)), nl=nl, err=err)
+    except BrokenPipeError:
+        from pipelinerl.pages.terminal import no_reader
+
+        no_reader()
 
 
 def complain(text: str) -> None:
@@ -51,18 +58,18 @@ def print_json(data: Any) -> None:
     print_line(json.dumps(data, indent=2))
 
 
-def print_report(report: Report, page: Page, name: str, *, as_json: bool, only_table: bool = False) -> None:
-    """Print a report as JSON, or else its page, with ``name`` before the title of its table."""
+def print_report(report: Report, page: MakePage, name: str, *, as_json: bool, only_table: bool = False) -> None:
+    """Print a report as JSON, or else its page, made only then, with ``name`` before the title of its table."""
     if as_json:
         print_json(report.to_dict())
         return
     from pipelinerl.pages.terminal import print_page
 
-    print_page(page, name, only_table=only_table)
+    print_page(page(), name, only_table=only_table)
 
 
 def end_of_runs(
-    report: ComparisonReport | EnvironmentsReport, page: Page, name: str, *, out: Path | None, as_json: bool
+    report: ComparisonReport | EnvironmentsReport, page: MakePage, name: str, *, out: Path | None, as_json: bool
 ) -> NoReturn:
     """Print a report of several runs and its failures, draw the figures of its folder, and end with the exit status."""
     print_report(report, page, name, as_json=as_json)

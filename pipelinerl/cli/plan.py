@@ -31,10 +31,15 @@ def plan(
     group_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per prompt.")] = None,
     mean_length: Annotated[str | None, typer.Option(metavar="N", help="Mean answer (tokens).")] = None,
     max_length: Annotated[str | None, typer.Option(metavar="N", help="Longest answer (tokens).")] = None,
+    max_lag: Annotated[
+        str | None, typer.Option(metavar="N", help="Largest lag allowed of any token (optimizer steps).")
+    ] = None,
     max_mean_lag: Annotated[
         str | None, typer.Option(metavar="X", help="Largest mean lag allowed (optimizer steps).")
     ] = None,
-    price: Annotated[str | None, typer.Option(metavar="USD", help="Price of a GPU-hour.")] = None,
+    price: Annotated[
+        str | None, typer.Option(metavar="USD", help="Price of a GPU-hour; per kind: H100=2.5,GB200=6.")
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(metavar="OTHER", help="Explain the differences to another run file, plan.json or folder."),
@@ -42,6 +47,9 @@ def plan(
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it
     seed: options.SeedOption = None,
     out: options.OutOption = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the question as a run file, to change and ask again.")
+    ] = None,
     workers: options.WorkersOption = None,
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
@@ -51,17 +59,19 @@ def plan(
     as_json: options.JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler, for a run file or for the options below."""
-    from pipelinerl.config.question import ask, question_file, write_question
+    from pipelinerl.config.question import ask, save_question
     from sim.planning.answer import plan_cases
     from sim.planning.simulate import HowToPlan
 
     asked = {
         "model": model, "gpu": gpu, "accelerators": accelerators, "sync": sync, "train_batch_size": train_batch_size,
-        "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_mean_lag": max_mean_lag,
-        "price": price,
+        "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_lag": max_lag,
+        "max_mean_lag": max_mean_lag, "price": price,
     }  # fmt: skip
     question = ask(asked, run, overrides, seed, hardware=hardware)
-    file = run or question_file(question, out)
+    file = run or save or (out or Path()) / "question.toml"
+    if save is not None:
+        save_question(question, save)
     with stage_bars() as on_progress:
         other = None if against is None else (str(against), _other(against, workers=workers, on_progress=on_progress))
         how = HowToPlan(
@@ -74,12 +84,16 @@ def plan(
             against=other,
         )
         cases = plan_cases(question, how)
-    if run is None:
-        write_question(question, file)
-    raise typer.Exit(_show(cases, file.name, out=out, as_json=as_json, kept=file if run is None else None))
+    if run is None and save is None and out is not None:
+        save_question(question, file)
+    status = _show(cases, file.name, out=out, as_json=as_json)
+    if run is None and not as_json:
+        kept = "keep the question with --save" if save is None and out is None else "the question is in"
+        print_line(f"{kept} {file}; change it, and ask: pipelinerl plan {shlex.quote(str(file))}")
+    raise typer.Exit(status)
 
 
-def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json: bool, kept: Path | None) -> int:
+def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json: bool) -> int:
     """Print and draw the plans of a question; return the exit status."""
     plans = {one.name: one.report for one in cases if one.report is not None}
     reports, several = [*plans.values()], len(cases) > 1
@@ -92,8 +106,6 @@ def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json:
 
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
         print_page(cases_page(plans, failures=failed) if several else plan_page(reports[0]), name)
-    if kept is not None and not as_json:
-        print_line(f"the question is in {kept}; change it, and ask: pipelinerl plan {shlex.quote(str(kept))}")
     if out is not None:
         for folder in (one.folder for one in cases if one.report is not None):
             draw_kept(out / folder if several else out, quiet=as_json)

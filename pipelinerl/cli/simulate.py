@@ -30,16 +30,19 @@ def simulate(
     as_json: options.JsonOption = False,
 ) -> None:
     """Simulate one run and print throughput, token lag and the trainer's time."""
-    from pipelinerl.calibration.measured import of_its_arm
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import run_page
     from sim.run import simulate as simulate_run
 
-    config = of_its_arm(load_run(run, overrides, seed, hardware=hardware), measured)
+    config = load_run(run, overrides, seed, hardware=hardware)
+    if measured:
+        from pipelinerl.calibration.measured import of_its_arm
+
+        config = of_its_arm(config, measured)
     if trace is TraceLevel.FULL and out is None:
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:
         report = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
-    print_report(report, run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
+    print_report(report, lambda: run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
     if out is not None:
         draw_kept(out, quiet=as_json)

@@ -61,7 +61,7 @@ def train(
     as_json: options.JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
-    from pipelinerl.config.run_file import load_run
+    from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import run_page
 
     config = load_run(run, overrides, seed, hardware=hardware)
@@ -76,7 +76,7 @@ def train(
 
     with training_bar(config.optimizer_steps) as on_step:
         report = train_run(config, out=out, resume=resume, on_step=on_step)
-    print_report(report, run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
+    print_report(report, lambda: run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
     draw_kept(out, quiet=as_json)
 
 
@@ -87,5 +87,5 @@ def _check(config: RunConfig, name: str, out: Path | None, *, as_json: bool) -> 
 
     with TemporaryDirectory(prefix="pipelinerl-check-") as folder, training_bar(CHECK_STEPS) as on_step:
         report = check_run(config, out=Path(folder) if out is None else out, shared=out is not None, on_step=on_step)
-    print_report(report, check_page(report), name, as_json=as_json)
+    print_report(report, lambda: check_page(report), name, as_json=as_json)
     raise typer.Exit(int(report.wrong))

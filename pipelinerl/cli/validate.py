@@ -33,7 +33,7 @@ def validate(
     stage = "simulations" if rows is None else "simulations, of the shipped rows that yours are compared with, too"
     with stage_bars() as on_progress:
         report = predict_runs(runs, others=shipped, on_progress=lambda done, total: on_progress(stage, done, total))
-    print_report(report, validation_page(report), "Published runs", as_json=as_json)
+    print_report(report, lambda: validation_page(report), "Published runs", as_json=as_json)
     if out is not None:
         make_folder(out)
         write_json(out / VALIDATION_FILE, report.to_dict())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any
 
 import tomli_w
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import completed, flat, parse_run, read_hardware, with_overrides
-from pipelinerl.config.scheduler import find_schedule
+from pipelinerl.config.run import RunConfig, completed, find_schedule, flat, parse_run, read_hardware, with_overrides
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.util.read import read_toml
 
@@ -33,6 +31,7 @@ OPTIONS = {
     "group_size": "workload.group_size",
     "mean_length": "workload.length.mean",
     "max_length": "workload.length.max",
+    "max_lag": "plan.lag_limit",
     "max_mean_lag": "plan.mean_lag_limit",
     "price": "price.gpu_hour",
 }
@@ -48,6 +47,8 @@ FIXED: dict[str, Any] = {
     "plan": {"simulate": 8, "simulate_steps": 64},
 }
 """Defaults of a question without a run file: few and short simulations, for an answer within a minute."""
+MEAN_LAG_LIMIT = 4.0
+"""Mean lag allowed where nobody limits the lag (optimizer steps)."""
 FOUND = ("cluster.generation_accelerators", "scheduler.generation_batch_size")
 """Keys that every plan finds."""
 
@@ -98,7 +99,7 @@ def ask(
 
     Args:
         options: Values by the names of ``OPTIONS``; those of ``SEVERAL`` may be several, joined by commas. None: not
-            given.
+            given. ``price`` may be one per kind of GPU: ``H100=2.5,GB200=6``.
         run: The run file that they change. None: assumptions take its place.
         overrides: ``a.b=value`` each, applied last.
         seed: Replaces ``seed``.
@@ -107,7 +108,12 @@ def ask(
     Raises:
         ConfigError: If anything is wrong, one line per fault.
     """
-    lists = [_values(name, str(value)) for name, value in options.items() if value is not None]
+    prices = _prices(str(options.get("price") or ""))
+    lists = [
+        _values(name, str(value))
+        for name, value in options.items()
+        if value is not None and not (prices and name == "price")
+    ]
     combinations = list(itertools.product(*lists))
     if len(combinations) > MOST_CASES:
         raise ConfigError(f"a question must have at most {MOST_CASES} cases, got {len(combinations)}")
@@ -119,16 +125,22 @@ def ask(
     base = read_toml(run, "run file") if run is not None else _tables_of(assumed)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
     several = {values[0][0] for values in lists if len(values) > 1}
-    tables, cases = [], []
+    tables, cases = [], list[Case]()
     for settings in combinations:
         sets = [f"{key}={value}" for key, value in settings]
         tables.append(completed(base, [*sets, *overrides], seed, folder=folder, hardware=hardware))
+        if prices:
+            sets += _price_sets(prices, tables[-1].get("hardware", {}))
+            tables[-1] = completed(base, [*sets, *overrides], seed, folder=folder, hardware=hardware)
         resized = OPTIONS["accelerators"] in dict(settings)
         filled, whole = with_placeholders(tables[-1], resized=resized)
         name = " ".join(
             f"{value} GPUs" if key == OPTIONS["accelerators"] else value for key, value in settings if key in several
         )
-        own = [*sets, *overrides] if run is not None else [one for one in sets if one not in first]
+        own = [*sets, *overrides]
+        if run is None:  # what the first case has is in the question's own file
+            first = own if not cases else first
+            own = [one for one in sets if one not in first]
         own = [one for one in own if not one.startswith("plan.")]
         cases.append(Case(name, parse_run(filled, title), whole, tuple(own)))
     return Question(tables[0], tuple(cases), assumed)
@@ -139,6 +151,28 @@ def _values(name: str, text: str) -> list[tuple[str, str]]:
     if not all(values):
         raise ConfigError(f"--{name.replace('_', '-')} must have a value, got {text!r}")
     return [(OPTIONS[name], one) for one in values]
+
+
+def _prices(text: str) -> dict[str, str]:
+    """Return the price of each kind of GPU by its name in the catalogue; empty if there is one price for all."""
+    if "=" not in text:
+        return {}
+    pairs = [one.partition("=") for one in text.split(",")]
+    if not all(name.strip() and equals and usd.strip() for name, equals, usd in pairs):
+        raise ConfigError(f"--price must be a number, or one per kind of GPU as H100=2.5,GB200=6, got {text!r}")
+    return {find_gpu(name.strip(), key="--price").name: usd.strip() for name, _, usd in pairs}
+
+
+def _price_sets(prices: Mapping[str, str], hardware: Mapping[str, Any]) -> list[str]:
+    """Return the overrides that give the kinds of GPU of a case their prices."""
+    sets = []
+    for key, price in (("gpu", "price.gpu_hour"), ("generation_gpu", "price.generation_gpu_hour")):
+        if isinstance(name := hardware.get(key), str):
+            kind = find_gpu(name, key=f"hardware.{key}").name
+            if kind not in prices:
+                raise ConfigError(f"--price must have every kind of GPU that is asked for, got none for {kind}")
+            sets.append(f"{price}={prices[kind]}")
+    return sets
 
 
 def _assumed(given: Mapping[str, Any]) -> tuple[Assumption, ...]:
@@ -161,7 +195,7 @@ def _assumed(given: Mapping[str, Any]) -> tuple[Assumption, ...]:
         Assumption("workload.length.mean", mean, (mean / 2, mean * 2)),
         Assumption("workload.length.cv", 1.0, (0.5, 1.5)),
         Assumption("workload.length.max", round(LENGTH_RATIO * mean), (round(4 * mean), round(16 * mean))),
-        Assumption("plan.mean_lag_limit", 4.0, (2.0, 8.0)),
+        *([] if "plan.lag_limit" in given else [Assumption("plan.mean_lag_limit", MEAN_LAG_LIMIT, (2.0, 8.0))]),
     )
     return tuple(one for one in every if one.key not in given and not (measured and one.key.startswith("hardware.")))
 
@@ -239,21 +273,16 @@ def asked_of(config: RunConfig, *, whole: bool) -> dict[str, Any]:
     return tables
 
 
-def question_file(question: Question, out: Path | None) -> Path:
-    """Return where a question without a file is kept: in the folder of its plan, or here under a name that is free."""
-    if out is not None:
-        return out / "question.toml"
-    model = question.cases[0].config.hardware.model or "model"
-    base = Path(f"plan_{re.sub(r'[^a-z0-9.]+', '_', Path(model).stem.lower() if '/' in model else model.lower())}")
-    names = (Path(f"{base}{(number and f'_{number}') or ''}.toml") for number in itertools.count())
+def save_question(question: Question, path: Path) -> None:
+    """Write the run file of a question; ConfigError if another file is there, or it cannot be written."""
     text = question_text(question)
-    return next(one for one in names if not one.exists() or one.read_text(encoding="utf-8") == text)
-
-
-def write_question(question: Question, path: Path) -> None:
-    """Write the run file of a question."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(question_text(question), encoding="utf-8")
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise ConfigError(f"--save must be a new file, got {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save must be a file that can be written, got {path}: {error.strerror}") from None
 
 
 def question_text(question: Question) -> str:

@@ -18,13 +18,14 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, in_engine
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
-from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.memory import ZERO_STAGE, check_fits, pack_that_fits, trainer_fits, training_memory
-from pipelinerl.hardware.tables import (
-    HardwareConfig,
-    PhaseSwitchConfig,
-    PrefillConfig,
-    ResolvedHardware,
+from pipelinerl.hardware.costs import HardwareConfig, PhaseSwitchConfig, PrefillConfig, ResolvedHardware
+from pipelinerl.hardware.derive import (
+    ZERO_STAGE,
+    check_fits,
+    derive_hardware,
+    pack_that_fits,
+    trainer_fits,
+    training_memory,
 )
 from pipelinerl.hardware.transport import ROOT_LAW, UNKNOWN, WeightTransferConfig, WeightTransport
 from pipelinerl.scheduler.base import Scheduler

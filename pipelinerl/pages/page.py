@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from html import escape
 
-from pipelinerl.records.cost import CostReport
+from pipelinerl.records.reports import CostReport
 from pipelinerl.util.explain import printable
 
 COMMAND = "$ "

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.pages.page import (
-    COMMAND,
-    Layout,
-    Page,
-    Place,
-    Section,
-    Table,
-    cost_line,
-    duration,
-    sentence,
-    short,
-)
+from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
 from pipelinerl.pages.runs import DEPENDS, config_and_text, setting_assumptions, setting_of
 from pipelinerl.records.plan_report import (
     Assumed,
@@ -42,7 +31,7 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
         for name, most in (("a lag", report.run.lag_limit), ("a mean lag", report.run.mean_lag_limit))
         if most is not None
     ]
-    limit = f" with {' and '.join(limits)}" if limits else ""
+    limit = f" with {' and '.join(limits)}" if limits else ", at any lag"
     setting = f"this model on {report.run.accelerators} accelerators" if config is None else setting_of(config)
     unknown = sorted(report.certainty.unknown.items(), key=lambda one: -one[1])
     cost = cost_line(report.recommended.cost, report.recommended.band_costs)
@@ -75,10 +64,13 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
     report, names = plans[best], ", ".join(plans)
     config, run_file = config_and_text(folders[list(plans).index(best)] / RECOMMENDED_FILE if folders else None)
     with_effects = next((one for one in plans.values() if one.assumed), report)  # effects of assumptions are in one
+    steps: dict[tuple[str, ...], list[str]] = {}  # what to do next -> the cases that it is for
+    for name, one in plans.items():
+        steps.setdefault(tuple(next_step(one)), []).append(name)
     following = [
-        line if line.startswith(COMMAND) else f"{name}: {line}"
-        for name, one in plans.items()
-        for line in next_step(one)
+        line if line.startswith(COMMAND) else f"{', '.join(its)}: {line}"
+        for lines, its in steps.items()
+        for line in lines
     ]
     limits = [f"{name}: {one.recommended.verdict}" for name, one in plans.items()]
     limits += [f"{name}: warning: {warning}" for name, one in plans.items() for warning in one.warnings]
@@ -125,10 +117,11 @@ def choice(best: PlannedCandidate) -> str:
     band = f" ({low:,.0f} to {high:,.0f})" if low < high else ""
     usd = best.cost.usd_per_million_tokens
     cost = "" if usd is None else f" for {short(usd)} USD per million trained tokens"
-    words = sentence(f"{schedule.name} RL: {'; '.join(parts)} ({best.label})")
+    lag = f"a mean lag of {best.lag_mean:.2f} optimizer steps, at most {best.lag_max}"
+    words = sentence(f"{schedule.name} RL at {lag}: {'; '.join(parts)} ({best.label})")
     return (
         f"{words} That gives {best.tokens_per_s:,.0f} tokens/s{band}{cost}, an optimizer step every "
-        f"{duration(best.step_s)}, a mean lag of {best.lag_mean:.2f} optimizer steps, at most {best.lag_max}."
+        f"{duration(best.step_s)}."
     )
 
 
@@ -186,6 +179,9 @@ def next_step(report: PlanReport) -> list[str]:
     """Return a measurement and its commands, or the advice to run the plan."""
     best = measurement_to_make(report.certainty)
     if best is None:
+        odds = report.certainty.asynchronous
+        if odds is not None and not odds.certain:
+            return ["No measurement is worth its gain; asynchronous or synchronous RL remains uncertain until it runs."]
         return ["No measurement would change the plan: run it."]
     gained = f"which gains {best.gain:.1%} throughput on average"
     if not best.commands:

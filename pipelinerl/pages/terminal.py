@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -13,6 +17,10 @@ from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table
 from pipelinerl.records.check_report import Finding
 from pipelinerl.util.explain import printable
 
+LEAST = 24
+"""Room that a column of words needs (characters)."""
+WIDEST = 10_000
+"""Room in which a table is measured (characters)."""
 FINDINGS: dict[str, str] = {
     Finding.OK: "green",
     Finding.SLOW: "yellow",
@@ -21,14 +29,28 @@ FINDINGS: dict[str, str] = {
 }
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on."""
+        no_reader()
+
+
+def no_reader() -> None:
+    """Have standard output go nowhere: its reader, as ``head``, has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_page(page: Page, name: str, *, only_table: bool = False) -> None:
     """Print answer, first table and sections of a page, or the table alone; ``name`` is before the table's title."""
-    console = Console(markup=False, emoji=False)
+    console = _Console(markup=False, emoji=False)
     answers = [one for one in page.sections if one.place is Place.ANSWER]
     if answers:
         _print_answers(console, [Section("answer", page.answer.splitlines()), *answers])
     table = page.tables[0]
-    console.print(_drawn(table, printable(name)))
+    drawn, left_out = _fitting(table, printable(name), console)
+    console.print(drawn)
+    if left_out:
+        console.print(f"left out at {console.width} characters a line: {', '.join(left_out)}", style="dim")
     if table.note:
         console.print(f"{table.note}\n" if answers else table.note, style="dim")
     if only_table:
@@ -65,6 +87,19 @@ def _print_answers(console: Console, answers: list[Section]) -> None:
     console.print()
 
 
+def _fitting(table: Table, name: str, console: Console) -> tuple[RichTable, Sequence[str]]:
+    """Draw the first columns that a terminal has room for, two at least; return the names of the others, too."""
+    columns = table.columns[: table.terminal_columns]
+    short = [[cell[:LEAST] for cell in row] for row in table.rows]  # a longer one wraps
+    number = len(columns)
+    while number > 2:
+        measured = _drawn(replace(table, rows=short, terminal_columns=number), "")
+        if Measurement.get(console, console.options.update(width=WIDEST), measured).minimum <= console.width:
+            break
+        number -= 1
+    return _drawn(replace(table, terminal_columns=number), name), columns[number:]
+
+
 def _drawn(table: Table, name: str) -> RichTable:
     title, columns = f"{name}: {table.title}", table.columns[: table.terminal_columns]
     if not table.sortable:  # ruled
@@ -80,7 +115,8 @@ def _drawn(table: Table, name: str) -> RichTable:
     for column in columns:
         if column in texts:  # a long name gives way, the numbers do not
             stacked = table.layout is Layout.STACKED
-            drawn.add_column("" if stacked else column, overflow="fold", min_width=24 if stacked else None)
+            longest = max((len(row[table.columns.index(column)]) for row in table.rows), default=0)
+            drawn.add_column("" if stacked else column, overflow="fold", min_width=min(LEAST, longest))
         else:
             drawn.add_column(column, justify="left" if column == "finding" else "right", no_wrap=True)
     above = None

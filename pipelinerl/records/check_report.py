@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 
 class Finding(StrEnum):

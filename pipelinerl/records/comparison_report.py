@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from pipelinerl.records.reports import RunReport
-from pipelinerl.util.report import Report, data_frame
+from pipelinerl.util.strict_model import Report, data_frame
 
 
 class RepeatReport(Report):

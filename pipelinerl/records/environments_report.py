@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pipelinerl.records.bottleneck import Bottleneck
-from pipelinerl.records.reports import RolloutSeconds
-from pipelinerl.util.report import Report
+from pipelinerl.records.reports import Bottleneck, RolloutSeconds
+from pipelinerl.util.strict_model import Report
 
 
 class EnvironmentsRow(Report):

@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from pipelinerl.config.run import ClusterConfig
-from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.records.cost import CostReport
-from pipelinerl.util.report import Report, data_frame, equally_long
+from pipelinerl.config.run import ClusterConfig, SchedulerConfig
+from pipelinerl.records.reports import CostReport
+from pipelinerl.util.strict_model import Report, data_frame, equally_long
 
 # --------------------------------------------------------------------------------------------------- how sure a plan is
 

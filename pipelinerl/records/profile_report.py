@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipelinerl.util.report import Report, equally_long
+from pipelinerl.util.strict_model import Report, equally_long
 
 TrainerWork = Literal["training", "publishing"]
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import UtilisationDecode
-from pipelinerl.records.bottleneck import Admission
-from pipelinerl.records.cost import Prices
+from pipelinerl.hardware.costs import UtilisationDecode
 from pipelinerl.records.ledger import RunLedger
-from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
+from pipelinerl.records.reports import Prices, RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.run_folder import METRICS_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
+from pipelinerl.records.step_ledger import Admission
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import FanOut, Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from pydantic import ConfigDict, PrivateAttr
 
-from pipelinerl.records.bottleneck import Bottleneck
-from pipelinerl.records.cost import CostReport
-from pipelinerl.records.steady import too_short
+from pipelinerl.config.run import PriceConfig, RunConfig
+from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
 from pipelinerl.scheduler.events import DiscardReason
-from pipelinerl.util.report import Report, data_frame
+from pipelinerl.util.strict_model import Report, data_frame
 
 
 class LagReport(Report):
@@ -223,6 +224,125 @@ class EvaluationReport(Report):
     """Evaluations every ``train.evaluation.every`` optimizer steps. Absent without them."""
 
 
+class Bottleneck(StrEnum):
+    """The side that limits the throughput."""
+
+    GENERATION = "generation"
+    """The trainer waits for data."""
+    PREFILL = "prefill"
+    """The trainer waits for data, and rollouts on an engine spend more time in prefill than in decode."""
+    TRAINING = "training"
+    """Data waits for the trainer."""
+    LAG = "lag"
+    """The trainer waits for data, and slots stay free to keep ``max_lag``."""
+    REWARD = "reward"
+    """The trainer waits for data, and slots stay free while rollouts are scored, or all ``reward_workers`` are busy."""
+    ENVIRONMENT = "environment"
+    """The trainer waits for data, and slots stay free while all environments are in use."""
+    DISCARDS = "discards"
+    """The trainer waits for data, slots are in use, and more rollouts are given up than trained on."""
+    BALANCED = "balanced"
+
+
+class CostReport(Report):
+    """Cost of a whole run, accelerators and environments, whether in use or not."""
+
+    gpu_hours: float
+    """GPU-hours of the run."""
+    gpu_hours_per_million_tokens: float | None
+    """GPU-hours per million trained tokens; null if none was trained."""
+    usd: float | None = None
+    """Money for the run (USD). Absent without a price."""
+    usd_per_million_tokens: float | None = None
+    """Money per million trained tokens (USD). Absent without a price."""
+    kwh: float | None = None
+    """Electricity of the accelerators at full board power all the time, an upper bound, without hosts and cooling
+    (kWh). Absent where the catalogue has no ``watts``."""
+
+    def scaled(self, factor: float) -> Self:
+        """Return the cost of a run that lasts longer by a factor."""
+        known = {name: value * factor for name, value in self.to_dict().items() if value is not None}
+        return self.model_copy(update=known)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Price (USD per hour) and board power (W) of one of each kind; None: not known."""
+
+    gpu_usd: float | None
+    """Of a GPU that trains, or does both in turn."""
+    gpu_watts: float | None
+    generation_usd: float | None
+    """Of a GPU that generates, where others train."""
+    generation_watts: float | None
+    environment_usd: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return the prices of ``[price]`` or the catalogue; ConfigError if a GPU of ``[hardware]`` is unknown."""
+        price, hardware = config.price or PriceConfig(), config.hardware
+        gpu = None if hardware.gpu is None else find_gpu(hardware.gpu)
+        own_usd, watts = (None, None) if gpu is None else (gpu.price_per_hour, gpu.watts)
+        usd = price.gpu_hour or own_usd
+        others_usd, others_watts = usd, watts
+        if hardware.generation_gpu is not None:
+            other = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
+            others_usd, others_watts = other.price_per_hour, other.watts
+        return cls(usd, watts, price.generation_gpu_hour or others_usd, others_watts, price.environment_hour)
+
+    def rates(self, config: RunConfig) -> Rates:
+        """Return the resources of a run per hour: all accelerators and environments, in use or not."""
+        number = config.cluster.accelerators
+        generating = 0 if config.colocated else config.generation_accelerators
+        training = number - generating
+        environments = 0 if config.environment is None else config.environment.count * self.environment_usd
+        usd = _together((training, self.gpu_usd), (generating, self.generation_usd))
+        return Rates(
+            number,
+            usd_per_hour=None if usd is None else usd + environments,
+            watts=_together((training, self.gpu_watts), (generating, self.generation_watts)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Resources of a run per hour, with board power in W; None: not known."""
+
+    gpus: int
+    """Accelerators (count)."""
+    usd_per_hour: float | None
+    watts: float | None
+
+    @property
+    def usd_per_gpu_hour(self) -> float | None:
+        """Price of a GPU-hour, environments included (USD). None: not known."""
+        return None if self.usd_per_hour is None else self.usd_per_hour / self.gpus
+
+    @property
+    def known(self) -> bool:
+        """Whether anything but GPU-hours is known."""
+        return self.usd_per_hour is not None or self.watts is not None
+
+    def cost(self, seconds: float, *, tokens: float) -> CostReport:
+        """Return the cost of a run of so many seconds and trained tokens."""
+        hours, millions = seconds / 3600, tokens / 1e6
+        usd = None if self.usd_per_hour is None else hours * self.usd_per_hour
+        return CostReport(
+            gpu_hours=hours * self.gpus,
+            gpu_hours_per_million_tokens=hours * self.gpus / millions if millions else None,
+            usd=usd,
+            usd_per_million_tokens=usd / millions if usd is not None and millions else None,
+            kwh=None if self.watts is None else hours * self.watts / 1000,
+        )
+
+
+def _together(*parts: tuple[int, float | None]) -> float | None:
+    """Return the sum of counts times values; None if the value of a count above 0 is not known."""
+    there = [(number, each) for number, each in parts if number]
+    figures = [number * each for number, each in there if each is not None]
+    return sum(figures) if len(figures) == len(there) else None
+
+
 class RunIdentity(Report):
     """Identity of the run."""
 
@@ -332,6 +452,50 @@ class RunMeasurements(Report):
     """SHA-256 of the learned weights; ``pipelinerl replay`` learns them again from the trace alone."""
     evaluation: EvaluationReport | None = None
     """Held-out problems. Absent without them."""
+
+
+START_UP_SHARE = 0.1
+"""Share by which the second half of a run may be faster, or have more lag, than the whole; beyond it the start-up has
+not faded. The whole lacks start-up time / duration of it: with twice as many steps the share would be about half."""
+LAG_STEPS = 0.25
+"""Difference in mean lag that nobody would notice (optimizer steps)."""
+
+
+def steady_part(num_rows: int, unit: int) -> tuple[int, int]:
+    """Return the first and the last but one index of the rows that stand for the rest of a run, in whole units."""
+    end = num_rows // unit * unit
+    return end // 2 // unit * unit, end
+
+
+def too_short(steps: np.recarray[Any, Any], *, rl_step: int | None) -> list[str]:
+    """Return the reasons why a run, by its steps.csv, is too short to stand for a longer one.
+
+    Its throughput and mean lag are compared with its second half's, in whole RL steps (of ``rl_step`` optimizer
+    steps, if any). A throughput that falls and a lag that shrinks are not judged: no start-up does that.
+    """
+    start, end = steady_part(len(steps), rl_step or 1)
+    if rl_step is not None and len(steps) and not start:
+        return [f"{len(steps):,} are fewer than two RL steps of {rl_step}"]
+    if not start or not steps.time_s[end - 1] > steps.time_s[start - 1]:
+        return []
+    lines = []
+    later = _rate(steps, start, end)
+    if later > (1 + START_UP_SHARE) * _rate(steps, 0, len(steps)):
+        lines.append(f"the second half alone gives {later:,.0f} tokens/s")
+    lag, later = _mean_lag(steps, 0, len(steps)), _mean_lag(steps, start, end)
+    if later - lag > max(LAG_STEPS, START_UP_SHARE * lag):
+        lines.append(f"the second half alone has a mean lag of {later:.2f}")
+    return lines
+
+
+def _rate(steps: np.recarray[Any, Any], start: int, end: int) -> float:
+    seconds = steps.time_s[end - 1] - (steps.time_s[start - 1] if start else 0.0)
+    return float(steps.tokens[start:end].sum() / seconds)
+
+
+def _mean_lag(steps: np.recarray[Any, Any], start: int, end: int) -> float:
+    tokens = steps.tokens[start:end]
+    return float(steps.lag_mean[start:end] @ tokens / max(1, tokens.sum()))
 
 
 class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fields from the last base to the first

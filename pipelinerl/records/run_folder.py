@@ -13,8 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import dump_run
+from pipelinerl.config.run import RunConfig, dump_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunReport

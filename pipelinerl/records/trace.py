@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast, get_args, get_type_hints
 
 from pipelinerl.config.resolve import new_scheduler
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import RunConfig, parse_run
 from pipelinerl.errors import ConfigError, SchedulerError, TraceError
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 Quantity = Literal["s/step", "tokens/s", "staleness", "trainer idle"]
 

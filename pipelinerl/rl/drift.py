@@ -29,8 +29,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.ess import ess_by_lag
-from pipelinerl.util.report import Report
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.strict_model import Report, StrictModel
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Quantiles of the rate that a model keeps (share of the optimizer steps)."""

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict
 
 from pipelinerl.util.arrays import RunningMean
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 # Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
 

@@ -23,7 +23,7 @@ trainer             a micro-batch of ready groups;    ``RolloutScored``
 publication         all engines at the last version   ``WeightsLoaded``
 ==================  ================================  ==================================================
 
-The bound ``max_lag``, kept by waiting, and why the trainer never waits for ever: ``lag_bound``.
+The bound ``max_lag``, kept by waiting, and why the trainer never waits for ever: ``LagBound`` in ``base``.
 
 The bounded ready queue, ``on_full = wait``: a group is admitted only if then
 

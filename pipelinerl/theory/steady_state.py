@@ -15,7 +15,7 @@ conventional    refill + prefill, then G optimizer steps, publication and phase 
 one step off    the longer of the two, and the publication
 pipeline        the slowest of generation at full slots, training, and the bound of ``max_lag``: a rollout lives for
                 at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
-                (on average; the rule itself: ``pipelinerl.scheduler.lag_bound``)
+                (on average; the rule itself: ``pipelinerl.scheduler.base``)
 turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
                 for Z seconds. Of E environments on n engines each has E/n, and as many at a time as chance has it
                 (``Engines.of_rollouts``). They begin where contexts fit on the emptiest. KV caches between turns are
@@ -38,14 +38,11 @@ from statistics import NormalDist
 import numpy as np
 
 from pipelinerl.config.environment import PrefixCaching
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
-from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
+from pipelinerl.config.run import RunConfig, SchedulerConfig
+from pipelinerl.hardware.costs import DecodeStep, PrefillConfig, ResolvedHardware, loading_s, prefill_s, training_cost
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.scheduler.kinds import SteadyState
-from pipelinerl.theory.lengths import LengthStatistics
-from pipelinerl.theory.turns import TurnMeans
+from pipelinerl.theory.lengths import LengthStatistics, TurnMeans
 from pipelinerl.util.arrays import FloatArray
 
 # ----------------------------------------------------------------------------------------------- engines in closed form

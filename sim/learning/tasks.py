@@ -14,7 +14,7 @@ import numpy as np
 
 from pipelinerl.config.run import PolicyConfig, RunConfig
 from pipelinerl.errors import ConfigError
-from sim.streams import named_stream
+from sim.workload import named_stream
 
 NUM_DIGITS = 10
 BLANK, MARK, RESULT, END = 10, 11, 12, 13

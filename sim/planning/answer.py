@@ -18,10 +18,8 @@ from typing import Any
 from pipelinerl.calibration.measured import Measured, merged
 from pipelinerl.config.question import FOUND, Assumption, Question, asked_of, with_placeholders, with_value
 from pipelinerl.config.resolve import named_engine, named_hardware
-from pipelinerl.config.run import PlanConfig, RunConfig
-from pipelinerl.config.run_file import dump_run, flat, parse_run
+from pipelinerl.config.run import PlanConfig, RunConfig, dump_run, flat, parse_run
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.records.cost import Prices
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -35,6 +33,7 @@ from pipelinerl.records.plan_report import (
     RunnerUp,
     SearchReport,
 )
+from pipelinerl.records.reports import Prices
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import (

@@ -33,9 +33,8 @@ from pipelinerl.config.resolve import stated_coefficients, transport_of
 from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config
 from pipelinerl.hardware import prior
 from pipelinerl.hardware.coefficients import Level, coefficient_table
-from pipelinerl.hardware.costs import batch_s, context_token_s, training_cost
+from pipelinerl.hardware.costs import PhaseSwitchConfig, ResolvedHardware, batch_s, context_token_s, training_cost
 from pipelinerl.hardware.prior import CERTAIN, between_levels
-from pipelinerl.hardware.tables import PhaseSwitchConfig, ResolvedHardware
 from pipelinerl.hardware.transport import PUBLISHED, ROOT_LAW, WeightTransferConfig, find_transport
 from pipelinerl.records.plan_report import (
     Assumed,

@@ -10,8 +10,9 @@ from operator import itemgetter
 from typing import Any, assert_never
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.bottleneck import BALANCED_SHARE, Bottleneck
 from pipelinerl.records.plan_report import NotTried, ScreenedColumns
+from pipelinerl.records.reports import Bottleneck
+from pipelinerl.records.step_ledger import BALANCED_SHARE
 from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.util.strict_model import MOST_ROLLOUTS
 from sim.planning.screen import Candidate, Rejected, Screened, Screener, within_limits

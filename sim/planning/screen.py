@@ -8,8 +8,7 @@ from typing import Any, Self
 
 from pipelinerl.config.resolve import named_hardware, resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.costs import DecodeStep
-from pipelinerl.hardware.tables import ResolvedHardware
+from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.scheduler.kinds import ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics

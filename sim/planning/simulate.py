@@ -13,10 +13,9 @@ from types import FrameType
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
-from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
 from pipelinerl.records.plan_report import PlanReport
-from pipelinerl.records.steady import steady_part
-from pipelinerl.records.step_ledger import Step
+from pipelinerl.records.reports import Bottleneck, steady_part
+from pipelinerl.records.step_ledger import Admission, Step, find_bottleneck
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
 from sim.planning.screen import Candidate, Rejected

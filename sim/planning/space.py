@@ -18,17 +18,15 @@ import numpy as np
 
 from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.resolve import least_memory, named_engine, named_hardware, run_trainer_fits
-from pipelinerl.config.run import PlanConfig, RunConfig
-from pipelinerl.config.scheduler import find_schedule
+from pipelinerl.config.run import PlanConfig, RunConfig, find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients
-from pipelinerl.hardware.memory import kv_cache_tokens
-from pipelinerl.records.cost import Prices
+from pipelinerl.hardware.derive import kv_cache_tokens
+from pipelinerl.records.reports import Prices
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
-from pipelinerl.theory.lengths import LengthStatistics, lengths_from
-from pipelinerl.theory.turns import Turn, TurnMeans
+from pipelinerl.theory.lengths import LengthStatistics, Turn, TurnMeans, lengths_from
 from pipelinerl.util.arrays import IntArray
 from sim.clock import TICKS_PER_S
 from sim.episodes import Episodes

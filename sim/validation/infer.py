@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.config.run import RunConfig, WorkloadConfig
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import RunConfig, WorkloadConfig, parse_run
 from pipelinerl.hardware import prior
 from pipelinerl.hardware.catalogue import in_engine
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.costs import training_cost
+from pipelinerl.hardware.costs import PhaseSwitchConfig, TrainingConfig, training_cost
 from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from pipelinerl.util.arrays import FloatArray

@@ -20,10 +20,8 @@ from pipelinerl.hardware.catalogue import (
     model_names,
 )
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.costs import loading_s
-from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.memory import kv_cache_tokens
-from pipelinerl.hardware.tables import ResolvedHardware
+from pipelinerl.hardware.costs import ResolvedHardware, loading_s
+from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
 from sim.validation.rows import DEFAULT_GROUP_SIZE, PublishedRun, Schedule, precisions, unknown_words
 
 PROMPT_TOKENS = 150

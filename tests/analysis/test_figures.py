@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
 from analysis import figures
-from analysis.chart import drawn
+from analysis.chart import ACTIVITY_COLORS, drawn
 from analysis.read import Run, read_run
-from analysis.style import ACTIVITY_COLORS
 from analysis.throughput import throughput_against_max_lag
 
 

@@ -3,9 +3,8 @@
 import pytest
 from tiny_plan import planned, priced_plan
 
-from analysis.chart import drawn
+from analysis.chart import SEEN, drawn
 from analysis.reports import plan_charts, throughput_against_lag
-from analysis.style import SEEN
 
 
 @pytest.mark.slow

@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from analysis import figures, learning
-from analysis.chart import drawn
+from analysis.chart import METHOD_HUES, drawn, handy_time, hue, series_styles, tone
 from analysis.read import Run, read_run
-from analysis.style import METHOD_HUES, handy_time, hue, series_styles, tone
 from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.records.comparison_report import ComparisonReport
 

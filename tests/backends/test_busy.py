@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from backends import busy
+from backends import interface
 from backends.driver.metrics import StepMetrics
 from pipelinerl.records.reports import DecodeSteps
 
@@ -17,22 +17,22 @@ def test_a_thread_is_busy_while_it_works_and_not_while_it_sleeps() -> None:
     """Whoever sleeps 0.2 s is busy 0.2 s less than the time that passes, however long it waits for a processor."""
     time.sleep(0.01)  # the system counts when a thread stops running
     clock_s = time.monotonic()  # first here and last below: a wait between the two readings is no busy time
-    begin_s = busy.busy_s()
+    begin_s = interface.busy_s()
     until_s = time.thread_time() + 0.05
     while time.thread_time() < until_s:
         pass
     time.sleep(0.2)
-    busy_s = busy.busy_s() - begin_s
+    busy_s = interface.busy_s() - begin_s
     passed_s = time.monotonic() - clock_s
     assert 0.05 - TICK_S <= busy_s <= passed_s - 0.2 + TICK_S
 
 
 def test_waits_for_a_processor_count_where_the_system_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     statistics = tmp_path / "statistics"
-    monkeypatch.setattr(busy, "SCHEDULER_STATISTICS", str(statistics))
-    assert time.thread_time() <= busy.busy_s() <= time.thread_time()
+    monkeypatch.setattr(interface, "SCHEDULER_STATISTICS", str(statistics))
+    assert time.thread_time() <= interface.busy_s() <= time.thread_time()
     statistics.write_text("2000000000 500000000 7\n")
-    assert busy.busy_s() == 2.5
+    assert interface.busy_s() == 2.5
 
 
 def test_busy_time_is_counted_per_rollout_and_a_restart_begins_anew() -> None:

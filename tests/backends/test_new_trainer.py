@@ -27,7 +27,7 @@ from backends.trainer.model import PolicyModel, copy_policy, load_policy, save_p
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.publish import Publisher  # noqa: E402
 from backends.trainer.step import row_loss  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.errors import ConfigError  # noqa: E402
 from pipelinerl.hardware.transport import FILE  # noqa: E402
 

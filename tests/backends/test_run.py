@@ -26,7 +26,7 @@ from real_run import EXAMPLE, TOOLS, Process, python_path  # noqa: E402
 from backends.vllm.version.client import STREAMED_ENVIRONMENT  # noqa: E402
 from pipelinerl.calibration.measured import of_its_arm  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.records.check_report import CheckReport, Finding  # noqa: E402
 from pipelinerl.scheduler.events import (  # noqa: E402
     DiscardRollouts,
@@ -168,8 +168,8 @@ def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind):
     (tmp_path / "sitecustomize.py").write_text(IN_EVERY_PROCESS)  # streamed weights cross as they do between GPUs
     run = Process(fitted_arithmetic, out, *sets, *probed(tmp_path), env={"PYTHONPATH": python_path(tmp_path)})
     run.wait_for_step(1)
-    found = run.named("VLLM::Worker") or run.named("VLLM::Worker")  # one look may miss all
-    gives_back = [STREAMED_ENVIRONMENT.items() <= one.environ().items() for one in found]
+    run.wait_for(lambda: run.named("VLLM::Worker"), "worker")  # one look may miss all
+    gives_back = [STREAMED_ENVIRONMENT.items() <= one.environ().items() for one in run.named("VLLM::Worker")]
     assert gives_back == [transport == "streamed"] * workers
     summary = run.summary()
     assert summary.evaluation.success_before <= 0.45

@@ -15,7 +15,7 @@ from real_run import EXAMPLE, Process, python_path  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 
 pytestmark = [pytest.mark.real(seconds=90), pytest.mark.filterwarnings("ignore")]
 

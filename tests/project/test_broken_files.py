@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from command_line import TINY, Command
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from sim.run import simulate
 
 NUMBER = int(os.environ.get("BROKEN_FILES", "120"))

@@ -16,7 +16,7 @@ from pages import ENVIRONMENT, EXAMPLES, FENCE, PAGES, ROOT, first_cells, flat, 
 from backends.fake import FakeBackend
 from backends.owner import driving
 from backends.run import drive
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.records.reports import EvaluationPoint
 from pipelinerl.records.steps import COLUMNS
 from pipelinerl.records.trace import TraceWriter

@@ -13,7 +13,7 @@ from pages import EXAMPLES, ROOT
 
 import pipelinerl as prl
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from sim.compare import compare, plan_cells
 from sim.run import simulate
 from sim.workload import Workload

@@ -16,8 +16,7 @@ import pytest
 from pages import EXAMPLES
 
 import pipelinerl as prl
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError, RunFailedError, SchedulerError
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import Command

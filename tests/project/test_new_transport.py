@@ -18,8 +18,7 @@ import pipelinerl as prl
 from backends.interface import Weights
 from backends.transfer.transport import SenderContext, TransportEnds, WeightSource, ends_of, place_of
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import BackendError, ConfigError
 from pipelinerl.hardware.transport import FILE, HostShare, Route, WeightTransferConfig, WeightTransport
 from pipelinerl.records.run_folder import TRACE_FILE

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 from played_run import environment, fixed, play
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.pages.runs import run_page
-from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
+from pipelinerl.records.reports import Bottleneck
+from pipelinerl.records.step_ledger import Admission, find_bottleneck
 from sim.planning.screen import Candidate
 from sim.planning.simulate import Job, extended
 from sim.run import simulate, simulate_steps

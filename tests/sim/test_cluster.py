@@ -6,9 +6,8 @@ import pytest
 from played_run import fixed, play, trains_in
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.hardware.costs import DecodeStep
-from pipelinerl.hardware.tables import LatencyConfig
-from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.hardware.costs import DecodeStep, LatencyConfig
+from pipelinerl.records.reports import Bottleneck
 from pipelinerl.scheduler.events import RolloutFinished, RolloutScored
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from pipelinerl.theory.steady_state import screen

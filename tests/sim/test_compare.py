@@ -10,8 +10,7 @@ from refusals import message
 from run_folders import everything_in
 from tiny_comparison import CONVENTIONAL, PIPELINE, SLOW, STALLS, run, two_by_two
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError, install
 from pipelinerl.records.reports import RunReport
 from sim import compare as module

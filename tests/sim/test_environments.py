@@ -13,7 +13,7 @@ from drawn_episodes import episodes
 from played_run import Played, environment, fixed, play
 
 from pipelinerl.config.environment import EnvironmentConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.scheduler.events import EnvironmentFailed, EnvironmentFault, VersionSpans
 from pipelinerl.util.lognormal import mean_of_cut
 from sim.clock import TICKS_PER_S, Clock

@@ -8,7 +8,7 @@ import pytest
 from recorded_run import Recorded
 from tiny_comparison import BASE
 
-from pipelinerl.config.run_file import load_run, parse_run, with_overrides
+from pipelinerl.config.run import load_run, parse_run, with_overrides
 from pipelinerl.scheduler.events import RolloutAborted, RolloutFinished, StartRollout
 from sim.cluster import SimulatedCluster
 from sim.run import simulate

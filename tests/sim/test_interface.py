@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from refusals import message
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run_file import parse_run
-from pipelinerl.hardware.tables import LatencyConfig, PhaseSwitchConfig, PrefillConfig, TrainingConfig
+from pipelinerl.config.run import parse_run
+from pipelinerl.hardware.costs import LatencyConfig, PhaseSwitchConfig, PrefillConfig, TrainingConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.util.strict_model import LONGEST_S
 from sim.clock import to_seconds, to_ticks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from refusals import message
 
-from pipelinerl.config.run_file import load_run, parse_run, with_overrides
+from pipelinerl.config.run import load_run, parse_run, with_overrides
 from pipelinerl.records.trace import Trace, TraceWriter
 from pipelinerl.scheduler.events import ObservationReady, StartRollout
 from sim.recorded import read_trace

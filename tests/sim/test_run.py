@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_comparison import run
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.errors import RunFailedError
 from sim.clock import Clock
 from sim.run import simulate

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from workloads import SHIPPED, all_lengths, expected_longest, workload
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from sim.run import simulate
 from sim.workload import read_source, shipped_sets
 

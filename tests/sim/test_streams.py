@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.streams import DRAWS_PER_BLOCK, DispatchDelays, named_stream
+from sim.workload import DRAWS_PER_BLOCK, DispatchDelays, named_stream
 
 Z = 4.9
 """A standard normal is farther from 0 once in a million."""

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.calibration.solve import HardwareFit
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep
 from sim.run import simulate
 

@@ -15,7 +15,7 @@ import tiny_comparison
 import tomli_w
 from tiny_comparison import BASE
 
-from pipelinerl.config.run_file import with_overrides
+from pipelinerl.config.run import with_overrides
 
 TINY = tomli_w.dumps(
     with_overrides(

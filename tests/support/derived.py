@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.costs import DecodeStep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from sim.episodes import Episodes
 from sim.workload import Workload
 

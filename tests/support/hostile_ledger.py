@@ -12,7 +12,7 @@ from itertools import groupby
 
 from hypothesis import strategies as st
 
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import SchedulerConfig
 from pipelinerl.scheduler.events import (
     AbortRollout,
     DiscardReason,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 
 MAX = 12
 BASE: dict[str, Any] = {

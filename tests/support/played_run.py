@@ -5,8 +5,7 @@ By default a decode step lasts 1 s with any batch, and all else takes no time.
 
 from __future__ import annotations
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import RunConfig, parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import RolloutFinished, StartTraining
 from sim.cluster import SimulatedCluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pages import EXAMPLES
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from sim.run import simulate
 
 

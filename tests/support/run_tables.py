@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 
 TINY = """

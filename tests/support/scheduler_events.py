@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import SchedulerConfig
 from pipelinerl.scheduler.events import (
     DiscardRollouts,
     PublishWeights,

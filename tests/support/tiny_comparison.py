@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 
 BASE: dict[str, Any] = {
     "seed": 3,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from in_this_process import InThisProcess
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.plan_report import PlanReport
 from sim import parallel

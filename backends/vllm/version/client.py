@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from backends.busy import busy_s
-from backends.interface import Generated, GenerateRequest
+from backends.interface import Generated, GenerateRequest, busy_s
 from backends.vllm.process import VLLMSettings
 from backends.vllm.times import RequestTimes, StepMeter
 from backends.vllm.version.arguments import engine_arguments

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from backends.check.machine_rows import Expected, longest_pack, machine_rows, pack_rows
 from backends.interface import PlaceFacts, RankFacts, SelfTest, TrainResult
 from backends.trainer.packing import pack
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.records.check_report import CheckRow, Finding
 

@@ -29,7 +29,7 @@ from backends import owner
 from backends.driver.checkpoint import FOLDER, CheckpointKeeper, read_newest, resume_from
 from backends.owner import LIMIT_S, DriverLock, driving, this_process
 from pipelinerl.cli import main
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport

@@ -346,8 +346,8 @@ def test_a_loop_that_one_call_holds_up_counts_no_more_of_it_than_that(monkeypatc
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_run_whose_rewards_all_fail_says_so_and_then_ends_in_a_line(out, caplog, monkeypatch, group):
-    monkeypatch.setattr("pipelinerl.records.stall.MANY_ROLLOUTS", 10)
-    monkeypatch.setattr("pipelinerl.records.stall.MANY_BATCHES", 1)
+    monkeypatch.setattr("pipelinerl.scheduler.kinds.MANY_ROLLOUTS", 10)
+    monkeypatch.setattr("pipelinerl.scheduler.kinds.MANY_BATCHES", 1)
     config = config_of(group=group, discard_limit=40)
     with pytest.raises(RunFailedError, match=r"^stalled: .* = 40 .*: a rollout of the group fails; mend train\.task"):
         run(config, out, parts_of(config, task=Letters(raises_every=1)))

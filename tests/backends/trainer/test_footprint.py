@@ -34,10 +34,10 @@ from backends.trainer.footprint import (  # noqa: E402
 from backends.trainer.model import PolicyModel, load_policy  # noqa: E402
 from backends.trainer.publish import Publisher  # noqa: E402
 from backends.transfer import row as shared_row  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.hardware.catalogue import find_model  # noqa: E402
-from pipelinerl.hardware.memory import training_memory  # noqa: E402
+from pipelinerl.hardware.derive import training_memory  # noqa: E402
 from pipelinerl.hardware.transport import BROADCAST  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"

@@ -7,11 +7,13 @@ them three machines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +42,7 @@ from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
 from backends.ray.cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
 from pipelinerl.hardware.transport import BROADCAST  # noqa: E402
@@ -59,20 +61,23 @@ pytestmark = [pytest.mark.real(seconds=60), pytest.mark.filterwarnings("ignore")
 NUM_CORES = 5
 TIMEOUT_S = 600.0
 """Nothing here waits for it."""
+FIND_S = 60.0
+"""Longest look for a process that is there."""
 SILENCE_S = 5.0
 """An engine is given up after so long, once a worker of it has been stopped. Before, after ``TIMEOUT_S``: Ray starts
 engines at niceness 15, and beside other test files one made no decode step for ten seconds."""
 
 
-def find(name: str, cores: list[int] | None = None) -> Any:
-    """Return a process that this one has started, Ray's included, perhaps the one bound to these cores."""
-    for one in psutil.Process().children(recursive=True):
-        try:
-            if name in " ".join((one.name(), *one.cmdline())) and cores in (None, one.cpu_affinity()):
-                return one
-        except psutil.Error:
-            continue
-    raise AssertionError(f"there is no {name}")
+def find(name: str, cores: list[int]) -> Any:
+    """Return the process bound to these cores that this one has started, Ray's included; one look may miss it."""
+    over, seen = time.monotonic() + FIND_S, []
+    while time.monotonic() < over:
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                seen.append((one.name(), one.cpu_affinity()))
+                if name in " ".join((one.name(), *one.cmdline())) and one.cpu_affinity() == cores:
+                    return one
+    raise AssertionError(f"there is no {name} on cores {cores} among {sorted(set(map(str, seen)))}")
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import tomli_w
 from calibrated import GRID, NAMED, RUN, decode_rows, run_of, table_of
 from command_line import Command, assert_fails
 
-from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
-from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
+from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace, doubts, hardware_toml, write_hardware
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
 
 

@@ -13,9 +13,8 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.costs import prefill_s
+from pipelinerl.hardware.costs import PrefillConfig, prefill_s
 from pipelinerl.hardware.derive import derive_decode, derive_training
-from pipelinerl.hardware.tables import PrefillConfig
 
 
 def test_equal_short_contexts_do_not_make_the_cache_slow(tmp_path: Path) -> None:

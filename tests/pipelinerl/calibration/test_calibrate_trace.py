@@ -13,8 +13,7 @@ from pipelinerl.calibration.calibrate import calibrate_trace, fit_decode
 from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients
 from pipelinerl.calibration.trace import DecodeTimes, EngineLog, Life, read_times
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.trace import Trace, TraceWriter

@@ -9,7 +9,7 @@ import pytest
 from command_line import TINY, Command, assert_fails
 from pages import EXAMPLES, section
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 
 WALK = section("docs/calibration.md", 'My log to "what if asynchronous, with staleness 2"')
 LOG = EXAMPLES / "logs" / "verl_console.log"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from calibrated import NAMED, run_of
 
-from pipelinerl.calibration.hardware_file import doubts
+from pipelinerl.calibration.calibrate import doubts
 from pipelinerl.calibration.log import (
     CalibratedLog,
     LoggedRun,

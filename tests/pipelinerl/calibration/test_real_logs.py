@@ -16,8 +16,7 @@ from pipelinerl.calibration.log import (
     simulated_step,
 )
 from pipelinerl.calibration.log_formats import read_log
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from sim.batch import measured_steps, train_step_s
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from command_line import TINY, Command
 
+import analysis.chart
 import analysis.plot
-import analysis.style
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw everything, but with few pixels."""
-    monkeypatch.setattr(analysis.style, "DPI", 20)
+    monkeypatch.setattr(analysis.chart, "DPI", 20)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from run_folders import everything_in
 import analysis.plot
 import analysis.throughput
 from pipelinerl.cli.output import LOOK_FIRST
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.pages.runs import comparison_page
 from pipelinerl.records.comparison_report import ComparisonReport
 

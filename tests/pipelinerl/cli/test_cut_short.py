@@ -13,7 +13,7 @@ from command_line import TINY, Command, all_of, assert_fails, has_rows, program,
 from run_folders import rows_of
 
 from pipelinerl.cli.train import interruptible
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError, RunInterruptedError
 
 ARITHMETIC = Path(__file__).parents[3] / "examples" / "tiny_arithmetic.toml"
@@ -111,7 +111,7 @@ INTERRUPTED = "interrupted; --resume goes on from the last checkpoint if there i
 
 @pytest.mark.parametrize(
     ("module", "status", "line"),
-    [("typer", 130, "interrupted"), ("pipelinerl.config.run_file", 1, INTERRUPTED), ("backends.run", 1, INTERRUPTED)],
+    [("typer", 130, "interrupted"), ("pipelinerl.config.run", 1, INTERRUPTED), ("backends.run", 1, INTERRUPTED)],
 )
 def test_ctrl_c_while_train_is_being_loaded_is_one_line_and_nothing_is_written(
     tmp_path: Path, module: str, status: int, line: str

@@ -25,7 +25,7 @@ EXTRAS = ("torch", "vllm", "ray", "deepspeed", "transformers", "datasets", "math
 def test_help_teaches_the_commands_and_where_to_start(command: Command, arguments: tuple[str, ...]) -> None:
     result = command(*arguments)
     text = result.out + result.err  # where it goes without a command depends on typer's version
-    for word in ("simulate", "compare", "plot", "replay", "pipelinerl simulate examples/quickstart.toml"):
+    for word in ("simulate", "compare", "plot", "replay", "pipelinerl plan --model Qwen3-8B"):
         assert word in text
     assert "..." not in text.partition("Commands:")[2]  # no sentence is cut
 
@@ -78,9 +78,9 @@ def test_a_missing_module_is_called_by_its_full_name() -> None:
 WITHOUT_EXTRAS = f"""
 import json, sys
 sys.modules.update(dict.fromkeys({EXTRAS!r}))
-import analysis.style, sim.validation.predict
+import analysis.chart, sim.validation.predict
 from pipelinerl.cli import main
-analysis.style.DPI = 20
+analysis.chart.DPI = 20
 sim.validation.predict.shipped_runs = list  # no other rows: each takes seconds
 for command in json.loads(sys.argv[1]):
     sys.argv[1:] = command

@@ -12,8 +12,7 @@ import tomli_w
 from command_line import Command, assert_fails, sets
 from tiny_plan import TINY, priced_plan, unknown_run
 
-from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config
-from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
+from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config, dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json

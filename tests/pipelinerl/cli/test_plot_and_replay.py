@@ -9,8 +9,8 @@ import pytest
 from command_line import TINY, Command, Result, assert_fails
 from run_folders import everything_in
 
+import analysis.chart
 import analysis.plot
-import analysis.style
 import analysis.timeline
 
 
@@ -23,7 +23,7 @@ def test_plot_draws_runs_side_by_side_where_it_is_told_to(
         for lag in (1, 2):
             out = tmp_path / f"lag{lag}"
             assert command("simulate", tiny, "--set", f"scheduler.max_lag={lag}", "--out", out).status == 0
-    monkeypatch.setattr(analysis.style, "DPI", 20)
+    monkeypatch.setattr(analysis.chart, "DPI", 20)
     result = command("plot", tmp_path / "lag1", tmp_path / "lag2", "--out", tmp_path / "new" / "figures")
     assert (result.status, result.err) == (0, "")
     paths = [Path(line) for line in result.out.splitlines()]

@@ -19,12 +19,10 @@ from tiny_plan import in_this_process, planned
 from pipelinerl.pages.page import cost_line, page_markdown
 from pipelinerl.pages.plans import choice, plan_page
 from pipelinerl.pages.runs import comparison_page
-from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.cost import CostReport
 from pipelinerl.records.environments_report import EnvironmentsReport, EnvironmentsRow
 from pipelinerl.records.plan_report import Assumed, PlanReport
-from pipelinerl.records.reports import RolloutSeconds
+from pipelinerl.records.reports import Bottleneck, CostReport, RolloutSeconds
 from pipelinerl.records.run_folder import write_json
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow
 from sim.compare import compare

@@ -11,7 +11,7 @@ from command_line import EMPIRICAL, RUN_FILES, STALLS, Command, Result, assert_f
 from run_folders import everything_in, rows_of
 
 from pipelinerl.cli.output import figures_named
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.pages.runs import run_page
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import RunFolder
@@ -35,6 +35,17 @@ def test_the_run_folder_holds_the_run_and_the_table_its_numbers(
     printed = command("simulate", tiny, "--json", "--out", tmp_path / "again")
     assert (printed.status, printed.err) == (0, "")
     assert json.loads(printed.out) == json.loads((tmp_path / "again" / "summary.json").read_text()) == summary
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_has_seen_enough_is_no_error(tiny: Path, options: tuple[str, ...]) -> None:
+    run = [*program(), "simulate", str(tiny), *options]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_without_out_nothing_is_written(command: Command, tmp_path: Path, tiny: Path) -> None:

@@ -65,7 +65,7 @@ def test_every_line_of_a_message_begins_with_the_name_of_the_program(
     def fail(*_: object, **__: object) -> None:
         raise ConfigError("one", "two")
 
-    monkeypatch.setattr("pipelinerl.config.run_file.load_run", fail)
+    monkeypatch.setattr("pipelinerl.config.run.load_run", fail)
     assert command("simulate", tiny) == Result(2, "", "pipelinerl: one\npipelinerl: two\n")
 
 

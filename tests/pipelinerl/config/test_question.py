@@ -7,8 +7,8 @@ import pytest
 import tomli_w
 from refusals import message
 
-from pipelinerl.config.question import OPTIONS, ask, asked_of, question_file, question_text, with_placeholders
-from pipelinerl.config.run_file import flat, parse_run
+from pipelinerl.config.question import OPTIONS, ask, asked_of, question_text, save_question, with_placeholders
+from pipelinerl.config.run import flat, parse_run
 
 GIVEN = {
     "model": "Qwen3-14B", "gpu": "H100", "accelerators": "64,96", "train_batch_size": "512", "group_size": "16",
@@ -29,7 +29,7 @@ def test_options_are_keys_of_a_run_file_and_several_values_are_cases() -> None:
     for case, number in zip(question.cases, (64, 96), strict=True):
         values = flat(case.config.model_dump())
         assert [values[key] for key in OPTIONS.values()] == [
-            "Qwen3-14B", "H100", number, None, 512, 16, 4000, 32000, 4, 2.5
+            "Qwen3-14B", "H100", number, None, 512, 16, 4000, 32000, None, 4, 2.5
         ]  # fmt: skip
         assert not case.whole
 
@@ -38,7 +38,7 @@ def test_all_that_is_not_given_is_an_assumption_and_in_the_file() -> None:
     """A model alone is a question; what one option says is assumed no more."""
     question = ask({"model": "Qwen3-14B"})
     keys = {one.key for one in question.assumed}
-    assert keys >= set(OPTIONS.values()) - {"hardware.model", "price.gpu_hour"}
+    assert keys >= set(OPTIONS.values()) - {"hardware.model", "plan.lag_limit", "price.gpu_hour"}
     text = question_text(question)
     assert "accelerators = 64  # assumed\n" in text
     assert 'model = "Qwen3-14B"\n' in text
@@ -103,15 +103,36 @@ def test_one_gpu_does_both_in_turn() -> None:
     assert ask({"model": "Qwen2.5-1.5B", "accelerators": "1"}).cases[0].config.colocated
 
 
-def test_a_question_is_kept_under_a_name_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    question = ask({"model": "Qwen/Qwen3-14B"})
-    first = question_file(question, None)
-    assert first == Path("plan_qwen3_14b.toml")
-    first.write_text(question_text(question))
-    assert question_file(question, None) == first  # the same question
-    assert question_file(ask({"model": "Qwen/Qwen3-14B", "price": "2"}), None) == Path("plan_qwen3_14b_1.toml")
-    assert question_file(question, Path("out")) == Path("out/question.toml")
+def test_a_question_is_saved_in_a_new_file(tmp_path: Path) -> None:
+    question, path = ask({"model": "Qwen/Qwen3-14B"}), tmp_path / "new" / "question.toml"
+    save_question(question, path)
+    save_question(question, path)  # the same
+    assert message(save_question, ask({"model": "Qwen3-8B"}), path) == f"--save must be a new file, got {path}"
+    assert path.read_text() == question_text(question)
+    assert message(save_question, question, path / "q.toml").startswith(
+        "--save must be a file that can be written, got"
+    )
+
+
+def test_a_price_per_kind_of_gpu_is_that_of_each_case() -> None:
+    asked = {"model": "Qwen3-8B", "accelerators": "8", "gpu": "h100,H200", "price": "H100=2.5, H200=3.5"}
+    one, two = ask(asked).cases
+    assert [case.config.price and case.config.price.gpu_hour for case in (one, two)] == [2.5, 3.5]
+    assert (one.sets, two.sets) == ((), ("hardware.gpu=H200", "price.gpu_hour=3.5"))
+    mixed = ask({**asked, "gpu": "H100"}, overrides=["hardware.generation_gpu=H200"]).cases[0].config.price
+    assert mixed is not None
+    assert (mixed.gpu_hour, mixed.generation_gpu_hour) == (2.5, 3.5)
+    assert message(ask, {**asked, "price": "H100=2.5"}) == (
+        "--price must have every kind of GPU that is asked for, got none for H200"
+    )
+    assert message(ask, {**asked, "price": "H100=2.5,4"}).startswith("--price must be a number, or one per kind of GPU")
+    assert message(ask, {**asked, "price": "H1O0=2.5"}).startswith("--price must be")
+
+
+def test_a_limit_on_the_largest_lag_takes_the_place_of_the_assumed_one_on_the_mean() -> None:
+    plan = ask({"model": "Qwen3-8B", "max_lag": "4"}).cases[0].config.plan
+    assert plan is not None
+    assert (plan.lag_limit, plan.mean_lag_limit) == (4, None)
 
 
 SIZES = ",".join(map(str, range(2, 27)))

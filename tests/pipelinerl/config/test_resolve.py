@@ -10,10 +10,10 @@ from derived import H100, QWEN7B, by_name, derived, run_data, trained
 from refusals import message
 
 from pipelinerl.config.resolve import least_memory, resolved_hardware, run_coefficients, run_trainer_fits
-from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
+from pipelinerl.config.run import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.tables import RooflineDecode
+from pipelinerl.hardware.costs import RooflineDecode
 from pipelinerl.hardware.transport import BROADCAST, FILE
 from sim.run import simulate
 

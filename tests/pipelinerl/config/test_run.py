@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from run_tables import DECODES, EVERY_KEY, faults, tiny, tiny_faults
 
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import parse_run, with_overrides
 from pipelinerl.util.strict_model import LONGEST_S
 
 # ----------------------------------------------------------------------------------------- faults

@@ -14,8 +14,7 @@ from pydantic import BaseModel, ValidationError
 from refusals import message
 from run_tables import DECODES, EVERY_KEY, TINY, run_file, tiny
 
-from pipelinerl.config.run import CompareConfig, RunConfig, Variant
-from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
+from pipelinerl.config.run import CompareConfig, RunConfig, Variant, dump_run, load_run, parse_run, with_overrides
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
 
 # ---------------------------------------------------------------------------------------- reading

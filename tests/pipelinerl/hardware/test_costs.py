@@ -8,8 +8,16 @@ from pydantic import TypeAdapter
 
 from backends.interface import Sample
 from backends.trainer.packing import pack
-from pipelinerl.hardware.costs import DecodeStep, batch_s, prefill_s, training_cost
-from pipelinerl.hardware.tables import AffineDecode, Decode, PrefillConfig, TrainingConfig
+from pipelinerl.hardware.costs import (
+    AffineDecode,
+    Decode,
+    DecodeStep,
+    PrefillConfig,
+    TrainingConfig,
+    batch_s,
+    prefill_s,
+    training_cost,
+)
 from pipelinerl.rl.segments import Segment
 
 

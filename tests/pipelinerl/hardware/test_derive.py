@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, in_engine, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import derive_training
-from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens
-from pipelinerl.hardware.tables import PhaseSwitchConfig
+from pipelinerl.hardware.costs import PhaseSwitchConfig
+from pipelinerl.hardware.derive import derive_training, kept_numbers, kv_cache_tokens
 from pipelinerl.hardware.transport import BROADCAST, OURS, find_transport
 
 

@@ -5,7 +5,7 @@ from derived import H100, QWEN7B, plain
 
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.memory import kv_cache_tokens, pack_that_fits, training_memory
+from pipelinerl.hardware.derive import kv_cache_tokens, pack_that_fits, training_memory
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from run_tables import faults
 
 from pipelinerl.calibration.solve import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients
-from pipelinerl.hardware.tables import (
+from pipelinerl.hardware.costs import (
     AffineDecode,
     PrefillConfig,
     RooflineDecode,

@@ -7,7 +7,7 @@ import pytest
 
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, page_markdown, sort_values
 from pipelinerl.pages.terminal import print_page
-from pipelinerl.records.cost import Rates
+from pipelinerl.records.reports import Rates
 
 TABLE = Table(
     title="numbers of [/] z",
@@ -167,3 +167,21 @@ def test_a_table_to_read_from_top_to_bottom_is_ruled_and_findings_have_colours(p
     assert any(line.startswith("│ busy │ 2 %") for line in printed(ruled))
     found = Table(title="t", columns=("what", "finding"), rows=[["links", "ok"], ["disk", "wrong"]])
     assert [line.split() for line in printed(found)[-3:-1]] == [["links", "ok"], ["disk", "wrong"]]
+
+
+@pytest.mark.parametrize("layout", [Layout.PLAIN, Layout.STACKED])
+@pytest.mark.parametrize("width", [30, 40, 120])
+def test_a_column_for_which_a_terminal_has_no_room_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, layout: Layout
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    numbers = [f"number{place}" for place in range(6)]
+    row = ["best", "a b", *(f"{one:,}" for one in range(1000, 1006))]
+    table = Table(title="t", columns=("", "candidate", *numbers), rows=[row])
+    print_page(replace(PAGE, tables=[replace(table, layout=layout)]), "run.toml", only_table=True)
+    drawn, _, left_out = capsys.readouterr().out.partition("left out at")
+    shown = [number for number in numbers if number in drawn]
+    assert "best" in drawn
+    assert [one for one in numbers if one in left_out] == numbers[len(shown) :]
+    assert all(f"{1000 + place:,}" in drawn for place in range(len(shown)))
+    assert (len(shown) == 6) == (width == 120)

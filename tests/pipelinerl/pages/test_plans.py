@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from tiny_plan import priced_plan
 
-from pipelinerl.config.run import ClusterConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.pages.page import Page
 from pipelinerl.pages.plans import cases_page, choice, plan_page, probability
 from pipelinerl.records.plan_report import (
@@ -96,7 +95,9 @@ def test_the_answer_says_which_gpus_do_what(
     scheduler = SchedulerConfig(kind=kind, train_batch_size=8, generation_batch_size=8, publish_every=2)
     cluster = ClusterConfig(accelerators=gpus, generation_accelerators=generate)
     said = choice(best.model_copy(update={"scheduler": scheduler, "cluster": cluster, "idle": idle}))
-    assert said.startswith(f"{words}; 8 sequences in progress on each engine of one GPU; ")
+    schedule, split = words.split(": ")
+    lag = f"a mean lag of {best.lag_mean:.2f} optimizer steps, at most {best.lag_max}"
+    assert said.startswith(f"{schedule} at {lag}: {split}; 8 sequences in progress on each engine of one GPU; ")
     assert ("optimizer steps on what was generated at once" in said) == (kind != "pipeline")
     assert "; new weights every 2 optimizer steps (" in said
     assert f"That gives {best.tokens_per_s:,.0f} tokens/s (" in said
@@ -241,7 +242,7 @@ def test_the_page_of_cases_names_the_fastest_the_cheapest_and_the_winners() -> N
     assert f"{2 * best.tokens_per_s:,.0f} tokens/s" in said["8 GPUs"][0]
     limits = said["what limits each"]
     assert (limits[0], limits[-1]) == (f"4 GPUs: {best.verdict}", "no")
-    assert [line[:7] for line in said["next"] if not line.startswith("$ ")] == ["4 GPUs:", "8 GPUs:"]
+    assert [line.partition(":")[0] for line in said["next"] if not line.startswith("$ ")] == ["4 GPUs, 8 GPUs"]
     assert [row[:2] for row in page.tables[0].rows] == [["4 GPUs", best.label], ["8 GPUs", "other"]]
     alone = cases_page({"4 GPUs": report}).answer
     assert alone.startswith(f"Fastest and cheapest: 4 GPUs, {best.tokens_per_s:,.0f} tokens/s for ")

@@ -9,10 +9,9 @@ from tiny_comparison import run
 
 from pipelinerl.pages.page import Page, duration
 from pipelinerl.pages.runs import check_page, comparison_page, run_page
-from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, ScenarioReport
-from pipelinerl.records.reports import RunReport
+from pipelinerl.records.reports import Bottleneck, RunReport
 from sim.run import simulate
 
 

@@ -5,7 +5,7 @@ from derived import by_name
 from run_tables import tiny
 
 from pipelinerl.config.run import PriceConfig
-from pipelinerl.records.cost import CostReport, Prices, Rates
+from pipelinerl.records.reports import CostReport, Prices, Rates
 
 BOTH = Prices(gpu_usd=2.0, gpu_watts=700.0, generation_usd=0.5, generation_watts=400.0, environment_usd=0.1)
 

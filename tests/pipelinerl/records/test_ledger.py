@@ -6,7 +6,7 @@ import pytest
 from ledger_histories import FIRST_STEP, STORY, ended, keys, ledger_of, play_to, spans, start, summary_of
 
 import pipelinerl.records.figure_data
-import pipelinerl.records.rollout_buffer
+import pipelinerl.records.step_ledger
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
@@ -189,7 +189,7 @@ def test_the_ledger_does_not_grow_with_the_rollouts_that_have_ended(monkeypatch)
     Pickled, without its rows, after the rounds that fill its figures: no more, but for larger numbers.
     """
     monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 5)
-    monkeypatch.setattr(pipelinerl.records.rollout_buffer, "CUT_AT_BYTES", 1)
+    monkeypatch.setattr(pipelinerl.records.step_ledger, "CUT_AT_BYTES", 1)
 
     def kept(num_rounds):
         history = []

@@ -10,7 +10,7 @@ from ledger_histories import play_to
 from played_run import Keeping
 from traces import recorded
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from pipelinerl.errors import RunFailedError
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.trace import Trace

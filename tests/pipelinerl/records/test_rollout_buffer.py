@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-import pipelinerl.records.rollout_buffer
-from pipelinerl.records.rollout_buffer import FinishedRollouts
+import pipelinerl.records.step_ledger
+from pipelinerl.records.step_ledger import FinishedRollouts
 from pipelinerl.scheduler.events import VersionSpans
 
 rising = st.lists(st.integers(1, 2**40), min_size=1, max_size=6, unique=True).map(sorted)
@@ -44,7 +44,7 @@ def check_taken(taken, expected):
 def test_rollouts_come_out_as_they_were_put_in_in_any_order(operations):
     finished, model = FinishedRollouts(), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelinerl.records.rollout_buffer, "CUT_AT_BYTES", 1)
+        patch.setattr(pipelinerl.records.step_ledger, "CUT_AT_BYTES", 1)
         for number, (what, value) in enumerate(operations):
             ids = list(model)
             if what == "add":
@@ -75,7 +75,7 @@ def test_the_size_follows_what_waits():
             finished.add(rollout_id, VersionSpans((1, 2, 3), (10, 20, 30)), 3, 1.0)
         finished.take(range(first, first + 50))
         sizes.append(len(pickle.dumps(finished)))
-    assert max(sizes) < pipelinerl.records.rollout_buffer.CUT_AT_BYTES + len(pickle.dumps(FinishedRollouts()))
+    assert max(sizes) < pipelinerl.records.step_ledger.CUT_AT_BYTES + len(pickle.dumps(FinishedRollouts()))
     assert any(before > after for before, after in pairwise(sizes))
 
 

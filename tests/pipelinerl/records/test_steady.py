@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.records.steady import steady_part, too_short
+from pipelinerl.records.reports import steady_part, too_short
 from pipelinerl.records.steps import StepRow, as_records
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from ledger_histories import play_to
 
-from pipelinerl.records.rollout_buffer import Gathered
-from pipelinerl.records.turn_ledger import TurnLedger
+from pipelinerl.records.ledger import TurnLedger
+from pipelinerl.records.step_ledger import Gathered
 from pipelinerl.rl.drift import DriftModel
 from pipelinerl.scheduler.events import (
     AbortRollout,

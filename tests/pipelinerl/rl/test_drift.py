@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import message
 
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.drift import DriftModel, LearnedRun, ess_at_lag, fit_drift, modelled_ess
 from pipelinerl.rl.ess import ess_of_log_weights

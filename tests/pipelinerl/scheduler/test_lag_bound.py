@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl.scheduler.lag_bound import LagBound
+from pipelinerl.scheduler.base import LagBound
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep, training_cost
 from pipelinerl.records.steps import StepRow
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from, uniform_lengths

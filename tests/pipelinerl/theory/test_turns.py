@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run, parse_run, with_overrides
-from pipelinerl.hardware.costs import DecodeStep
-from pipelinerl.hardware.tables import PrefillConfig
+from pipelinerl.config.run import RunConfig, load_run, parse_run, with_overrides
+from pipelinerl.hardware.costs import DecodeStep, PrefillConfig
+from pipelinerl.theory.lengths import Turn, TurnMeans
 from pipelinerl.theory.steady_state import Engines, Estimate, screen
-from pipelinerl.theory.turns import Turn, TurnMeans
 from sim.planning.screen import Screener, own_candidate
 from sim.planning.space import SearchSpace, answers_of
 from sim.run import simulate

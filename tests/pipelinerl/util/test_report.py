@@ -9,7 +9,7 @@ import pytest
 from pydantic import model_validator
 from refusals import message
 
-from pipelinerl.util.report import Report
+from pipelinerl.util.strict_model import Report
 
 
 class Inner(Report):

@@ -15,7 +15,7 @@ from learning_run import BASE, MAX, TURNS, config_with
 from recorded_run import Recorded
 from refusals import message
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from pipelinerl.errors import ConfigError, RunFailedError, install
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import (

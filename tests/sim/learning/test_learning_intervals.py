@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from learning_run import BASE
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from sim.compare import compare
 
 pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from refusals import message
 from tiny_plan import SIXTEEN, TINY, in_this_process, planned, priced_plan, refused, tiny_run
 
 from pipelinerl.config.question import Assumption, asked_of, with_value
-from pipelinerl.config.run_file import load_run, with_overrides
+from pipelinerl.config.run import load_run, with_overrides
 from pipelinerl.errors import RunFailedError
 from pipelinerl.records.plan_report import PlanReport
 from sim.parallel import run_all_on_ray

@@ -17,8 +17,7 @@ from tiny_plan import TINY, UNKNOWN, candidates_of, planned, two_arms, unknown_r
 
 from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.question import Assumption
-from pipelinerl.config.run import check_config
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run import check_config, load_run
 from pipelinerl.hardware import prior
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.plan_report import PlanReport

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_plan import tiny_run
 
-from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.records.reports import Bottleneck
 from pipelinerl.rl.drift import DriftModel
 from pipelinerl.theory.steady_state import Estimate
 from sim.planning.choose import (

@@ -9,7 +9,7 @@ from command_line import Command, assert_fails
 from tiny_plan import candidates_of, in_this_process
 
 from analysis.plot import environments_figure
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport

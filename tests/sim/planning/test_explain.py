@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_plan import SIXTEEN, planned, refused
 
-from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.records.reports import Bottleneck
 from sim.planning.explain import bottleneck
 
 PIPELINE = "plan.schedulers=['pipeline']"

@@ -7,7 +7,7 @@ import pytest
 from tiny_plan import candidates_of, planned, refused, tiny_run
 
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run import parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
 from sim.planning.screen import Candidate, Rejected, Screener, candidate_of, own_candidate

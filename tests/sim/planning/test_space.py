@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from tiny_plan import planned, refused, tiny_run
 
-from pipelinerl.config.run import ClusterConfig, PlanConfig, RunConfig, WorkloadConfig
-from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.config.run import ClusterConfig, PlanConfig, RunConfig, SchedulerConfig, WorkloadConfig
 from pipelinerl.config.train import TrainConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.kinds import KINDS

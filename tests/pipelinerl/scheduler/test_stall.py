@@ -5,9 +5,9 @@ import re
 import pytest
 from scheduler_events import done, failed, finished, make, report, started, trained
 
-from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.records.stall import StallWatch, stalled
+from pipelinerl.config.run import SchedulerConfig
 from pipelinerl.scheduler.events import DiscardReason, OnFull, OnStale, Stop, StopReason
+from pipelinerl.scheduler.kinds import StallWatch, stalled
 
 
 def test_the_limit_is_a_thousand_batches_unless_it_is_given():
