@@ -166,15 +166,9 @@ def make_scheduler(
     environments: int | None = None,
     kv_cache_tokens: int | None = None,
 ) -> Scheduler:
-    """Return a fresh scheduler; call ``start`` once, then ``handle`` with every event.
+    """Return a fresh ``Scheduler``, with its arguments; call ``start`` once, then ``handle`` with every event.
 
-    Args:
-        settings: The ``scheduler`` table of a run file, or anything with the same attributes.
-        optimizer_steps: Optimizer steps to make (count).
-        num_engines: Engines to keep busy (count).
-        group_size: Rollouts per prompt (count).
-        environments: Environments there are (count). None: rollouts have none.
-        kv_cache_tokens: KV cache of an engine (tokens). None: it never fills. 0: none of it outlasts a turn.
+    ``settings``: the ``scheduler`` table of a run file, or anything with the same attributes.
     """
     return settings.schedule.scheduler(
         settings,
