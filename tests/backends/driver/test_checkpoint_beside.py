@@ -87,22 +87,23 @@ def test_records_that_are_cut_off_are_on_disk_before_they_take_the_place_of_the_
     """Else a machine that stops then has a checkpoint, and none of the records that it goes on from."""
     interrupted(CONFIG, out)
     log: list[tuple[str, str]] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.rename
 
     def logged_fsync(descriptor: int) -> None:
         log.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
         fsync(descriptor)
 
-    def logged_replace(source: Path, target: Path) -> None:
-        log.append(("replace", Path(target).name))
-        replace(source, target)
+    def logged_rename(source: Path, target: Path) -> None:
+        log.append(("rename", Path(target).name))
+        rename(source, target)
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
-    monkeypatch.setattr(os, "replace", logged_replace)
+    for way in ("rename", "replace"):
+        monkeypatch.setattr(os, way, logged_rename)
     run_checked(CONFIG, out, resume=True)
     for name in (TRACE_FILE, STEPS_FILE, METRICS_FILE):
-        at = log.index(("replace", name))
-        assert log[at - 1 : at + 2] == [("fsync", f"{name}.partial"), ("replace", name), ("fsync", out.name)]
+        at = log.index(("rename", name))
+        assert log[at - 1 : at + 2] == [("fsync", f"{name}.partial"), ("rename", name), ("fsync", out.name)]
 
 
 KILLED = config_of(steps=8, longest=20, train={"checkpoint": {"every": 2, "keep": 1}})
