@@ -1,9 +1,10 @@
 """Published files whose bytes change: real files of the ``file`` transport, engines and trainer in memory."""
 
+import asyncio
 import re
 
 import pytest
-from in_memory import Killer, Shared, config_of, parts_of, run, run_checked
+from in_memory import Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -151,6 +152,34 @@ def test_an_engine_that_comes_back_to_a_damaged_file_gets_it_anew(out, tmp_path,
     assert run_checked(config, out, parts).engine_restarts == 1
     assert [engine.num_started for engine in parts.engines] == [1, 1 + workers]
     assert parts.trainer.published == [4, 4]
+
+
+def test_ctrl_c_ends_a_run_whose_engines_finish_their_rollouts_before_a_file_is_published_anew(out, tmp_path):
+    """Engine 0 still decodes when engine 1 comes back to a damaged file; after Ctrl-C no event is delivered."""
+    newest = []
+
+    def dies():
+        if newest:
+            flip(newest[-1])
+        return bool(newest)
+
+    class Interrupting(Engine):
+        async def update(self, weights, weight_update):
+            try:
+                return await super().update(weights, weight_update)
+            except TransferError:
+                asyncio.get_running_loop().call_soon(interrupt)
+                raise
+
+    config = config_of(kind="conventional", steps=4, longest=40)
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights))
+    receivers = [FILE.receiver(str(tmp_path)) for _ in range(2)]
+    slow = Engine(num_slots=6, step_s=0.01, endless=True, receiver=receivers[0])
+    parts.engines = [slow, Interrupting(num_slots=6, receiver=receivers[1])]
+    parts.engines[1].dies = dies
+    interrupted(config, out, parts)
+    assert parts.trainer.published == [1]
+    run_checked(config, out, parts_of(config), resume=True)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
