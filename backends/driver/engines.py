@@ -209,7 +209,7 @@ class EnginePool:
         await handle.engine.shutdown()
 
     async def sleep(self) -> None:
-        """Have all engines give up their memory; until ``wake`` none starts, loads or is lost."""
+        """Have all engines give up their memory; until ``wake`` none starts or loads."""
         await asyncio.gather(*(self._sleep(handle) for handle in self))
 
     async def _sleep(self, handle: EngineHandle) -> None:
