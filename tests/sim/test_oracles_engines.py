@@ -11,7 +11,7 @@ from played_run import fixed, play, trains_in, uniform
 import sim.engine
 from pipelinerl.scheduler.events import RolloutFinished, RolloutPreempted, StartRollout, WeightsLoaded
 from sim.clock import to_ticks
-from sim.decode_batch import DecodeBatch
+from sim.engine import DecodeBatch
 from sim.workload import Workload
 
 # ------------------------------------------------------------------------------------------ extremes

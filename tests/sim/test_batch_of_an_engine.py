@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.decode_batch import DecodeBatch, TimedBatch
+from sim.engine import DecodeBatch, TimedBatch
 from sim.interface import DecodeCost, Request
 
 COST = DecodeCost((0, 10, 12, 15), 1)
