@@ -33,7 +33,7 @@ MOST_DEPTH = 100
 LONGEST_LINE = 2**22
 """Longest line of a file that is read line by line, and longest value of one that is read by values (characters)."""
 _LIST = re.compile(r'\s*(\[|\{.*?"traceEvents"\s*:\s*\[)', re.DOTALL)
-_GAP = re.compile(r"[\s,]*")
+_GAP, _LIST_GAP = re.compile(r"\s*"), re.compile(r"[\s,]*")
 
 
 @contextmanager
@@ -143,9 +143,9 @@ def read_values(path: Path, what: str = "") -> Iterator[Any]:
     with _text(path, what) as text:
         read = text.read(LONGEST_LINE)
         listed = _LIST.match(read)
-        at = listed.end() if listed else 0
+        at, gap = (listed.end(), _LIST_GAP) if listed else (0, _GAP)
         while True:
-            at += len(_GAP.match(read, at)[0])  # type: ignore[index]  # it matches nothing, too
+            at += len(gap.match(read, at)[0])  # type: ignore[index]  # it matches nothing, too
             if listed and read.startswith("]", at):
                 return
             fault: Exception | None = None

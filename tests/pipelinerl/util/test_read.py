@@ -83,6 +83,7 @@ def test_values_of_json_lines_and_of_a_list_are_read_piece_by_piece(
     ("text", "message_"),
     [
         ('{"a": 1}\n{"a": ', "x is not valid JSON: value 2 is broken, or above 4,194,304 characters: "),
+        ("{}, {}", "x is not valid JSON: value 2 is broken, or above 4,194,304 characters: "),
         ('[{"a": 1}, ', "x is not valid JSON: value 2 is broken, or above 4,194,304 characters: "),
         (
             "{}\n" + "9" * 5000,
@@ -92,7 +93,7 @@ def test_values_of_json_lines_and_of_a_list_are_read_piece_by_piece(
         ("{}\n" + "[" * 101 + "]" * 101, "x, value 2 must have at most 100 tables inside each other"),
         ("{}\n" + "[" * 100_000, "x is not valid JSON: value 2 is broken"),
     ],
-    ids=["line", "list", "digits", "long", "deep", "very deep"],
+    ids=["line", "comma", "list", "digits", "long", "deep", "very deep"],
 )
 def test_a_value_that_is_none_is_one_line(tmp_path: Path, text: str, message_: str) -> None:
     (tmp_path / "x").write_text(text)
