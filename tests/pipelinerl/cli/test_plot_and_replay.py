@@ -57,6 +57,13 @@ def test_folders_that_cannot_be_drawn_have_status_2_and_nothing_is_written(
     assert everything_in(tmp_path) == before
 
 
+@pytest.mark.parametrize("words", [("report", "--out", "a.md"), ("plot",), ("replay",), ("calibrate",), ("simulate",)])
+def test_a_path_longer_than_any_file_has_is_a_short_line(command: Command, words: tuple[str, ...]) -> None:
+    result = command(words[0], "a" * 5000, *words[1:])
+    assert_fails(result, 2, "File name too long")
+    assert len(result.err) < 1100
+
+
 @pytest.mark.slow(seconds=40)
 def test_a_run_of_a_million_steps_is_read(command: Command, tmp_path: Path, finished: Path) -> None:
     """As many as a run file allows; a row more is refused before the others are read into memory."""
