@@ -53,6 +53,9 @@ from pipelinerl.records.profile_report import EngineTimeline, Timeline
 from pipelinerl.records.reports import TrainerSeconds
 from pipelinerl.util.arrays import FloatArray
 
+MOST_WINDOWS = 10_000
+"""Windows of a run that smooth its lag (count)."""
+
 
 def lag_by_position(runs: Sequence[Run]) -> Chart:
     """Return the mean lag of a token against its position in the answer (Fig. 3a): flat, or fresh at the end."""
@@ -343,7 +346,8 @@ def _draw_envelopes(axes: Axes, run: Run, style: SeriesStyle) -> None:
     step, mean, largest = (run.steps[key] for key in ("step", "lag_mean", "lag_max"))
     period = int(largest.max()) + 1
     size = max(min(period * math.ceil(len(step) / 30 / period), len(step) // 4), 1)
-    steps, means, tops = (np.lib.stride_tricks.sliding_window_view(one, size) for one in (step, mean, largest))
+    apart = 1 + len(step) // MOST_WINDOWS
+    steps, means, tops = (np.lib.stride_tricks.sliding_window_view(one, size)[::apart] for one in (step, mean, largest))
     middle = steps.mean(axis=1)
     axes.fill_between(middle, means.min(axis=1), means.max(axis=1), color=style.color, alpha=0.25, linewidth=0)
     axes.plot(middle, means.mean(axis=1), color=style.color)

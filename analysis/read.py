@@ -27,8 +27,8 @@ REWARD = "reward/mean"
 ESS_RAW, ESS_TRUNCATED = "ess/token_raw", "ess/token_truncated"
 """ESS of a step's raw token weights, and of the weights in the loss (share of the tokens)."""
 
-MOST_METRICS = 2000
-"""Names of metrics in a run (count); each takes 8 bytes per step."""
+MOST_METRICS = 40_000_000
+"""Names of metrics times steps of a run (count), 8 bytes each."""
 
 _ESS_AT_LAG = re.compile(r"ess/lag_([0-9]+)")
 
@@ -120,12 +120,13 @@ def read_metrics(path: Path, step: RealArray) -> dict[str, FloatArray]:
             raise ConfigError(f"{place}: steps.csv has {len(step)} optimizer steps only")
         if line.get("step") != step[number - 1]:
             raise ConfigError(f"{place}: step must be {step[number - 1]:g}, got {shown(line.get('step'))}")
-        for name, value in _numbers(place, line).items():
+        numbers = _numbers(place, line)
+        if len(columns.keys() | numbers) * len(step) > MOST_METRICS:
+            raise ConfigError(f"{place}: there must be at most {MOST_METRICS // len(step):,} metrics")
+        for name, value in numbers.items():
             if name not in columns:
                 columns[name] = np.full(len(step), math.nan)
             columns[name][number - 1] = value
-        if len(columns) > MOST_METRICS:
-            raise ConfigError(f"{place}: there must be at most {MOST_METRICS:,} metrics")
     num_lines = number if columns else 0
     return {name: column[:num_lines] for name, column in columns.items()}
 

@@ -27,7 +27,7 @@ import numpy as np
 from analysis.read import read_metrics
 from pipelinerl.errors import ConfigError, TraceError
 from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
-from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
+from pipelinerl.records.steps import STEPS_FILE, read_steps
 from pipelinerl.records.trace import Record, Trace
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -60,6 +60,12 @@ ENVIRONMENTS = 64
 """Environments that are shown (count)."""
 MAX_ENTRIES = 400_000
 """Most entries of a file (count), about 60 MB; the rest is cut."""
+COUNTERS = (
+    ("lag_mean", "mean lag", "optimizer steps"),
+    ("in_progress", "in progress", "rollouts"),
+    ("ready", "ready", "rollouts"),
+)
+"""Counters of optimizer steps: column, name, unit."""
 COUNTER_STEP = 1e-3
 """Shortest time between two values of a counter (share of the run)."""
 WEIGHTS, FIRST_LANE = 1, 2
@@ -136,12 +142,13 @@ class Timeline:
         """Whether no more entries fit."""
         return len(self.entries) >= MAX_ENTRIES
 
-    def step(self, row: StepRow) -> None:
-        """Show the counters of an optimizer step."""
-        if self._begin_s <= row.time_s <= self._end_s:
-            counters = (("mean lag", "optimizer steps", row.lag_mean), ("in progress", "rollouts", row.in_progress))
-            for name, unit, value in (*counters, ("ready", "rollouts", row.ready)):
-                self._entry("C", RUN, row.time_s, name=name, args={unit: value})
+    def steps(self, rows: np.recarray[Any, Any]) -> None:
+        """Show the counters of optimizer steps, thinned out if they alone would fill the file."""
+        shown = rows[(self._begin_s <= rows.time_s) & (rows.time_s <= self._end_s)]
+        shown = shown[:: 1 + len(COUNTERS) * len(shown) // (1 + MAX_ENTRIES)]
+        for column, name, unit in COUNTERS:
+            for time_s, value in zip(shown.time_s.tolist(), shown[column].tolist(), strict=True):
+                self._entry("C", RUN, time_s, name=name, args={unit: value})
 
     def ranks(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the phases of the trainer's ranks in an optimizer step."""
@@ -322,14 +329,14 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
         ConfigError: If rows or metrics of the optimizer steps cannot be read, or the run ends before ``begin_s``.
     """
     trace, rows = Trace(folder / TRACE_FILE), read_steps(folder / STEPS_FILE)
-    metrics = read_metrics(folder / METRICS_FILE, np.array([row.step for row in rows]))
+    metrics = read_metrics(folder / METRICS_FILE, rows.step)
     config = trace.config
     timeline = Timeline(
         num_engines=config.num_engines,
         num_environments=config.environment.count if config.environment is not None else 0,
         begin_s=begin_s,
         end_s=end_s,
-        duration_s=rows[-1].time_s if rows else begin_s,
+        duration_s=float(rows.time_s[-1]) if len(rows) else begin_s,
     )
     now_s = begin_s
     for record in trace.records():
@@ -345,12 +352,10 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
     if timeline.full:
         timeline.counts.cut_at_s = now_s
     timeline.finish(now_s)
-    for number, row in enumerate(rows):
-        if row.time_s <= now_s:
-            timeline.step(row)
-            timeline.ranks(
-                row.step, {name: float(column[number]) for name, column in metrics.items() if number < len(column)}
-            )
+    shown = rows[rows.time_s <= now_s]
+    timeline.steps(shown)
+    for number, step in enumerate(shown.step[: max(map(len, metrics.values()), default=0)].tolist()):
+        timeline.ranks(step, {name: float(column[number]) for name, column in metrics.items()})
     return timeline
 
 

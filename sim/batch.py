@@ -14,6 +14,8 @@ BATCHES = 4
 """Batches averaged over (count)."""
 STEADY_FROM, STEADY = 6, 16
 """RL steps, or optimizer steps, at the start of a short run that are left out, and those averaged over (count)."""
+MOST_ROLLOUTS = 50_000
+"""Rollouts of a short run from which on it has fewer steps: steps of many rollouts differ less (count)."""
 
 
 def rollout_batch_s(config: RunConfig) -> float:
@@ -67,9 +69,13 @@ def measured_steps(config: RunConfig) -> list[StepRow]:
 
     Raises ConfigError as ``simulate``, RunFailedError if the run could not reach its end.
     """
-    schedule = config.scheduler.schedule
-    rl_step = config.scheduler.optimizer_steps_per_rl_step if schedule.has_rl_steps else 1
-    start = STEADY_FROM * rl_step
+    scheduler = config.scheduler
+    rl_step = scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else 1
+    start, steady, rollouts = STEADY_FROM, STEADY, rl_step * scheduler.train_batch_size
+    if (start + steady) * rollouts > MOST_ROLLOUTS:
+        in_flight = 0 if config.colocated else config.num_engines * scheduler.generation_batch_size
+        start = min(start, 1 + -(-2 * in_flight // rollouts))
+        steady = min(steady, max(4 if in_flight else 1, MOST_ROLLOUTS // rollouts - start))
     rows: list[StepRow] = []
-    simulate(config.model_copy(update={"optimizer_steps": start + STEADY * rl_step}), on_step=rows.append)
-    return rows[start - 1 :]
+    simulate(config.model_copy(update={"optimizer_steps": (start + steady) * rl_step}), on_step=rows.append)
+    return rows[start * rl_step - 1 :]

@@ -344,7 +344,9 @@ def read_source(source: str, *, prompt_tokens: int = 0, group_size: int = 1) -> 
     try:
         table = read_table(path, "workload.length.source")
     except ConfigError as error:
-        raise ConfigError(str(error) if path.is_file() else f"{error}; {hint}") from None
+        if path.is_file():
+            raise
+        raise ConfigError(f"{error}; {hint}") from None
     answers: dict[str, list[AnswerRow]] = {}
     for where, answer in table.rows(AnswerRow, filled=True):
         siblings = answers.setdefault(answer.prompt_id, [])

@@ -27,6 +27,8 @@ WARM_UP_FROM = 4
 """Steps from which on the first is left out: it compiles and fills (count)."""
 OUTLIER = 3.0
 """Times the median from which on a step is left out: it held an evaluation or a checkpoint (no unit)."""
+MOST_LOGGED = 1e15
+"""Largest number of a step (any unit)."""
 OVERLAP = 1.02
 """Times the step that its parts last together from which on they ran side by side (no unit)."""
 
@@ -92,12 +94,15 @@ class LoggedStep(StrictModel):
     def completed(self) -> LoggedStep:
         """Return the step with all values that follow from its own numbers."""
         now = {name: value for name, value in self if value is not None}
+        for name, value in now.items():
+            if value > MOST_LOGGED:
+                raise ConfigError(f"step {self.step} of the log: {name} must be at most {MOST_LOGGED:g}, got {value:g}")
 
         def of(name: str) -> float:
             return float(now.get(name, math.nan))
 
         def known(name: str, value: float) -> None:
-            if name not in now and value > 0:  # NaN, from an unknown number, is not
+            if name not in now and 0 < value <= MOST_LOGGED:  # NaN, from an unknown number, is not
                 now[name] = value
 
         known("prompt_mean", of("sequence_mean") - of("length_mean"))
@@ -231,6 +236,8 @@ MOST_IN_FLIGHT = 256
 """Sequences of an engine at a time where a log lacks them: vLLM's own limit (count)."""
 WAITS = 0.05
 """Share of the step that the trainer waits from which on generation, and not training, sets the pace (no unit)."""
+MOST_ANSWERS = 100_000
+"""Answers of a step that is simulated (count)."""
 ALIKE = 0.05
 """Share by which a batch of the log may differ from that of the run file (no unit)."""
 
@@ -378,9 +385,16 @@ def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models
     if log.mean.generation_s and not log.asynchronous and not run.colocated:
         raise ConfigError("--run must be of a colocated job, as the log is: its generation and training take turns")
     mean, per = log.mean, _optimizer_steps(log, run)
+    if (answers := per * run.scheduler.train_batch_size) > MOST_ANSWERS:
+        raise ConfigError(f"a step of the job must have at most {MOST_ANSWERS:,} answers, got {answers:,}")
+
+    known: dict[str, LoggedStep] = {}
 
     def simulated(config: RunConfig) -> LoggedStep:
-        return simulated_step(config, models.steps(config), per)
+        key = config.model_dump_json()
+        if key not in known:
+            known[key] = simulated_step(config, models.steps(config), per)
+        return known[key]
 
     notes = list(assumed)
     predicted = simulated(run)

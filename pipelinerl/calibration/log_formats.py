@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from pipelinerl.calibration.log import LoggedStep
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean, explain, shown
-from pipelinerl.util.read import LONGEST_LINE, parse_json, read_lines, read_rows, read_text
+from pipelinerl.util.read import LONGEST_LINE, opened, read_lines, read_rows, read_values
 from pipelinerl.util.table import read_table
 
 # Metrics of each system by column of a logged step. Names were read in the projects' sources (files named per format).
@@ -50,6 +51,8 @@ class Format:
     """Columns with other metrics in an asynchronous job."""
     console_step: re.Pattern[str] | None = None
     """A line of the console that begins a step; its group is the number."""
+    console_marks: tuple[str, ...] = ()
+    """A line of the console without any of them says nothing; a tenth of the time of a pattern."""
     console: tuple[tuple[re.Pattern[str], str], ...] = ()
     """Patterns of numbers and their metrics: ``{0}`` stands for the first group, the last group is the value."""
     console_wraps: re.Pattern[str] | None = None
@@ -78,7 +81,8 @@ VERL = Format(
     ratios={"accelerators": (("perf/total_num_tokens",), ("perf/throughput", "perf/time_per_step"))},
     asynchronous=("fully_async/count/current_param_version", "timing_s/generate_async", "timing_s/param_sync"),
     asynchronous_columns={"wait_s": (("timing_s/gen",),), "generation_s": (("timing_s/generate_async",),)},
-    console_step=re.compile(r"\bstep:(\d+) - "),
+    console_step=re.compile(r"\bstep:(\d{1,9}) - "),
+    console_marks=("step:", "timing_s/"),
     console=((re.compile(rf" - ([^\s:]+):{NUMPY}{NUMBER}"), "{0}"),),
     console_wraps=re.compile(r"(?!\(|.*\bstep:\d+ - ).* - [\w.@-]+/[\w/.@-]+:"),
     besides=("timing_s/testing", "timing_s/save_checkpoint"),
@@ -117,7 +121,8 @@ NEMO_RL = Format(
             ("performance/generation_tokens_per_sec",), ("performance/generation_tokens_per_sec_per_gpu",),
         ),
     },
-    console_step=re.compile(r"={5,} Step (\d+)/"),
+    console_step=re.compile(r"={5,} Step (\d{1,9})/"),
+    console_marks=("= Step ", "• ", "/sec"),
     console=(
         (re.compile(rf"• Total step time: {NUMBER}s"), "timing/train/total_step_time"),
         (re.compile(rf"• ([a-z][\w/]*): {NUMBER}s \("), "timing/train/{0}"),
@@ -161,7 +166,8 @@ PRIME_RL = Format(
         "training_accelerators": (("perf/throughput",), ("perf/throughput_per_gpu",)),
         "total_tokens": (("console/throughput", "time/step"), ()),
     },
-    console_step=re.compile(r"\bStep (\d+) \|"),
+    console_step=re.compile(r"\bStep (\d{1,9}) \|"),
+    console_marks=("|",),
     console=(
         (re.compile(rf"\bStep \d+ \|(?: Time:)?\s+{DURATION} \|"), "time/step"),
         (re.compile(rf"Throughput: {NUMBER} tokens/s \| Seq"), "console/throughput"),
@@ -188,7 +194,8 @@ SLIME = Format(
         "sequence_mean": (("rollout/total_lengths",),),
     },
     ratios={"total_tokens": (("perf/actor_train_tok_per_s", "perf/actor_train_time"), ())},
-    console_step=re.compile(r"\b(?:perf|rollout) (\d+): \{"),
+    console_step=re.compile(r"\b(?:perf|rollout) (\d{1,9}): \{"),
+    console_marks=(": {", "': "),
     console=((re.compile(rf"'([\w/.@-]+)': {NUMPY}{NUMBER}"), "{0}"),),
 )  # fmt: skip
 """THUDM/slime, September 2025 to August 2026: ``slime/observability/train_metric_utils.py``,
@@ -224,7 +231,8 @@ AREAL = Format(
     },
     asynchronous=("version_stats/sample_staleness_theta_max",),
     asynchronous_columns={"wait_s": (("timeperf/rollout",), ("train.rollout",)), "generation_s": ()},
-    console_step=re.compile(r"Train step (\d+)/\d+ done"),
+    console_step=re.compile(r"Train step (\d{1,9})/\d+ done"),
+    console_marks=("Train step ", "│"),
     console=((re.compile(rf"│\s*([\w/-]+)\s*│\s*{NUMBER}\s*(?=│)"), "{0}"),),
 )
 """inclusionAI/AReaL, May 2026: ``areal/trainer/rl_trainer.py`` (timers and trace), ``areal/trainer/ppo/actor.py``
@@ -236,6 +244,10 @@ PLAIN = "csv"
 """The name of a plain CSV file with the columns of ``LoggedStep``."""
 
 
+MOST_STEPS = 100_000
+"""Steps of a log (count)."""
+Wanted = Callable[[str], bool]
+"""Whether a format reads a metric of this name."""
 Metrics = dict[int, dict[str, float]]
 """Numbers by step and name."""
 
@@ -262,11 +274,14 @@ def read_log(paths: Sequence[Path], name: str) -> list[LoggedStep]:
         return [row for path in paths for _, row in read_table(path, "log").rows(LoggedStep)]
     format_ = FORMATS[names.index(name)]
     metrics: Metrics = defaultdict(dict)
+    wanted = _wanted(format_)
     for path in paths:
-        found = 0
-        for number, values in _numbers(path, format_):
+        found = False
+        for number, values in _numbers(path, format_, wanted):
             metrics[number].update(values)
-            found += 1
+            found = True
+            if len(metrics) > MOST_STEPS:
+                raise ConfigError(f"{path} must hold at most {MOST_STEPS:,} steps")
         if not found:
             raise ConfigError(f"{path} must hold steps as {name} logs them, got none; is it of another system?")
     steps = [step for number in sorted(metrics) if (step := _step(number, metrics[number], format_)) is not None]
@@ -317,17 +332,31 @@ def _sum(alternatives: Alternatives, metrics: Mapping[str, float]) -> float | No
 def _metric(name: str, metrics: Mapping[str, float]) -> float | None:
     if name in metrics:
         return metrics[name]
-    return next((value for key, value in metrics.items() if key.endswith("/" + name)), None)
+    end = "/" + name
+    return next((value for key, value in metrics.items() if key.endswith(end)), None)
 
 
-def _numbers(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+def _wanted(format_: Format) -> Wanted:
+    tables = [*format_.columns.values(), *format_.asynchronous_columns.values(), *format_.ratios.values()]
+    names = {name for alternatives in tables for names in alternatives for name in names}
+    names |= {*format_.asynchronous, *format_.besides}
+
+    @lru_cache(maxsize=10_000)
+    def wanted(name: str) -> bool:
+        return name in names or any(name.endswith("/" + one) for one in names)
+
+    return wanted
+
+
+def _numbers(path: Path, format_: Format, wanted: Wanted) -> Iterator[tuple[int, dict[str, float]]]:
     """Return the numbers of a file, a step at a time; a step may come several times."""
-    _, first = next(read_lines(path, "log"), (0, ""))
-    if path.suffix in (".json", ".jsonl") or first.startswith("{"):
-        return _from_json(path, format_)
+    with opened(path, "log") as file:
+        table = file.read(1000).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+    if table or path.suffix in (".json", ".jsonl"):
+        return _from_json(path, format_, wanted)
     if path.suffix == ".csv":
-        return _from_csv(path, format_)
-    return _from_console(path, format_)
+        return _from_csv(path, format_, wanted)
+    return _from_console(path, format_, wanted)
 
 
 def _unwrapped(path: Path, format_: Format) -> Iterator[str]:
@@ -345,29 +374,31 @@ def _unwrapped(path: Path, format_: Format) -> Iterator[str]:
     yield from before.splitlines()
 
 
-def _from_console(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+def _from_console(path: Path, format_: Format, wanted: Wanted) -> Iterator[tuple[int, dict[str, float]]]:
     assert format_.console_step is not None
     step = None
     for line in _unwrapped(path, format_):
+        if not any(map(line.__contains__, format_.console_marks)):
+            continue
         if begun := format_.console_step.search(line):
             step = int(begun[1])
         if step is None:
             continue
-        found = {
-            name.format(*match.groups()): _seconds(match.groups()[-1])
+        matches = (
+            (name.format(*match.groups()), match.groups()[-1])
             for pattern, name in format_.console
             for match in pattern.finditer(line)
-        }
-        if found:
-            yield step, found
+        )
+        yield step, {name: _seconds(text) for name, text in matches if wanted(name)}
 
 
 def _seconds(text: str) -> float:
-    parts = DURATIONS.findall(text)
-    return sum(float(number) * UNITS[unit] for number, unit in parts) if parts else float(text)
+    if text[-1].isdigit():
+        return float(text)
+    return sum(float(number) * UNITS[unit] for number, unit in DURATIONS.findall(text))
 
 
-def _from_csv(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+def _from_csv(path: Path, format_: Format, wanted: Wanted) -> Iterator[tuple[int, dict[str, float]]]:
     rows = (cells for _, cells in read_rows(path, "log"))
     header = [name.rpartition(RUN_PREFIX)[2] for name in next(rows, [])]
     place = next((header.index(name) for name in (*format_.steps, "Step") if name in header), None)
@@ -375,49 +406,36 @@ def _from_csv(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, floa
         raise ConfigError(
             f"{path} must number its steps in a column {', '.join(format_.steps)} or Step, got none of them"
         )
+    columns = [(column, name) for column, name in enumerate(header) if wanted(name)]
     for cells in rows:
-        pairs = zip(header, cells, strict=False)
-        values = {name: value for name, cell in pairs if (value := _number(cell)) is not None}
+        pairs = ((name, _number(cells[column])) for column, name in columns if column < len(cells))
         step = _number(cells[place]) if place < len(cells) else None
         if step is not None:
-            yield int(step), values
+            yield int(step), {name: value for name, value in pairs if value is not None}
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
-    """Yield the values of JSON lines, or of the one list of a file."""
-    lines = (line for _, line in read_lines(path, "log") if line.strip())
-    first, second = next(lines, ""), next(lines, None)
-    try:
-        several = second is not None and parse_json(first, "") is not None
-    except ConfigError:  # one value on many lines
-        several = False
-    if several:
-        yield from (parse_json(line, str(path)) for line in chain([first, second or ""], lines))
-        return
-    whole = parse_json(read_text(path, "log"), str(path))
-    rows = whole.get("traceEvents", whole) if isinstance(whole, dict) else whole
-    yield from rows if isinstance(rows, list) else [rows]
-
-
-def _from_json(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
+def _from_json(path: Path, format_: Format, wanted: Wanted) -> Iterator[tuple[int, dict[str, float]]]:
     spans: Metrics = defaultdict(dict)
-    for row in _json_rows(path):
+    for row in read_values(path, "log"):
         if not isinstance(row, dict):
             raise ConfigError(f"{path} must hold an object per line, got {shown(row)}")
         if "ph" in row:
-            _take_span(row, spans)
+            _take_span(row, spans, wanted)
+            if len(spans) > MOST_STEPS:
+                break
             continue
         data = row.get("data", row)
-        step = next((row[name] for name in (*format_.steps, "step") if isinstance(row.get(name), int | float)), None)
+        step = next((one for name in (*format_.steps, "step") if (one := _number(row.get(name))) is not None), None)
         if step is not None and isinstance(data, dict):
-            yield int(step), {name: value for name, one in data.items() if (value := _number(one)) is not None}
+            pairs = ((name, _number(value)) for name, value in data.items() if wanted(name))
+            yield int(step), {name: value for name, value in pairs if value is not None}
     yield from spans.items()
 
 
-def _take_span(event: Mapping[str, Any], spans: Metrics) -> None:
-    step = (event.get("args") or {}).get("global_step")
-    if event.get("ph") == "X" and isinstance(step, int) and (micros := _number(event.get("dur"))) is not None:
-        name = str(event.get("name"))
+def _take_span(event: Mapping[str, Any], spans: Metrics, wanted: Wanted) -> None:
+    args, name, micros = event.get("args"), str(event.get("name")), _number(event.get("dur"))
+    step = args.get("global_step") if isinstance(args, dict) else None
+    if event["ph"] == "X" and isinstance(step, int) and micros is not None and wanted(name):
         spans[step][name] = max(micros / 1e6, spans[step].get(name, 0.0))
 
 

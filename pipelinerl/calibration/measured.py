@@ -111,8 +111,13 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
     config = _with_hardware(config, table, source)
     measured = replace(measured, weights=arms, doubts=(*measured.doubts, *doubts(result)))
     length, rows = config.workload.length, read_steps(source / STEPS_FILE)
-    if run.colocated and not run.scheduler.schedule.carries_over and rows and length.kind in ("lognormal", "empirical"):
-        mean = sum(row.length_mean * row.samples for row in rows) / sum(row.samples for row in rows)
+    if (
+        run.colocated
+        and not run.scheduler.schedule.carries_over
+        and len(rows)
+        and length.kind in ("lognormal", "empirical")
+    ):
+        mean = float(rows.length_mean @ rows.samples / rows.samples.sum())
         length = length.model_copy(update={"mean": min(mean, length.max - 1.0)})
         workload = config.workload.model_copy(update={"length": length})
         return config.model_copy(update={"workload": workload}), replace(measured, answers=True)

@@ -436,8 +436,14 @@ def fit_factor(
     slower = _slower_training if what == "training" else _slower_generation
     table = run.hardware.model_dump(mode="json", exclude_none=True)
 
+    def slowed(factor: float) -> dict[str, Any]:
+        return {
+            part: {key: rounded(one) if isinstance(one, float) else one for key, one in values.items()}
+            for part, values in slower(run, factor).items()
+        }
+
     def slowed_s(factor: float) -> float:
-        hardware = HardwareConfig.model_validate(merged_tables(table, slower(run, factor)))
+        hardware = HardwareConfig.model_validate(merged_tables(table, slowed(factor)))
         return model_s(run.model_copy(update={"hardware": hardware}))
 
     _check_seconds(name, goal_s)
@@ -450,6 +456,8 @@ def fit_factor(
         last, last_s = factor, now_s
         factor *= (goal_s / now_s) ** (1 / slope)
         now_s = slowed_s(factor)
+        if abs(now_s / last_s - 1) < CLOSE / 10:
+            break  # other times set it
         # Where other times stand beside these, a factor changes the sum by a smaller one.
         slope = min(1.0, max(LEAST_SLOPE, math.log(now_s / last_s) / math.log(factor / last)))
     missed = abs(now_s / goal_s - 1)
@@ -462,11 +470,7 @@ def fit_factor(
         result.warnings.append(
             f"{name}={goal_s:g} is just out of reach: the nearest that the hardware model gives is {now_s:.3g} s, taken"
         )
-    parts = {
-        name: {key: rounded(one) if isinstance(one, float) else one for key, one in part.items()}
-        for name, part in slower(run, factor).items()
-    }
-    result.table = merged_tables(result.table, parts)
+    result.table = merged_tables(result.table, slowed(factor))
     result.factors[what] = factor
     result.notes.append(
         f"{what}: one number gives one factor, {factor:.3g} on all its times; how they divide among their parts is not "

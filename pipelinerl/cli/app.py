@@ -6,6 +6,7 @@ Exit status 0: done. 1: the run failed. 2: the input is wrong (one line per faul
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import sys
@@ -90,9 +91,12 @@ def main() -> None:
     except ConfigError as error:
         complain(str(error))
         sys.exit(2)
-    except (PipelineRLError, OSError) as error:  # the run failed, or the disk is full
+    except PipelineRLError as error:
         complain(str(error))
         sys.exit(1)
+    except OSError as error:  # a path that no file can have, or the disk is full
+        complain(str(ConfigError(error)))
+        sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
 
 
 def usage_line(fault: Any) -> str:

@@ -19,7 +19,7 @@ from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import Prices, RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.run_folder import METRICS_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
 from pipelinerl.records.step_ledger import Admission
-from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
+from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.records.trace import FanOut, Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.util.explain import writing
@@ -168,7 +168,7 @@ class Recording:
         lags = self.ledger.tokens_by_lag()
         if config.drift is not None and any(lags):
             about["ess_modelled"] = modelled_ess(config.drift, lags)
-        return RunReport(**about).with_steps(self.ledger.steps)
+        return RunReport(**about).with_steps(as_records(self.ledger.steps))
 
     def _step_done(self, row: StepRow) -> None:
         if self._folder is not None:
@@ -200,13 +200,13 @@ def _disagreements(folder: Path, compared: tuple[str, ...], recording: Recording
     The last digits of a modelled ESS, which follows from the lags, depend on the machine.
     """
     if STEPS_FILE in compared:
-        rows, steps = read_steps(folder / STEPS_FILE), recording.ledger.steps
+        rows, steps = read_steps(folder / STEPS_FILE), as_records(recording.ledger.steps)
         if len(rows) < len(steps) or (SUMMARY_FILE in compared and len(rows) > len(steps)):
             yield f"{STEPS_FILE} has {len(rows)} steps, the trace {len(steps)}"
-        for was, now in zip(rows, steps, strict=False):
-            for (key, before), (_, after) in zip(was, now, strict=True):
+        for was, now in zip(rows.tolist(), steps.tolist(), strict=False):
+            for key, before, after in zip(COLUMNS, was, now, strict=True):
                 if repr(before) != repr(after):  # nan is nan
-                    yield f"{STEPS_FILE}, step {now.step}: {key} is {before}, by the trace {after}"
+                    yield f"{STEPS_FILE}, step {now[0]}: {key} is {before}, by the trace {after}"
     if SUMMARY_FILE in compared:
         kept, found = RunReport.read(folder / SUMMARY_FILE), recording.report()
         for key in (*RunIdentity.model_fields, *RunTotals.model_fields):

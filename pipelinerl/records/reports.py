@@ -12,7 +12,7 @@ from pydantic import ConfigDict, PrivateAttr
 
 from pipelinerl.config.run import PriceConfig, RunConfig
 from pipelinerl.hardware.catalogue import find_gpu
-from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
+from pipelinerl.records.steps import STEPS_FILE, as_records, read_steps
 from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
 from pipelinerl.scheduler.events import DiscardReason
@@ -501,7 +501,7 @@ def _mean_lag(steps: np.recarray[Any, Any], start: int, end: int) -> float:
 class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fields from the last base to the first
     """The numbers of a run: the content of summary.json, and its steps for Python."""
 
-    _steps: tuple[StepRow, ...] = PrivateAttr(())
+    _steps: np.recarray[Any, Any] = PrivateAttr(default_factory=lambda: as_records(()))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -512,16 +512,16 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
         report, steps = super().read(path), path.with_name(STEPS_FILE)
         return report.with_steps(read_steps(steps)) if steps.exists() else report
 
-    def with_steps(self, rows: list[StepRow]) -> Self:
+    def with_steps(self, rows: np.recarray[Any, Any]) -> Self:
         """Return this report with these steps."""
         report = self.model_copy()
-        report._steps = tuple(rows)
+        report._steps = rows
         return report
 
     @property
     def steps(self) -> np.recarray[Any, Any]:
         """A record per optimizer step with the columns of steps.csv: ``report.steps.lag_mean`` is an array."""
-        return as_records(self._steps)
+        return self._steps
 
     @property
     def too_short(self) -> list[str]:

@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
 import tomllib
 import zlib
@@ -30,7 +31,9 @@ MOST_VALUES = 200_000
 MOST_DEPTH = 100
 """Tables and lists inside each other (count)."""
 LONGEST_LINE = 2**22
-"""Longest line of a file that is read line by line (characters)."""
+"""Longest line of a file that is read line by line, and longest value of one that is read by values (characters)."""
+_LIST = re.compile(r'\s*(\[|\{.*?"traceEvents"\s*:\s*\[)', re.DOTALL)
+_GAP, _LIST_GAP = re.compile(r"\s*"), re.compile(r"[\s,]*")
 
 
 @contextmanager
@@ -69,13 +72,14 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """Return the tables of a TOML text; ``where`` begins the message if it is none."""
     # Every further key below a header of so many parts would take as long as all of them.
-    deep = any(line.partition("=")[0].partition(",")[0].count(".") > MOST_DEPTH for line in text.splitlines())
+    if any(line.partition("=")[0].partition(",")[0].count(".") > MOST_DEPTH for line in text.splitlines()):
+        raise _too_deep(where)
     try:
-        tables = tomllib.loads("" if deep else text)
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # broken, or a number of thousands of digits
         raise ConfigError(f"{where} is not valid TOML: {error}") from None
-    if deep or _is_deep(tables):
-        raise ConfigError(f"{where} must have at most {MOST_DEPTH} tables inside each other")
+    if _is_deep(tables):
+        raise _too_deep(where)
     return tables
 
 
@@ -91,7 +95,7 @@ def parse_json(text: str, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from None
     if text.count("[") + text.count("{") > MOST_DEPTH and _is_deep(value):
-        raise ConfigError(f"{where} must have at most {MOST_DEPTH} tables inside each other")
+        raise _too_deep(where)
     return value
 
 
@@ -103,23 +107,65 @@ def _is_deep(value: Any) -> bool:
     return bool(tables)
 
 
+def _too_deep(where: str) -> ConfigError:
+    return ConfigError(f"{where} must have at most {MOST_DEPTH} tables inside each other")
+
+
+@contextmanager
+def _text(path: Path, what: str, *, packed: bool = False) -> Iterator[io.TextIOWrapper]:
+    with opened(path, what) as file:
+        try:
+            binary = gzip.GzipFile(fileobj=file) if packed else file
+            with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as text:
+                yield text
+        except UnicodeDecodeError:
+            raise _cannot_read(path, what, "it is not UTF-8 text") from None
+
+
 def read_lines(path: Path, what: str = "", *, packed: bool = False) -> Iterator[tuple[int, str]]:
     """Yield the lines of a UTF-8 file of any length, with their numbers and ends; ``packed``: by gzip."""
     number = 0
-    with opened(path, what) as file:
-        binary = gzip.GzipFile(fileobj=file) if packed else file
+    with _text(path, what, packed=packed) as text:
         try:
-            with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as text:
-                for number, line in enumerate(iter(partial(text.readline, LONGEST_LINE + 1), ""), start=1):
-                    if len(line) > LONGEST_LINE:
-                        raise ConfigError(f"{path}, line {number}: must have at most {LONGEST_LINE:,} characters")
-                    yield number, line
+            for number, line in enumerate(iter(partial(text.readline, LONGEST_LINE + 1), ""), start=1):
+                if len(line) > LONGEST_LINE:
+                    raise ConfigError(f"{path}, line {number}: must have at most {LONGEST_LINE:,} characters")
+                yield number, line
         except EOFError:
             raise ConfigError(f"{path} is cut off after line {number}") from None
-        except UnicodeDecodeError:
-            raise _cannot_read(path, what, "it is not UTF-8 text") from None
         except zlib.error as error:
             raise ConfigError(f"{path} is broken after line {number} ({error})") from None
+
+
+def read_values(path: Path, what: str = "") -> Iterator[Any]:
+    """Yield the values of JSON lines, or of a file's one list, maybe the ``traceEvents`` of a table, of any length."""
+    decode, number = json.JSONDecoder().raw_decode, 1
+    with _text(path, what) as text:
+        read = text.read(LONGEST_LINE)
+        listed = _LIST.match(read)
+        at, gap = (listed.end(), _LIST_GAP) if listed else (0, _GAP)
+        while True:
+            at += len(gap.match(read, at)[0])  # type: ignore[index]  # it matches nothing, too
+            if listed and read.startswith("]", at):
+                return
+            fault: Exception | None = None
+            try:
+                value, end = decode(read, at)
+            except (ValueError, RecursionError) as error:
+                fault, end = error, len(read)
+            if end == len(read) and len(read) - at <= LONGEST_LINE and (more := text.read(LONGEST_LINE)):
+                read, at = read[at:] + more, 0  # its rest
+                continue
+            if at == len(read) and not listed:
+                return
+            where = f"{what} {path}".lstrip()
+            if fault is not None:
+                rest = f"value {number} is broken, or above {LONGEST_LINE:,} characters: {fault}"
+                raise ConfigError(f"{where} is not valid JSON: {rest}")
+            if read.count("[", at, end) + read.count("{", at, end) > MOST_DEPTH and _is_deep(value):
+                raise _too_deep(f"{where}, value {number}")
+            yield value
+            at, number = end, number + 1
 
 
 def read_rows(path: Path, what: str = "") -> Iterator[tuple[int, list[str]]]:

@@ -28,7 +28,7 @@ def test_a_run_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "pipe", num_steps=5))
     written = json.loads((tmp_path / "pipe" / "profile.json").read_text())
     assert (run.name, run.method, run.report.samples_trained) == ("pipe", "pipeline", 5 * BATCH)
-    assert run.steps.lag_mean.tolist() == [row.lag_mean for row in read_steps(tmp_path / "pipe" / "steps.csv")]
+    assert run.steps.lag_mean.tolist() == read_steps(tmp_path / "pipe" / "steps.csv").lag_mean.tolist()
     assert run.figure_data.lag_histogram.total == written["lag_histogram"]["total"]
     assert [lag is None for lag in run.figure_data.lag_by_position.lag_mean] == [False] * 31 + [True]
     blocks = written["timeline"]["trainer"]

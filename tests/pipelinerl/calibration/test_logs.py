@@ -1,11 +1,13 @@
 """Logs of other systems: a step of each format, and known hardware that comes back from simulated steps."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from calibrated import NAMED, run_of
 
+import sim.batch
 from pipelinerl.calibration.calibrate import doubts
 from pipelinerl.calibration.log import (
     CalibratedLog,
@@ -20,6 +22,7 @@ from pipelinerl.calibration.log import (
     simulated_step,
 )
 from pipelinerl.calibration.log_formats import read_log
+from pipelinerl.calibration.solve import HardwareFit, fit_factor
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from sim.batch import measured_steps, rollout_batch_s, train_step_s
@@ -157,6 +160,14 @@ LOGS: dict[str, tuple[str, dict[str, str], dict[str, float]]] = {
         {"traces.jsonl": areal_trace(), "a.csv": history(AREAL_LENGTHS | AREAL_STALENESS)},
         ASYNCHRONOUS,
     ),
+    "areal trace as a table": (
+        "areal",
+        {
+            "a.log": json.dumps({"unit": "ms", "traceEvents": [json.loads(one) for one in areal_trace().splitlines()]}),
+            "a.csv": history(AREAL_LENGTHS),
+        },
+        SYNCHRONOUS | {"generation_s": 13.0},
+    ),
     "plain": (
         "csv",
         {"a.csv": f"step,{','.join(SYNCHRONOUS)},length_p95\n7,{','.join(map(str, SYNCHRONOUS.values()))},\n"},
@@ -288,6 +299,33 @@ def test_an_asynchronous_job_that_waits_gives_its_generation_back() -> None:
     for name in ("step_s", "training_s", "sync_s", "tokens_per_s", "wait_s", "lag_mean"):
         assert getattr(result.simulated, name) == pytest.approx(getattr(log.mean, name), rel=0.03), name
     assert_close(result.fit.table["coefficients"], SLOW, by=0.03)
+
+
+@pytest.mark.slow
+def test_a_step_of_many_answers_is_simulated_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generation of four steps of 10,000 answers is within 3 % of that of sixteen."""
+    many = "scheduler={ kind = 'conventional', train_batch_size = 10_000, generation_batch_size = 256 }"
+    few = measured_steps(true_run(many))
+    assert sum(row.samples for row in few) <= sim.batch.MOST_ROLLOUTS
+    assert len(measured_steps(true_run(many.replace("10_000", "2272")))) == 1 + sim.batch.STEADY
+    monkeypatch.setattr(sim.batch, "MOST_ROLLOUTS", math.inf)
+    all_ = measured_steps(true_run(many))
+    seconds = [simulated_step(true_run(many), rows).generation_s for rows in (few, all_)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.03)
+
+
+def test_a_time_that_other_times_set_ends_the_search_at_once() -> None:
+    run, tried = run_of(NAMED), list[RunConfig]()
+    fit = HardwareFit(run.hardware)
+    with pytest.raises(ConfigError, match=r"s=0\.1 is out of reach: the nearest that the hardware model gives is 3 s"):
+        fit_factor(fit, run, "generation", 0.1, lambda config: tried.append(config) or 3.0, name="s")
+    assert len(tried) == 2
+
+
+def test_a_step_of_more_answers_than_can_be_simulated_is_refused() -> None:
+    log = logged_run([LoggedStep(step=1, step_s=60.0, generation_s=30.0, samples=200_000.0, length_mean=100.0)])
+    with pytest.raises(ConfigError, match="must have at most 100,000 answers, got 200,000"):
+        calibrated(log)
 
 
 def test_a_trainer_that_never_waits_says_nothing_of_generation() -> None:
@@ -445,6 +483,16 @@ def test_one_step_off_in_verl_is_an_asynchronous_job_with_seconds_of_generation(
         ("a.csv", "step,step_s,lenght\n1,2,3\n", "csv", r"'lenght' is an unknown column"),
         ("a.csv", "step,step_s\n1,x\n", "csv", r"step_s must be a number above 0, got 'x'"),
         ("a.csv", "step,sync_s\n1,2\n", "csv", r"the log must tell the seconds of a step"),
+        ("a.jsonl", '{"ph": "X", "dur": 1, "args": [1]}', "areal", r"a\.jsonl must hold steps as areal logs them"),
+        ("a.jsonl", '{"step": NaN, "timing_s/step": 1}', "verl", r"a\.jsonl must hold steps as verl logs them"),
+        ("a.log", f"step:{'9' * 5000} - timing_s/step:1\n", "verl", r"a\.log must hold steps as verl logs them"),
+        ("a.csv", "step,step_s\n1,1e308\n2,1e308\n", "csv", r"step 1 of the log: step_s must be at most 1e\+15, got"),
+        (
+            "a.csv",
+            "_step,timing_s/step\n" + "".join(f"{step},1\n" for step in range(100_001)),
+            "verl",
+            r"a\.csv must hold at most 100,000 steps",
+        ),
     ],
 )
 def test_a_log_that_cannot_be_used_is_refused_in_one_line(

@@ -12,6 +12,7 @@ from run_folders import everything_in
 import analysis.chart
 import analysis.plot
 import analysis.timeline
+from pipelinerl.util.strict_model import MOST
 
 
 @pytest.mark.slow
@@ -54,6 +55,31 @@ def test_folders_that_cannot_be_drawn_have_status_2_and_nothing_is_written(
     before = everything_in(tmp_path)
     assert_fails(command("plot", *(tmp_path / folder for folder in folders)), 2, words.format(tmp=tmp_path))
     assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("words", [("report", "--out", "a.md"), ("plot",), ("replay",), ("calibrate",), ("simulate",)])
+def test_a_path_longer_than_any_file_has_is_a_short_line(command: Command, words: tuple[str, ...]) -> None:
+    result = command(words[0], "a" * 5000, *words[1:])
+    assert_fails(result, 2, "File name too long")
+    assert len(result.err) < 1100
+
+
+@pytest.mark.slow(seconds=40)
+def test_a_run_of_a_million_steps_is_read(command: Command, tmp_path: Path, finished: Path) -> None:
+    """As many as a run file allows; a row more is refused before the others are read into memory."""
+    header, first, *_ = (finished / "steps.csv").read_text().splitlines(keepends=True)
+    rest = first.partition(",")[2]
+    (finished / "steps.csv").write_text(header + "".join(f"{step},{rest}" for step in range(1, MOST + 1)))
+    for name, out in (("plot", "figures"), ("report", "page.md"), ("timeline", "timeline.json")):
+        result = command(name, finished, "--out", tmp_path / out)
+        assert result.status == 0, result.err
+    with (finished / "steps.csv").open("a") as file:
+        file.write(f"{MOST + 1},{rest}")
+    assert_fails(
+        command("report", finished, "--out", tmp_path / "more.md"),
+        2,
+        "steps.csv must have at most 1,000,000 optimizer steps",
+    )
 
 
 def test_figures_that_cannot_be_written_have_status_2(

@@ -36,7 +36,7 @@ def test_steps_are_arrays_of_the_rows_beside_the_summary(folder: Path) -> None:
     assert steps.dtype.names == COLUMNS
     assert steps.step.tolist() == [1, 2, 3]
     assert steps.step.dtype == np.int64
-    assert steps.time_s.tolist() == [row.time_s for row in read_steps(folder / "steps.csv")]
+    assert steps.time_s.tolist() == read_steps(folder / "steps.csv").time_s.tolist()
     (folder / "steps.csv").unlink()
     assert len(RunReport.read(folder / "summary.json").steps) == 0
 
@@ -90,9 +90,11 @@ def test_a_table_is_read_by_its_header(tmp_path: Path) -> None:
     path.write_text(table({**dict.fromkeys(columns, "1"), "later": "x", "reward_mean": ""}, columns=columns))
     [row] = read_steps(path)
     assert np.isnan(row.reward_mean)
-    assert [value for name, value in row if name != "reward_mean"] == [1] * (len(COLUMNS) - 1)
+    assert [row[name] for name in COLUMNS if name != "reward_mean"] == [1] * (len(COLUMNS) - 1)
+    path.write_text(table({**CELLS, "step": "3.0", "reward_mean": "inf"}))
+    assert (read_steps(path).step, read_steps(path).reward_mean) == ([3], [np.inf])
     path.write_text(table())
-    assert read_steps(path) == []
+    assert len(read_steps(path)) == 0
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,9 @@ def test_a_table_is_read_by_its_header(tmp_path: Path) -> None:
         (table(CELLS, CELLS) + "1,2\n", f"{{path}}, line 4: must have {len(COLUMNS)} values, got 2"),
         (table({**CELLS, "lag_mean": "much"}), "{path}, line 2: lag_mean must be a number, got much"),
         (table(CELLS, {**CELLS, "step": "1.5"}), "{path}, line 3: step must be a number, got 1.5"),
+        (table({**CELLS, "tokens": str(2**63)}), f"{{path}}, line 2: tokens must be a number, got {2**63}"),
+        (table({**CELLS, "lag_mean": "nan"}), "{path}, line 2: lag_mean must be a number, got nan"),
+        (table({**CELLS, "time_s": "inf"}), "{path}, line 2: time_s must be a number, got inf"),
         (table({**CELLS, "step": ""}), "{path}, line 2: step must be a number, got nan"),
     ],
 )

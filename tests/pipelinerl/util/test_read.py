@@ -1,6 +1,7 @@
 """Files that have no end, that nobody writes, or that are too large, too long or too deep: one line, at once."""
 
 import gzip
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ READERS: list[Callable[[Path], Any]] = [
     read.read_json,
     lambda path: list(read.read_lines(path)),
     lambda path: list(read.read_rows(path)),
+    lambda path: list(read.read_values(path)),
 ]
 
 
@@ -52,6 +54,50 @@ def test_a_long_line_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
     lines = read.read_lines(path, packed=True)
     assert next(lines) == (1, "short\n")
     assert message(lambda: next(lines)).endswith("line 2: must have at most 4,194,304 characters")
+
+
+VALUES = [{"a": "é"}, {"b": [1, {"c": 2}]}, {}, {"d": "]"}]
+
+
+@pytest.mark.parametrize("length", [50, 51, 57, 97, 10_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(map(json.dumps, VALUES)),
+        " \r\n\n".join(json.dumps(one, indent=2) for one in VALUES) + "\n",
+        json.dumps(VALUES),
+        json.dumps({"schema": 1, "traceEvents": VALUES, "unit": "ms"}),
+        json.dumps({"traceEvents": VALUES}, indent=1, ensure_ascii=False),
+    ],
+)
+def test_values_of_json_lines_and_of_a_list_are_read_piece_by_piece(
+    tmp_path: Path, text: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the file falls into pieces, as long as a piece holds a value."""
+    (tmp_path / "x").write_text("\ufeff" + text, encoding="utf-8")
+    monkeypatch.setattr(read, "LONGEST_LINE", length)
+    assert list(read.read_values(tmp_path / "x")) == VALUES
+
+
+@pytest.mark.parametrize(
+    ("text", "message_"),
+    [
+        ('{"a": 1}\n{"a": ', "x is not valid JSON: value 2 is broken, or above 4,194,304 characters: "),
+        ("{}, {}", "x is not valid JSON: value 2 is broken, or above 4,194,304 characters: "),
+        ('[{"a": 1}, ', "x is not valid JSON: value 2 is broken, or above 4,194,304 characters: "),
+        (
+            "{}\n" + "9" * 5000,
+            "x is not valid JSON: value 2 is broken, or above 4,194,304 characters: Exceeds",
+        ),
+        ('{"a": "' + "x" * 2**23 + '"}', "x is not valid JSON: value 1 is broken, or above 4,194,304 characters: "),
+        ("{}\n" + "[" * 101 + "]" * 101, "x, value 2 must have at most 100 tables inside each other"),
+        ("{}\n" + "[" * 100_000, "x is not valid JSON: value 2 is broken"),
+    ],
+    ids=["line", "comma", "list", "digits", "long", "deep", "very deep"],
+)
+def test_a_value_that_is_none_is_one_line(tmp_path: Path, text: str, message_: str) -> None:
+    (tmp_path / "x").write_text(text)
+    assert message_ in message(READERS[4], tmp_path / "x")
 
 
 def test_a_cell_longer_than_the_csv_module_takes_is_one_line(tmp_path: Path) -> None:
