@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, resume_from
+from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver.lifecycle import Driver
 from backends.driver.metrics import MetricsLog, SamplesLog
 from backends.driver.tasks import DriverLoop
@@ -26,7 +26,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, TrainerLostError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.run_folder import LOGS_FOLDER, check_vacant
+from pipelinerl.records.run_folder import LOGS_FOLDER, METRICS_FILE, SAMPLES_FILE, check_vacant
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 
@@ -108,7 +108,7 @@ def drive(
         if restarts < limit:
             try:
                 lock.check()
-                checkpoint = resume_from(lock, config)
+                checkpoint = read_newest(lock.folder, config)
             except ConfigError:  # there is none yet
                 raise lost from None
             checkpoint.state.metrics.trainer_restarts = before + restarts + 1
@@ -128,22 +128,24 @@ def _attempt(
     trial: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> RunReport:
     def step_done(row: StepRow) -> None:
+        lock.check()
         metrics = driver.metrics.take(row, recording.ledger)
         log.write(row.step, metrics)
         if on_step is not None:
             on_step(row, metrics)
 
     out, mark = lock.folder, None if checkpoint is None else checkpoint.recording
-    recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark)
+    recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark, unfinished=lock.unfinished)
     steps_done = 0 if mark is None else len(mark.ledger.steps)
-    log = MetricsLog(out, config, go_on_after=steps_done)
+    log = MetricsLog(out, config, recording.open(METRICS_FILE), go_on_after=steps_done)
+    samples = SamplesLog(out, parts.codec, recording.open(SAMPLES_FILE))
     driver = Driver(
         config,
         parts=parts,
         task=task,
         evaluation_task=held_out,
         logs=out / LOGS_FOLDER,
-        samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
+        samples=samples,
         recorder=recording.recorder,
         keeper=None if trial else CheckpointKeeper(lock, config, recording),
         lock=lock,
@@ -151,7 +153,7 @@ def _attempt(
         export_to=None if trial else out / MODEL_FOLDER,
         when_up=trial,
     )
-    with closing(log):
+    with closing(recording), closing(log), closing(samples):
         try:
             with asyncio.Runner(loop_factory=DriverLoop) as runner:
                 runner.run(_driven(driver))
@@ -181,7 +183,7 @@ def train(
     if not resume:
         check_vacant(out)
     with driving(out) as lock:
-        checkpoint = resume_from(lock, config) if resume else None
+        checkpoint = read_newest(out, config) if resume else None
         with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
             return drive(
                 config, parts=parts, task=task, evaluation_task=held, lock=lock, checkpoint=checkpoint, on_step=on_step

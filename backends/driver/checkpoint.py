@@ -2,8 +2,8 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
 not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``. It is copied in one instant and
-written while the run goes on: under its driver's id, fsynced, then renamed; only then is an older one of its version
-removed.
+written while the run goes on, in its driver's folder: fsynced, then moved here; only then is an older one of its
+version removed.
 A resume warns of a broken checkpoint and takes the one before it; it refuses one of another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
@@ -24,9 +24,7 @@ from backends.driver.state import DriverState
 from backends.owner import DriverLock
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.recording import Recording, RecordingMark, check_reaches
-from pipelinerl.records.run_folder import METRICS_FILE
-from pipelinerl.records.steps import STEPS_FILE
+from pipelinerl.records.recording import GROWING_FILES, Recording, RecordingMark, check_reaches
 from pipelinerl.util.explain import writing
 from pipelinerl.util.read import read_json
 
@@ -119,7 +117,7 @@ MAY_DIFFER = (
     *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
 )
 """Keys that may differ when a run is resumed; so may the number of ranks, unless engines share their accelerators."""
-_TRAINER, _RUN, _DRIVER, _PARTIAL, _BEFORE = "trainer", "run.pickle", "driver", "partial-", ".before"
+_TRAINER, _RUN, _DRIVER, _BEFORE = "trainer", "run.pickle", "driver", ".before"
 
 
 class Checkpoint(NamedTuple):
@@ -135,14 +133,15 @@ class CheckpointKeeper:
 
     def __init__(self, lock: DriverLock, config: RunConfig, recording: Recording) -> None:
         self._lock, self._folder, self._config, self._recording = lock, lock.folder / FOLDER, config, recording
-        self._partial = self._folder / f"{_PARTIAL}{lock.id}"
+        self._partial = lock.unfinished / "checkpoint"
         self._num_kept = config.train_table.checkpoint.keep
 
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        (self._partial / _DRIVER).write_text(self._lock.id)  # whose weights will be here
+        with writing(self._partial):
+            self._partial.mkdir()
+            (self._partial / _DRIVER).write_text(self._lock.id)  # whose weights will be here
         return self._partial / _TRAINER
 
     def copy(self, state: DriverState) -> bytes:
@@ -156,29 +155,24 @@ class CheckpointKeeper:
         partial, whole = self._partial, self._folder / f"step_{version:06d}"
         with writing(partial):
             (partial / _RUN).write_bytes(content)
-            for records in (STEPS_FILE, METRICS_FILE):
+            for records in GROWING_FILES:
                 sync(self._lock.folder / records)
             seal(partial)
+            self._folder.mkdir(exist_ok=True)
             self._lock.check()
             before = whole.with_suffix(_BEFORE)
-            if whole.exists():
+            try:
+                partial.rename(whole)
+            except FileNotFoundError:
+                raise  # another driver has moved it away
+            except OSError:  # there is one of this version
                 shutil.rmtree(before, ignore_errors=True)
                 whole.rename(before)
-            partial.rename(whole)
+                partial.rename(whole)
             sync(self._folder)
         shutil.rmtree(before, ignore_errors=True)
         for old in _whole(self._folder)[: -self._num_kept]:
             shutil.rmtree(old)
-
-
-def resume_from(lock: DriverLock, config: RunConfig) -> Checkpoint:
-    """``read_newest``; from now on no driver before this one can complete a checkpoint that it has begun."""
-    own = lock.folder / FOLDER / f"{_PARTIAL}{lock.id}"
-    for left in own.parent.glob(f"{_PARTIAL.rstrip('-')}*"):
-        with writing(left):
-            left.rename(own)
-        shutil.rmtree(own, ignore_errors=True)
-    return read_newest(lock.folder, config)
 
 
 def read_newest(out: Path, config: RunConfig) -> Checkpoint:

@@ -45,6 +45,7 @@ from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
+from pipelinerl.util.explain import writing
 
 LOG = logging.getLogger("pipelinerl")
 LOST_POLL_S = 1.0
@@ -145,7 +146,6 @@ class Driver:
             evaluation=self._evaluation,
             samples=samples,
             recorder=recorder,
-            check=lock.check_lease,
             keep_checkpoint=self._keep,
         )
 
@@ -197,7 +197,7 @@ class Driver:
         before = None
         while True:
             await asyncio.sleep(LOST_POLL_S)
-            self._lock.check_lease()
+            self._lock.check()
             why = None if self._lost is None else await asyncio.to_thread(self._lost)
             if why is not None and before is not None:
                 raise BackendError(f"{why}; --resume goes on from the last checkpoint, if there is one")
@@ -253,12 +253,15 @@ class Driver:
         if self._export_to is not None:
             if self._checkpoint is not None:  # else the trainer has the memory
                 await self._tasks.unless_ended(self._sync.to_training(), after)
-            unfinished = self._export_to.with_name(self._export_to.name + ".partial")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            await self._trainer.export(unfinished)
+            model, before = (self._lock.unfinished / name for name in ("model", "model.before"))
+            for left in (model, before):
+                shutil.rmtree(left, ignore_errors=True)
+            await self._trainer.export(model)
             self._lock.check()
-            shutil.rmtree(self._export_to, ignore_errors=True)
-            unfinished.rename(self._export_to)
+            with writing(self._export_to):
+                if self._export_to.exists():
+                    self._export_to.rename(before)
+                model.rename(self._export_to)
         if self._train.evaluation.problems:
             await self._tasks.unless_ended(self._sync.load_trained(self._state.version), after)
             self._state.evaluation["success_after"] = await self._tasks.unless_ended(

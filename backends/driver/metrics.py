@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +25,6 @@ from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.arrays import RunningMean
 from pipelinerl.util.explain import writing
-from pipelinerl.util.read import parse_json, read_lines
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -37,13 +36,12 @@ def check_logging(train: TrainConfig) -> None:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl, TensorBoard and Weights & Biases; a resumed run goes on after step ``go_on_after``."""
+    """Writes metrics.jsonl (``file``), TensorBoard, Weights & Biases; a resumed run goes on after ``go_on_after``."""
 
-    def __init__(self, out: Path, config: RunConfig, *, go_on_after: int = 0) -> None:
+    def __init__(self, out: Path, config: RunConfig, file: TextIO, *, go_on_after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._out, path = out, out / METRICS_FILE
-        self._file = path.open("a" if go_on_after else "w", encoding="utf-8", buffering=1)
+        self._out, self._file = out, file
         self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
         self._wandb: Any = None
         project = config.train_table.logging.wandb_project
@@ -93,14 +91,10 @@ LONGEST_TEXT = 8192
 
 
 class SamplesLog:
-    """Writes samples.jsonl, each step as soon as it is done, after ``go_on_after`` that are there already."""
+    """Writes samples.jsonl (``file``), each step as soon as it is done."""
 
-    def __init__(self, out: Path, codec: Codec, *, go_on_after: int = 0) -> None:
-        self._path, self._codec = out / SAMPLES_FILE, codec
-        steps = range(go_on_after + 1)
-        kept = [line for _, line in read_lines(self._path) if _step_of(line) in steps] if go_on_after else []
-        with writing(self._path):
-            self._path.write_text("".join(kept), encoding="utf-8")
+    def __init__(self, out: Path, codec: Codec, file: TextIO) -> None:
+        self._path, self._codec, self._file = out / SAMPLES_FILE, codec, file
 
     def trained(self, step: int, rollouts: Sequence[RolloutData]) -> None:
         """Keep some rollouts of the batch of an optimizer step (counted from 1), of different groups if it has them."""
@@ -124,22 +118,19 @@ class SamplesLog:
             )
             for data, reward in answers
         ]
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with writing(self._path):
+            self._file.writelines(f"{line}\n" for line in lines)
+
+    def close(self) -> None:
+        """Finish the file."""
+        with writing(self._path):
+            self._file.close()
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:
     """Return ``PER_STEP`` items at equal distances, or all if they are fewer."""
     number = min(PER_STEP, len(items))
     return [items[place * len(items) // number] for place in range(number)]
-
-
-def _step_of(line: str) -> Any:
-    """Return the step of a line; None if it is truncated."""
-    try:
-        return parse_json(line, "line")["step"]
-    except (ConfigError, TypeError, KeyError):
-        return None
 
 
 SIZES_PER_DOUBLING = 4

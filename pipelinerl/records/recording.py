@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -19,13 +18,14 @@ from pipelinerl.records.bottleneck import Admission
 from pipelinerl.records.cost import Prices
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
-from pipelinerl.records.run_folder import METRICS_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
+from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.scheduler.events import Command, Event
 from pipelinerl.util.explain import writing
 
+GROWING_FILES = (TRACE_FILE, STEPS_FILE, METRICS_FILE, SAMPLES_FILE)
 READ_BYTES = 2**20
 """Bytes of a file that are read at once."""
 
@@ -52,7 +52,7 @@ class RecordingMark(NamedTuple):
 
     ledger: RunLedger
     files: dict[str, tuple[int, str]]
-    """Trace, steps and metrics, those that there are: bytes so far and their SHA-256."""
+    """``GROWING_FILES``, those that there are: bytes so far and their SHA-256."""
 
 
 class _Digest:
@@ -86,20 +86,11 @@ def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
             raise ConfigError(f"{rule} as they were, but it was changed (SHA-256)")
 
 
-def _cut(path: Path, size: int) -> None:
-    """Cut a file off after so many bytes, in a copy that takes its place: another driver may have it open."""
-    partial = path.with_name(path.name + ".partial")
-    with writing(path):
-        shutil.copyfile(path, partial)
-        os.truncate(partial, size)
-        partial.replace(path)
-
-
 class Recording:
     """Records a run: its ledger, and its folder and trace if wanted; ConfigError as ``RunFolder``.
 
     Without ``out`` no file is written. ``on_step`` gets each row as soon as its step is done. ``go_on_from`` is a
-    ``mark`` of this run to go on from; later records are forgotten.
+    ``mark`` of this run to go on from; later records are forgotten. ``unfinished``: see ``RunFolder``.
     """
 
     def __init__(
@@ -110,16 +101,15 @@ class Recording:
         trace: bool = False,
         on_step: Callable[[StepRow], None] | None = None,
         go_on_from: RecordingMark | None = None,
+        unfinished: Path | None = None,
     ) -> None:
         self._config = config
         self._on_step = on_step
-        goes_on, names = go_on_from is not None, (TRACE_FILE, STEPS_FILE, METRICS_FILE)
-        self._digests = {} if out is None else {name: _Digest(out / name) for name in names}
+        self._digests = {} if out is None else {name: _Digest(out / name) for name in GROWING_FILES}
+        kept = None
         if go_on_from is not None:
             self.ledger = go_on_from.ledger
-            for name, (size, _) in go_on_from.files.items():
-                _cut(self._digests[name].path, size)
-                self._digests[name].up_to(size)
+            kept = {name: self._digests[name].up_to(size)[0] for name, (size, _) in go_on_from.files.items()}
         else:
             self.ledger = RunLedger(
                 num_engines=config.num_engines,
@@ -130,8 +120,16 @@ class Recording:
                 scorers_s=config.hardware.latency.rewards_s(1),
             )
         self.ledger.on_step = self._step_done
-        self._folder = None if out is None else RunFolder(out, config, goes_on=goes_on)
-        self._trace = TraceWriter(out / TRACE_FILE, config, goes_on=goes_on) if out is not None and trace else None
+        self._folder = None if out is None else RunFolder(out, config, kept=kept, unfinished=unfinished)
+        self._trace = None
+        if out is not None and trace:
+            self._trace = TraceWriter(out / TRACE_FILE, config, cast("BinaryIO", self.open(TRACE_FILE).detach()))
+
+    def open(self, name: str) -> TextIOWrapper:
+        """Open one of ``GROWING_FILES`` to go on with it."""
+        assert self._folder is not None
+        with writing(self._folder.folder / name):
+            return self._folder.open(name)
 
     @property
     def recorder(self) -> Recorder:
@@ -150,12 +148,17 @@ class Recording:
 
     def finish(self, measured: RunMeasurements | None = None) -> RunReport:
         """Write and close the files and return ``report(measured)``; the run may be cut short."""
-        if self._trace is not None:
-            self._trace.close()
+        self.close()
         report = self.report(measured)
         if self._folder is not None:
             self._folder.finish(report, self.ledger.figure_data(self._config.drift))
         return report
+
+    def close(self) -> None:
+        """Close the files."""
+        for one in (self._trace, self._folder):
+            if one is not None:
+                one.close()
 
     def report(self, measured: RunMeasurements | None = None) -> RunReport:
         """Return the numbers of the run so far; ``measured`` are those that the ledger cannot know."""

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from typing import get_args
 
 import pytest
@@ -226,7 +227,7 @@ def test_the_shown_trace_lines_are_as_written(tmp_path):
     """The two lines on the page are as a trace has them, but for spaces."""
     shown = FENCE.search(section(CONCEPTS, "trace.jsonl.gz"))[3].splitlines()
     spans = events.VersionSpans((3, 4), (100, 180))
-    with TraceWriter(tmp_path / "trace", load_run(QUICKSTART)) as writer:
+    with closing(TraceWriter(tmp_path / "trace", load_run(QUICKSTART))) as writer:
         writer.event(12.5, events.RolloutFinished(7, 0, spans))
         writer.command(12.5, events.StartRollout(71, 8, 0))
     written = gzip.decompress((tmp_path / "trace").read_bytes()).splitlines()

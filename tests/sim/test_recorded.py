@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_a_run_that_cannot_be_a_workload_is_one_line(tmp_path: Path) -> None:
     assert message(again, RUN, one_turn, tmp_path / "after") == (
         f"workload.length.source: cannot read trace {one_turn}/trace.jsonl.gz: No such file or directory"
     )
-    with TraceWriter(one_turn / "trace.jsonl.gz", Trace(turns / "trace.jsonl.gz").config) as trace:
+    with closing(TraceWriter(one_turn / "trace.jsonl.gz", Trace(turns / "trace.jsonl.gz").config)) as trace:
         trace.command(0.0, StartRollout(0, 0, 0))
         trace.event(0.0, ObservationReady(0))
     line = message(again, IN_TURNS, one_turn, tmp_path / "after")

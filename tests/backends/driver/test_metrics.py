@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -43,15 +44,14 @@ WANDB = config_of(train={"logging": {"wandb_project": "lag"}})
 
 def write(out, config, metrics, *, go_on_after=0):
     """Open a log, write these metrics by their steps, and close it."""
-    log = MetricsLog(out, config, go_on_after=go_on_after)
+    log = MetricsLog(out, config, (out / "metrics.jsonl").open("a", buffering=1), go_on_after=go_on_after)
     for step, values in metrics.items():
         log.write(step, values)
     log.close()
 
 
 def test_a_full_disk_is_said_with_the_path(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    log = MetricsLog(tmp_path, config_of())
+    log = MetricsLog(tmp_path, config_of(), Path("/dev/full").open("a", buffering=1))  # noqa: SIM115
     with pytest.raises(RunFailedError, match=rf"^cannot write {tmp_path}/metrics.jsonl: No space left on device$"):
         log.write(1, {"reward/mean": 0.25})
     with pytest.raises(RunFailedError, match="cannot write"):
@@ -66,12 +66,6 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
     board.Reload()
     assert [(one.step, one.value) for one in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert [(one.step, one.value) for one in board.Scalars("lag/mean")] == [(1, 0.0), (2, 1.5)]
-
-
-def test_a_resumed_log_goes_on_at_the_end_of_its_file(tmp_path):
-    write(tmp_path, config_of(), {step: {"reward/mean": 0.1 * step} for step in (1, 2)})
-    write(tmp_path, config_of(), {3: {"reward/mean": 0.9}}, go_on_after=2)
-    assert [(one["step"], one["reward/mean"]) for one in metrics_of(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
 def test_weights_and_biases_gets_the_same_under_one_name_over_restarts(tmp_path, monkeypatch):

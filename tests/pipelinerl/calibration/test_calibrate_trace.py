@@ -1,6 +1,7 @@
 """Traces: the hardware that made them comes back."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_trace_with_turns_gives_back_its_hardware(tmp_path: Path, prefix_cache
 def test_the_answer_to_the_last_turn_counts_as_scoring(tmp_path: Path) -> None:
     """As in a simulation: a real run has it between ``TurnFinished`` and ``RolloutFinished`` without an engine."""
     spans = VersionSpans((0,), (10,))
-    with TraceWriter(tmp_path / "trace.jsonl.gz", run_of(RUN)) as trace:
+    with closing(TraceWriter(tmp_path / "trace.jsonl.gz", run_of(RUN))) as trace:
         for rollout_id, engine in ((0, 0), (1, 1)):
             trace.command(0.0, StartRollout(rollout_id, 0, engine))
             trace.event(1.0, TurnFinished(rollout_id, engine, spans))

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def one_rollout(folder: Path) -> tuple[Path, list[str]]:
     )
     path = folder / "one.gz"
     spans = VersionSpans((0,), (9,))
-    with TraceWriter(path, config) as trace:
+    with closing(TraceWriter(path, config)) as trace:
         trace.command(0.0, StartRollout(0, 0, 0, 0))
         trace.event(1.0, RolloutFinished(0, 0, spans))
         trace.event(1.0, RolloutScored(0, 1.0))

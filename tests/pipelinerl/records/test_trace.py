@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
 
 def write(path: Path, *contents: Event | Command) -> Path:
     """Write a trace of these, one second apart."""
-    with TraceWriter(path, run()) as trace:
+    with closing(TraceWriter(path, run())) as trace:
         for time_s, one in enumerate(contents):
             (trace.event if isinstance(one, get_args(Event)) else trace.command)(float(time_s), one)
     return path
@@ -253,7 +254,7 @@ def test_a_flipped_byte_is_one_line(tmp_path: Path) -> None:
 
 def test_a_reward_that_is_no_number_is_written_as_json_has_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
-    with TraceWriter(path, run()) as trace:
+    with closing(TraceWriter(path, run())) as trace:
         trace.event(float("inf"), ev.RolloutFinished(0, None, VersionSpans((0,), (1,)), float("nan")))
     line = lines_of(path)[-1]
     assert json.loads(line)["reward"] != json.loads(line)["reward"]
