@@ -97,6 +97,7 @@ class DriverLock:
                 with contextlib.suppress(FileNotFoundError):
                     if number < self._number:
                         self._folder(number).rename(self.unfinished / f"{number}")
+                        shutil.rmtree(self.unfinished / f"{number}", ignore_errors=True)
         except OSError as error:
             raise unwritable(folder, error) from None
         self._closed = threading.Event()

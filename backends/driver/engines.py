@@ -212,7 +212,7 @@ class EnginePool:
         await asyncio.gather(*(self._sleep(handle) for handle in self))
 
     async def _sleep(self, handle: EngineHandle) -> None:
-        while handle is self._serving[handle.engine_id]:
+        while handle is self._serving[handle.engine_id] and not self._closing:
             await handle.up.wait()
             try:
                 await handle.engine.sleep()

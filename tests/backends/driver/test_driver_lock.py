@@ -191,13 +191,13 @@ def test_a_driver_elsewhere_is_replaced_when_it_has_been_silent_for_the_limit_an
 
 
 def test_what_a_driver_has_left_that_nobody_can_read_is_replaced_after_the_limit(out):
-    (out / "driver-7").mkdir(parents=True)
+    (out / "driver-7" / "id" / "checkpoint").mkdir(parents=True)
     (out / "driver-7" / OWNER_FILE).write_text("{")
     message(DriverLock, out)
     os.utime(out / "driver-7", (1.0, 1.0))
     with driving(out) as lock:
         lock.check()
-        assert [path.name for path in out.iterdir()] == ["driver-8"]
+        assert {path.name for path in out.rglob("*")} == {"driver-8", OWNER_FILE, lock.id}
     assert list(out.iterdir()) == []
 
 
