@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, read_newest
+from backends.driver.checkpoint import Checkpoint, read_newest
 from backends.driver.lifecycle import Driver
 from backends.driver.metrics import MetricsLog, SamplesLog
 from backends.driver.tasks import DriverLoop
@@ -31,7 +31,6 @@ from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 
 LOG = logging.getLogger("pipelinerl")
-MODEL_FOLDER = "model"
 NO_WORD = (
     "pipelinerl: the run's process has ended without a word: killed, out of memory, or by a reward, which "
     "train.task.reward_workers keeps apart; --resume goes on from the last checkpoint, if there is one"
@@ -87,7 +86,7 @@ def drive(
         checkpoint: To resume.
         evaluation_task: None: the held-out problems of ``task``.
         on_step: Called with the row and the metrics of each optimizer step.
-        trial: Awaited when all parts are up; such a run keeps no checkpoint and no model. None: a normal run.
+        trial: See ``Driver``.
 
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.
@@ -138,22 +137,18 @@ def _attempt(
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark, unfinished=lock.unfinished)
     steps_done = 0 if mark is None else len(mark.ledger.steps)
     log = MetricsLog(out, config, recording.open(METRICS_FILE), go_on_after=steps_done)
-    samples = SamplesLog(out, parts.codec, recording.open(SAMPLES_FILE))
     driver = Driver(
         config,
         parts=parts,
         task=task,
         evaluation_task=held_out,
-        logs=out / LOGS_FOLDER,
-        samples=samples,
-        recorder=recording.recorder,
-        keeper=None if trial else CheckpointKeeper(lock, config, recording),
+        recording=recording,
+        samples=SamplesLog(out, parts.codec, recording.open(SAMPLES_FILE)),
         lock=lock,
         checkpoint=checkpoint,
-        export_to=None if trial else out / MODEL_FOLDER,
-        when_up=trial,
+        trial=trial,
     )
-    with closing(recording), closing(log), closing(samples):
+    with closing(recording), closing(log):
         try:
             with asyncio.Runner(loop_factory=DriverLoop) as runner:
                 runner.run(_driven(driver))

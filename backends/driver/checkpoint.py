@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from backends.driver.state import DriverState
 from backends.owner import DriverLock
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import flat
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.recording import GROWING_FILES, Recording, RecordingMark, check_reaches
 from pipelinerl.util.explain import writing
@@ -112,11 +113,10 @@ def _digest(path: Path) -> str:
 
 FOLDER = "checkpoints"
 MAY_DIFFER = (
-    ("hardware",),
-    ("compare",),
-    *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
+    *("hardware.", "compare.", "train.checkpoint.", "train.logging.", "train.engine.", "train.trainer."),
+    *("train.ray_address.", "train.weights_folder."),
 )
-"""Keys that may differ when a run is resumed; so may the number of ranks, unless engines share their accelerators."""
+"""Beginnings of keys that may differ when a run is resumed."""
 _TRAINER, _RUN, _DRIVER, _BEFORE = "trainer", "run.pickle", "driver", ".before"
 
 
@@ -198,8 +198,10 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
             continue
         for fault in faults:
             LOG.warning("--resume: %s; going on from %s", fault, folder.name)
-        for key, before, now in _differences(was, _fixed(config)):
-            raise ConfigError(f"--resume: {folder.name} was written with {key}={before}, got {now}")
+        now = _fixed(config)
+        for key in sorted(was.keys() | now.keys()):
+            if was.get(key) != now.get(key):
+                raise ConfigError(f"--resume: {folder.name} was written with {key}={was.get(key)}, got {now.get(key)}")
         check_reaches(out, recording, of=folder.name)
         return Checkpoint(folder / _TRAINER, state, recording)
     if faults:
@@ -212,23 +214,7 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def _fixed(config: RunConfig) -> dict[str, Any]:
-    data = config.model_dump(mode="json", exclude_none=True)
-    for *tables, key in MAY_DIFFER:
-        table = data
-        for name in tables:
-            table = table[name]
-        table.pop(key, None)
-    if not config.colocated:  # the engines remain as many
-        del data["cluster"]["accelerators"]
-    return data
-
-
-def _differences(was: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    found = []
-    for key in sorted(was.keys() | now.keys()):
-        before, after = was.get(key), now.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            found.append((f"{prefix}{key}", before, after))
-    return found
+    """Return the keys that must not differ: accelerators are the number of ranks, where engines have their own."""
+    may = (*MAY_DIFFER, *(() if config.colocated else ("cluster.accelerators.",)))
+    values = flat(config.model_dump(mode="json", exclude_none=True))
+    return {key: value for key, value in values.items() if not f"{key}.".startswith(may)}

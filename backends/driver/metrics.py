@@ -68,9 +68,8 @@ class MetricsLog:
             self._wandb.log(metrics, step=step)
 
     def close(self) -> None:
-        """Finish all files."""
+        """Finish TensorBoard's file and Weights & Biases."""
         with writing(self._out):
-            self._file.close()
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
@@ -120,11 +119,6 @@ class SamplesLog:
         ]
         with writing(self._path):
             self._file.writelines(f"{line}\n" for line in lines)
-
-    def close(self) -> None:
-        """Finish the file."""
-        with writing(self._path):
-            self._file.close()
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import csv
 import hashlib
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple, TextIO
 
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.tables import UtilisationDecode
 from pipelinerl.records.bottleneck import Admission
 from pipelinerl.records.cost import Prices
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
-from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
-from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
+from pipelinerl.records.run_folder import (
+    METRICS_FILE,
+    PROFILE_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+    check_vacant,
+    make_folder,
+    write_json,
+    write_whole,
+)
+from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.scheduler.events import Command, Event
@@ -87,10 +102,12 @@ def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
 
 
 class Recording:
-    """Records a run: its ledger, and its folder and trace if wanted; ConfigError as ``RunFolder``.
+    """Records a run: its ledger, and its folder and trace if wanted.
 
-    Without ``out`` no file is written. ``on_step`` gets each row as soon as its step is done. ``go_on_from`` is a
-    ``mark`` of this run to go on from; later records are forgotten. ``unfinished``: see ``RunFolder``.
+    Without ``out`` no file is written. ``on_step`` gets each row as soon as its step is done, and is on disk.
+    ``go_on_from`` is a ``mark`` of this run to go on from; later records are forgotten. What is not whole is in the
+    folder ``unfinished`` (None: ``out``), and moved from there to its place: a driver that has lost it
+    (``backends/owner.py``) changes nothing more. ``ConfigError`` if ``out`` holds a run that is not gone on with.
     """
 
     def __init__(
@@ -103,13 +120,13 @@ class Recording:
         go_on_from: RecordingMark | None = None,
         unfinished: Path | None = None,
     ) -> None:
-        self._config = config
-        self._on_step = on_step
+        self._config, self._on_step, self._out, self._unfinished = config, on_step, out, unfinished or out
         self._digests = {} if out is None else {name: _Digest(out / name) for name in GROWING_FILES}
-        kept = None
+        self._files: dict[str, TextIO] = {}
+        self._kept: dict[str, int] = {}
         if go_on_from is not None:
             self.ledger = go_on_from.ledger
-            kept = {name: self._digests[name].up_to(size)[0] for name, (size, _) in go_on_from.files.items()}
+            self._kept = {name: self._digests[name].up_to(size)[0] for name, (size, _) in go_on_from.files.items()}
         else:
             self.ledger = RunLedger(
                 num_engines=config.num_engines,
@@ -120,16 +137,40 @@ class Recording:
                 scorers_s=config.hardware.latency.rewards_s(1),
             )
         self.ledger.on_step = self._step_done
-        self._folder = None if out is None else RunFolder(out, config, kept=kept, unfinished=unfinished)
-        self._trace = None
-        if out is not None and trace:
-            self._trace = TraceWriter(out / TRACE_FILE, config, cast("BinaryIO", self.open(TRACE_FILE).detach()))
+        self._trace: TraceWriter | None = None
+        if out is not None:
+            self._begin(out, new=go_on_from is None)
+            self._trace = TraceWriter(out / TRACE_FILE, config, self.open(TRACE_FILE)) if trace else None
 
-    def open(self, name: str) -> TextIOWrapper:
-        """Open one of ``GROWING_FILES`` to go on with it."""
-        assert self._folder is not None
-        with writing(self._folder.folder / name):
-            return self._folder.open(name)
+    def _begin(self, out: Path, *, new: bool) -> None:
+        if new:
+            check_vacant(out)
+            make_folder(out)
+        write_whole(out / RUN_FILE, dump_run(self._config), unfinished=self._unfinished)
+        for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
+            with contextlib.suppress(FileNotFoundError):
+                (out / report).rename(self._partial(report))
+        steps = self.open(STEPS_FILE)
+        self._rows = csv.writer(steps, lineterminator="\n")
+        if not steps.tell():
+            self._rows.writerow(COLUMNS)
+
+    def _partial(self, name: str) -> Path:
+        assert self._unfinished is not None
+        return self._unfinished / f"{name}.partial"
+
+    def open(self, name: str) -> TextIO:
+        """Open one of ``GROWING_FILES``, after what is kept of it; nobody else has it open, ``close`` closes it."""
+        path, partial, size = self._digests[name].path, self._partial(name), self._kept.get(name, 0)
+        with writing(path):
+            if size:
+                shutil.copyfile(path, partial)
+                os.truncate(partial, size)
+            self._files[name] = file = partial.open("a" if size else "w", encoding="utf-8", newline="", buffering=1)
+            if size:
+                os.fsync(file.fileno())
+            partial.rename(path)
+        return file
 
     @property
     def recorder(self) -> Recorder:
@@ -150,15 +191,19 @@ class Recording:
         """Write and close the files and return ``report(measured)``; the run may be cut short."""
         self.close()
         report = self.report(measured)
-        if self._folder is not None:
-            self._folder.finish(report, self.ledger.figure_data(self._config.drift))
+        if self._out is not None:
+            figures = self.ledger.figure_data(self._config.drift)
+            write_json(self._out / PROFILE_FILE, figures.to_dict(), unfinished=self._unfinished)
+            write_json(self._out / SUMMARY_FILE, report.to_dict(), unfinished=self._unfinished)
         return report
 
     def close(self) -> None:
         """Close the files."""
-        for one in (self._trace, self._folder):
-            if one is not None:
-                one.close()
+        if self._trace is not None:
+            self._trace.close()
+        for name, file in self._files.items():
+            with writing(self._digests[name].path):
+                file.close()
 
     def report(self, measured: RunMeasurements | None = None) -> RunReport:
         """Return the numbers of the run so far; ``measured`` are those that the ledger cannot know."""
@@ -183,8 +228,9 @@ class Recording:
         return RunReport(**about).with_steps(self.ledger.steps)
 
     def _step_done(self, row: StepRow) -> None:
-        if self._folder is not None:
-            self._folder.write_step(row)
+        if self._out is not None:
+            with writing(self._out / STEPS_FILE):
+                self._rows.writerow([value for _, value in row])
         if self._on_step is not None:
             self._on_step(row)
 
