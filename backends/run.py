@@ -16,7 +16,7 @@ from typing import Any
 
 from backends.driver.checkpoint import Checkpoint, read_newest
 from backends.driver.lifecycle import Driver
-from backends.driver.metrics import MetricsLog, SamplesLog
+from backends.driver.metrics import MetricsLog
 from backends.driver.tasks import DriverLoop
 from backends.interface import Backend, Parts
 from backends.kinds import backend_of
@@ -26,7 +26,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, TrainerLostError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.run_folder import LOGS_FOLDER, METRICS_FILE, SAMPLES_FILE, check_vacant
+from pipelinerl.records.run_folder import LOGS_FOLDER, METRICS_FILE, check_vacant
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 
@@ -76,17 +76,8 @@ def drive(
 
     If the trainer is lost, all parts are started again, and the run goes on from its newest checkpoint, as after
     ``--resume``: later records are cut off. On Ctrl-C the run ends after the trainer's present call, and a checkpoint
-    is written; a second one ends it at once.
-
-    Args:
-        config: With ``[train]``.
-        parts: None of them started.
-        task: None: the environments have problems and rewards.
-        lock: Of a new folder, or that of ``checkpoint``.
-        checkpoint: To resume.
-        evaluation_task: None: the held-out problems of ``task``.
-        on_step: Called with the row and the metrics of each optimizer step.
-        trial: See ``Driver``.
+    is written; a second one ends it at once. ``lock``: of a new folder, or that of ``checkpoint``. ``on_step`` gets the
+    row and the metrics of each optimizer step. For the others see ``Driver``.
 
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.
@@ -96,17 +87,14 @@ def drive(
     """
     limit = config.train_table.trainer.restarts
     before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
-    attempt = partial(
-        _attempt, config, parts=parts, task=task, lock=lock, held_out=evaluation_task, on_step=on_step, trial=trial
-    )
+    new = partial(Driver, config, parts=parts, task=task, evaluation_task=evaluation_task, lock=lock, trial=trial)
     for restarts in range(limit + 1):
         try:
-            return attempt(checkpoint=checkpoint)
+            return _attempt(config, new, lock=lock, checkpoint=checkpoint, on_step=on_step)
         except TrainerLostError as error:
             lost = error
         if restarts < limit:
             try:
-                lock.check()
                 checkpoint = read_newest(lock.folder, config)
             except ConfigError:  # there is none yet
                 raise lost from None
@@ -117,14 +105,11 @@ def drive(
 
 def _attempt(
     config: RunConfig,
+    new: Callable[..., Driver],
     *,
-    parts: Parts,
-    task: Task | None,
     lock: DriverLock,
-    held_out: Task | None,
     checkpoint: Checkpoint | None,
     on_step: Progress | None,
-    trial: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> RunReport:
     def step_done(row: StepRow) -> None:
         lock.check()
@@ -133,21 +118,10 @@ def _attempt(
         if on_step is not None:
             on_step(row, metrics)
 
-    out, mark = lock.folder, None if checkpoint is None else checkpoint.recording
+    mark, out = None if checkpoint is None else checkpoint.recording, lock.folder
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark, unfinished=lock.unfinished)
-    steps_done = 0 if mark is None else len(mark.ledger.steps)
-    log = MetricsLog(out, config, recording.open(METRICS_FILE), go_on_after=steps_done)
-    driver = Driver(
-        config,
-        parts=parts,
-        task=task,
-        evaluation_task=held_out,
-        recording=recording,
-        samples=SamplesLog(out, parts.codec, recording.open(SAMPLES_FILE)),
-        lock=lock,
-        checkpoint=checkpoint,
-        trial=trial,
-    )
+    log = MetricsLog(out, config, recording.open(METRICS_FILE), go_on_after=len(recording.ledger.steps))
+    driver = new(recording=recording, checkpoint=checkpoint)
     with closing(recording), closing(log):
         try:
             with asyncio.Runner(loop_factory=DriverLoop) as runner:
