@@ -4,7 +4,7 @@ Theory of operation. ``driver-N/`` in a run's folder is that of its driver N; th
 one only, when driver N has ended, is dead, or was silent for ``LIMIT_S``, by the clock of the file system. Then it
 moves the folders below its own away. Driver N looks when it gives a sign of life; until then all that it writes is
 lost: what is not whole yet it has in its folder, so that nothing can be moved out any more to its place, and the next
-driver gives every file that grows another inode (``Recording.open``).
+driver gives every file that grows another inode (``Recording``).
 """
 
 from __future__ import annotations

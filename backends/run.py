@@ -26,7 +26,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, TrainerLostError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.run_folder import LOGS_FOLDER, METRICS_FILE, check_vacant
+from pipelinerl.records.run_folder import LOGS_FOLDER, check_vacant
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 
@@ -120,7 +120,7 @@ def _attempt(
 
     mark, out = None if checkpoint is None else checkpoint.recording, lock.folder
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark, unfinished=lock.unfinished)
-    log = MetricsLog(out, config, recording.open(METRICS_FILE), go_on_after=len(recording.ledger.steps))
+    log = MetricsLog(out, config, recording, go_on_after=len(recording.ledger.steps))
     driver = new(recording=recording, checkpoint=checkpoint)
     with closing(recording), closing(log):
         try:

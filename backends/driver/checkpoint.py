@@ -155,8 +155,8 @@ class CheckpointKeeper:
         partial, whole = self._partial, self._folder / f"step_{version:06d}"
         with writing(partial):
             (partial / _RUN).write_bytes(content)
-            for records in GROWING_FILES:
-                sync(self._lock.folder / records)
+            for path in filter(Path.exists, (self._lock.folder / name for name in GROWING_FILES)):
+                sync(path)
             seal(partial)
             self._folder.mkdir(exist_ok=True)
             self._lock.check()

@@ -41,7 +41,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
-from pipelinerl.records.run_folder import LOGS_FOLDER, SAMPLES_FILE
+from pipelinerl.records.run_folder import LOGS_FOLDER
 from pipelinerl.records.stall import stalled
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
@@ -89,7 +89,7 @@ class Driver:
         self._trainer, self._lost, self._lock = parts.trainer, parts.lost, lock
         self._checkpoint, self._trial, logs = checkpoint, trial, lock.folder / LOGS_FOLDER
         self._keeper = None if trial else CheckpointKeeper(lock, config, recording)
-        samples = SamplesLog(lock.folder, parts.codec, recording.open(SAMPLES_FILE))
+        samples = SamplesLog(parts.codec, recording)
         self._state = fresh_state(config) if checkpoint is None else checkpoint.state
         self.metrics = self._state.metrics
         self._interrupted = False

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +18,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
 from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
 from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE
 from pipelinerl.records.steps import StepRow
@@ -36,12 +36,12 @@ def check_logging(train: TrainConfig) -> None:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl (``file``), TensorBoard, Weights & Biases; a resumed run goes on after ``go_on_after``."""
+    """Writes metrics.jsonl, TensorBoard and Weights & Biases; a resumed run goes on after ``go_on_after``."""
 
-    def __init__(self, out: Path, config: RunConfig, file: TextIO, *, go_on_after: int = 0) -> None:
+    def __init__(self, out: Path, config: RunConfig, recording: Recording, *, go_on_after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._out, self._file = out, file
+        self._out, self._recording = out, recording
         self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
         self._wandb: Any = None
         project = config.train_table.logging.wandb_project
@@ -59,8 +59,7 @@ class MetricsLog:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of an optimizer step (counted from 1), finite ones only."""
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        with writing(self._out / METRICS_FILE):
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._recording.append(METRICS_FILE, {"step": step, **metrics})
         with writing(self._out / TENSORBOARD_FOLDER):
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
@@ -90,10 +89,10 @@ LONGEST_TEXT = 8192
 
 
 class SamplesLog:
-    """Writes samples.jsonl (``file``), each step as soon as it is done."""
+    """Writes samples.jsonl, each step as soon as it is done."""
 
-    def __init__(self, out: Path, codec: Codec, file: TextIO) -> None:
-        self._path, self._codec, self._file = out / SAMPLES_FILE, codec, file
+    def __init__(self, codec: Codec, recording: Recording) -> None:
+        self._codec, self._recording = codec, recording
 
     def trained(self, step: int, rollouts: Sequence[RolloutData]) -> None:
         """Keep some rollouts of the batch of an optimizer step (counted from 1), of different groups if it has them."""
@@ -104,21 +103,15 @@ class SamplesLog:
         self._write({"step": step, "held_out": True}, _spread(answers))
 
     def _write(self, about: dict[str, Any], answers: Sequence[tuple[RolloutData, float]]) -> None:
-        lines = [
-            json.dumps(
-                {
-                    **about,
-                    "prompt": data.problem.prompt[:LONGEST_TEXT],
-                    "answer": self._codec.decode(data.tokens)[:LONGEST_TEXT],
-                    "tokens": data.spans.num_tokens,
-                    "reward": reward,
-                    "versions": list(data.spans.versions),
-                }
-            )
-            for data, reward in answers
-        ]
-        with writing(self._path):
-            self._file.writelines(f"{line}\n" for line in lines)
+        for data, reward in answers:
+            sample = {
+                "prompt": data.problem.prompt[:LONGEST_TEXT],
+                "answer": self._codec.decode(data.tokens)[:LONGEST_TEXT],
+                "tokens": data.spans.num_tokens,
+                "reward": reward,
+                "versions": list(data.spans.versions),
+            }
+            self._recording.append(SAMPLES_FILE, about | sample)
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:

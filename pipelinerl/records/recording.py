@@ -6,13 +6,14 @@ import contextlib
 import copy
 import csv
 import hashlib
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
@@ -67,7 +68,7 @@ class RecordingMark(NamedTuple):
 
     ledger: RunLedger
     files: dict[str, tuple[int, str]]
-    """``GROWING_FILES``, those that there are: bytes so far and their SHA-256."""
+    """Of ``GROWING_FILES`` bytes so far and their SHA-256."""
 
 
 class _Digest:
@@ -140,7 +141,7 @@ class Recording:
         self._trace: TraceWriter | None = None
         if out is not None:
             self._begin(out, new=go_on_from is None)
-            self._trace = TraceWriter(out / TRACE_FILE, config, self.open(TRACE_FILE)) if trace else None
+            self._trace = TraceWriter(out / TRACE_FILE, config, self._opened(TRACE_FILE)) if trace else None
 
     def _begin(self, out: Path, *, new: bool) -> None:
         if new:
@@ -150,7 +151,9 @@ class Recording:
         for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
             with contextlib.suppress(FileNotFoundError):
                 (out / report).rename(self._partial(report))
-        steps = self.open(STEPS_FILE)
+        for name in self._kept:
+            self._opened(name)
+        steps = self._opened(STEPS_FILE)
         self._rows = csv.writer(steps, lineterminator="\n")
         if not steps.tell():
             self._rows.writerow(COLUMNS)
@@ -159,8 +162,15 @@ class Recording:
         assert self._unfinished is not None
         return self._unfinished / f"{name}.partial"
 
-    def open(self, name: str) -> TextIO:
-        """Open one of ``GROWING_FILES``, after what is kept of it; nobody else has it open, ``close`` closes it."""
+    def append(self, name: str, values: dict[str, Any]) -> None:
+        """Add a line of JSON to one of ``GROWING_FILES``."""
+        with writing(self._digests[name].path):
+            self._opened(name).write(json.dumps(values) + "\n")
+
+    def _opened(self, name: str) -> TextIO:
+        """Return a file to write to, after what is kept of it; no other driver has it open."""
+        if name in self._files:
+            return self._files[name]
         path, partial, size = self._digests[name].path, self._partial(name), self._kept.get(name, 0)
         with writing(path):
             if size:
@@ -184,7 +194,7 @@ class Recording:
         ledger.on_step = None
         if self._trace is not None:
             self._trace.mark()
-        files = {name: one.up_to(sys.maxsize) for name, one in self._digests.items() if one.path.is_file()}
+        files = {name: self._digests[name].up_to(sys.maxsize) for name in GROWING_FILES if name in self._files}
         return RecordingMark(ledger, files)
 
     def finish(self, measured: RunMeasurements | None = None) -> RunReport:

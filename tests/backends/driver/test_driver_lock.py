@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
 import multiprocessing.connection
 import os
+import re
 import shutil
 import signal
 import socket
@@ -147,7 +149,7 @@ def test_a_driver_that_was_replaced_while_it_stood_still_writes_nothing_more_and
     os.utime(lock, (time.time() - silent_s, time.time() - silent_s))
     stdout, stderr = (second := start("--resume", first=held_run.ELSEWHERE)).communicate()
     assert second.returncode == 0, stderr
-    assert ": silent for 12" in stderr
+    assert re.search(r": silent for \d+ s$", stderr)
     assert stderr.count("\n") == 1
     check_whole(out, stdout)
     before = content(out)
@@ -321,8 +323,12 @@ def replaced(out: Path, monkeypatch: pytest.MonkeyPatch, part: type, method: str
             stands_still()
         return result
 
+    async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments)
+
     with monkeypatch.context() as patch:
         patch.setattr(owner, "HEARTBEAT_S", 1e6)
+        patch.setattr(asyncio, "to_thread", at_once)  # all of it has one thread
         patch.setattr(part, method, and_stands_still)
         ended = ""
         try:
