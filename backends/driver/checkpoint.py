@@ -50,7 +50,8 @@ def seal(folder: Path) -> None:
     """Fsync all files of a complete folder, then write its manifest with their SHA-256; ``OSError`` if one fails."""
     files = _files(folder)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        digests = dict(zip(files, pool.map(_settled, files.values()), strict=True))
+        list(pool.map(sync, files.values()))
+        digests = dict(zip(files, pool.map(_digest, files.values()), strict=True))
     manifest = folder / MANIFEST_FILE
     content = {"files": digests, "format": FORMAT}
     manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -99,11 +100,6 @@ def sync(path: Path) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path for path in paths}
-
-
-def _settled(path: Path) -> str:
-    sync(path)
-    return _digest(path)
 
 
 def _digest(path: Path) -> str:

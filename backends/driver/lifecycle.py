@@ -178,7 +178,10 @@ class Driver:
                 raise stalled(state.scheduler)
             await self._conclude()
         finally:
-            await self._shut_down()
+            try:
+                self._loop.record_interrupted()  # it raises if the trace cannot be written
+            finally:
+                await self._shut_down()
 
     def interrupt(self) -> None:
         """End the run after the trainer's current call; may be called from a signal handler."""
@@ -313,13 +316,6 @@ class Driver:
             await self._sync.to_training(engines_end=True)
 
     async def _shut_down(self) -> None:
-        self._loop.frozen = True
-        try:
-            self._loop.record_interrupted()  # it raises if the trace cannot be written
-        finally:
-            await self._end_parts()
-
-    async def _end_parts(self) -> None:
         self._pool.close()
         await self._tasks.cancel_all()
         environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]

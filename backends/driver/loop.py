@@ -350,7 +350,8 @@ class EventLoop:
             self._aborted(rollout_id, engine)
 
     def record_interrupted(self) -> None:
-        """Record the rollouts in progress as aborted; the scheduler handles these events on resume."""
+        """Freeze, and record the rollouts in progress as aborted; the scheduler handles these events on resume."""
+        self.frozen = True
         for rollout_id, engine in list(self._state.in_flight.items()):
             self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
 
