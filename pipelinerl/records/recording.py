@@ -32,8 +32,8 @@ from pipelinerl.records.run_folder import (
     TRACE_FILE,
     check_vacant,
     make_folder,
+    unwritable,
     write_json,
-    write_whole,
 )
 from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Recorder, ReplayResult, Trace, TraceWriter, replay
@@ -147,7 +147,12 @@ class Recording:
         if new:
             check_vacant(out)
             make_folder(out)
-        write_whole(out / RUN_FILE, dump_run(self._config), unfinished=self._unfinished)
+        partial = self._partial(RUN_FILE)
+        try:
+            partial.write_text(dump_run(self._config), encoding="utf-8")
+            partial.rename(out / RUN_FILE)
+        except OSError as error:
+            raise unwritable(out, error) from None
         for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
             with contextlib.suppress(FileNotFoundError):
                 (out / report).rename(self._partial(report))

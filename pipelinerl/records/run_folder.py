@@ -84,15 +84,10 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def write_json(path: Path, data: Any, *, unfinished: Path | None = None) -> None:
-    """Write plain values as JSON; see ``write_whole``."""
-    write_whole(path, json_text(data) + "\n", unfinished=unfinished)
-
-
-def write_whole(path: Path, text: str, *, unfinished: Path | None = None) -> None:
-    """Write a text file, whole or not at all: it is moved from the folder ``unfinished`` (None: its own)."""
+    """Write plain values as JSON, whole or not at all: moved from the folder ``unfinished`` (None: its own)."""
     partial = (unfinished or path.parent) / f"{path.name}.partial"
     with writing(path):
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(json_text(data) + "\n", encoding="utf-8")
         partial.replace(path)
 
 
