@@ -1,10 +1,10 @@
 """Folders with an owner: that of a run, which one driver at a time may write to, and temporary ones.
 
-Theory of operation. ``driver-N.lock`` in a run's folder names its driver N; the highest N drives. N + 1 is made, by one
-only, when driver N has ended, is dead, or was silent for ``LIMIT_S``, by the clock of the file system. Its maker looks
-again, and withdraws if driver N has given a sign of life meanwhile; driver N looks after each of them, and first of all
-if it stood still: one gives way. What it may still write is lost: its unfinished checkpoint has another name by then,
-and the next driver gives every file that is open another inode.
+Theory of operation. ``driver-N/`` in a run's folder is that of its driver N; the highest N drives. N + 1 is made, by
+one only, when driver N has ended, is dead, or was silent for ``LIMIT_S``, by the clock of the file system. Then it
+moves the folders below its own away. Driver N looks when it gives a sign of life; until then all that it writes is
+lost: what is not whole yet it has in its folder, so that nothing can be moved out any more to its place, and the next
+driver gives every file that grows another inode (``Recording``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -26,15 +25,13 @@ from typing import NamedTuple
 
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.run_folder import make_folder, unwritable
-from pipelinerl.util.explain import cannot_write
-from pipelinerl.util.read import parse_json
+from pipelinerl.util.explain import writing
+from pipelinerl.util.read import read_json
 
 LOG = logging.getLogger("pipelinerl")
 HEARTBEAT_S = 10.0
 LIMIT_S = 120.0
 """Silence after which a driver counts as dead that this machine cannot see; NFS may remember a folder for 60 s."""
-LEASE_S = LIMIT_S / 2
-"""After a sign of life; then a driver looks before it writes."""
 ATTEMPTS = 10
 """To become the driver while others come and go."""
 OWNER_FILE = "owner.json"
@@ -49,15 +46,11 @@ class Owner(NamedTuple):
     began: str
     since: str
 
-    @property
-    def seen(self) -> bool:
-        """Whether this process sees whether that one lives."""
-        return bool(self.place) and (self.host, self.place) == this_process()[:2]
-
-    @property
-    def dead(self) -> bool:
-        """Whether it is known to be dead."""
-        return self.seen and self.began != _began(self.pid)
+    def lives(self) -> bool | None:
+        """Return whether it does; None: this process cannot see that one."""
+        if not self.place or (self.host, self.place) != this_process()[:2]:
+            return None
+        return self.began == _began(self.pid)
 
 
 def this_process() -> Owner:
@@ -76,69 +69,77 @@ def _began(pid: int) -> str:
     return ""
 
 
-def _read(path: Path) -> tuple[Owner | None, float | None]:
-    """Return owner (None: unreadable) and time of the last sign of life (None: there is no such file)."""
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        with contextlib.suppress(ConfigError, ValueError, TypeError):
-            return Owner(**parse_json(file.read(), "owner")), os.fstat(file.fileno()).st_mtime
-        return None, os.fstat(file.fileno()).st_mtime
-    return None, None
+def _owner_of(folder: Path) -> Owner | None:
+    """Return who has a folder; None: it says nobody that can be read."""
+    with contextlib.suppress(ConfigError, TypeError):
+        return Owner(**read_json(folder / OWNER_FILE))
+    return None
+
+
+def _write_owner(folder: Path, owner: Owner) -> None:
+    (folder / OWNER_FILE).write_text(json.dumps(owner._asdict()), encoding="utf-8")
 
 
 class DriverLock:
-    """The right to write to the folder of a run; see ``driving``. ``id`` is its driver's."""
+    """The right to write to the folder of a run; see ``driving``. ``id`` is its driver's.
+
+    ``unfinished`` is a folder for what is not whole yet: nothing can be moved out of it when the right is lost.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.id, self._me = folder, secrets.token_hex(4), this_process()
         try:
-            self._path = self._taken()
+            self._number = self._taken()
+            self._own = self._folder(self._number)
+            self.unfinished = self._own / self.id
+            self.unfinished.mkdir()
+            for number in self._numbers():
+                with contextlib.suppress(FileNotFoundError):
+                    if number < self._number:
+                        self._folder(number).rename(self.unfinished / f"{number}")
+                        shutil.rmtree(self.unfinished / f"{number}", ignore_errors=True)
         except OSError as error:
             raise unwritable(folder, error) from None
-        self._until_s, self._closed = time.monotonic() + LEASE_S, threading.Event()
+        self._closed = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def _taken(self) -> Path:
+    def _taken(self) -> int:
         for _ in range(ATTEMPTS):
-            last = self._last()
-            alive_s = self._check_ended(self._lock(last))
-            path = self._lock(last + 1)
-            try:
-                with path.open("x", encoding="utf-8") as file:
-                    json.dump(self._me._asdict(), file)
-            except FileExistsError:
-                continue
-            if self._last() == last + 1 and alive_s in (None, _read(self._lock(last))[1]):
-                for old in self.folder.glob("driver-*.lock"):
-                    if old != path:
-                        old.unlink(missing_ok=True)
-                return path
-            path.unlink()
+            last = self._numbers()[-1]
+            self._check_ended(self._folder(last))
+            own = self._folder(last + 1)
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                own.mkdir()
+                _write_owner(own, self._me)
+                if self._numbers()[-1] == last + 1:
+                    return last + 1
+                shutil.rmtree(own)
         raise ConfigError(f"--out must be a folder without another driver, got {self.folder}: several begin to use it")
 
-    def _check_ended(self, path: Path) -> float | None:
-        """Return the last sign of life of a driver that may live, but was silent; ``ConfigError`` if it lives."""
-        owner, alive_s = _read(path)
-        if alive_s is None:
-            return None
+    def _check_ended(self, last: Path) -> None:
+        """Raise ``ConfigError`` if the driver of a folder lives, or may do so."""
+        owner = _owner_of(last)
         with tempfile.TemporaryFile(dir=self.folder) as now:
-            silent_s = max(0.0, os.fstat(now.fileno()).st_mtime - alive_s)
+            try:
+                silent_s = max(0.0, os.fstat(now.fileno()).st_mtime - last.stat().st_mtime)
+            except FileNotFoundError:
+                return
         who = "a process" if owner is None else f"process {owner.pid} on {owner.host} (since {owner.since})"
-        dead = owner is not None and owner.dead
-        if not dead and (silent_s <= LIMIT_S or (owner is not None and owner.seen)):
+        lives = None if owner is None else owner.lives()
+        if lives or (lives is None and silent_s <= LIMIT_S):
             raise ConfigError(
                 f"--out must be a folder without another driver, got {self.folder}: {who} drives it, last sign of life "
                 f"{silent_s:.0f} s ago; wait for its end, or end it; if its machine is down, try again in {LIMIT_S:g} s"
             )
-        why = "dead" if dead else f"silent for {silent_s:.0f} s"
+        why = f"silent for {silent_s:.0f} s" if lives is None else "dead"
         LOG.warning("%s is taken over from %s: %s", self.folder, who, why)
-        return None if dead else alive_s
 
-    def _lock(self, number: int) -> Path:
-        return self.folder / f"driver-{number}.lock"
+    def _folder(self, number: int) -> Path:
+        return self.folder / f"driver-{number}"
 
-    def _last(self) -> int:
-        names = [path.stem.removeprefix("driver-") for path in self.folder.glob("driver-*.lock")]
-        return max((int(name) for name in names if name.isdecimal()), default=0)
+    def _numbers(self) -> list[int]:
+        names = [path.name.removeprefix("driver-") for path in self.folder.glob("driver-*")]
+        return sorted([0, *(int(name) for name in names if name.isdecimal())])
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
@@ -147,31 +148,17 @@ class DriverLock:
 
     def check(self) -> None:
         """Give a sign of life, and look; ``RunFailedError`` if another driver has taken over."""
-        now_s = time.monotonic()
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(self._path)
-            replaced = self._lock(self._last()) != self._path or not self._mine()
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
-        self._until_s = -math.inf if replaced else now_s + LEASE_S
-        if replaced:
+        with writing(self._own), contextlib.suppress(FileNotFoundError):
+            os.utime(self._own)
+        if self._numbers()[-1] != self._number or _owner_of(self._own) != self._me:
             raise RunFailedError(f"{self.folder} has another driver: this one was silent for too long, and ends")
-
-    def check_lease(self) -> None:
-        """``check``, unless the last sign of life is recent."""
-        if time.monotonic() > self._until_s:
-            self.check()
 
     def close(self) -> None:
         """End the right: the next driver need not wait."""
         self._closed.set()
-        with contextlib.suppress(OSError):
-            if self._mine():
-                self._path.unlink()
-
-    def _mine(self) -> bool:
-        return _read(self._path)[0] == self._me  # else somebody has removed the file of this driver
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        if _owner_of(self._own) in (self._me, None):
+            shutil.rmtree(self._own, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -193,11 +180,8 @@ def temporary_folder(where: str) -> Iterator[Path]:
     """Make a folder that only this user reaches, and remove it in the end, with those of this user's dead processes."""
     for left in Path(where).glob("pipelinerl-*"):
         with contextlib.suppress(OSError):
-            if left.lstat().st_uid != os.geteuid():
-                continue
-            owner, _ = _read(left / OWNER_FILE)
-            if owner is not None and owner.dead:
+            if left.lstat().st_uid == os.geteuid() and (owner := _owner_of(left)) and owner.lives() is False:
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="pipelinerl-", dir=where, ignore_cleanup_errors=True) as folder:
-        (Path(folder) / OWNER_FILE).write_text(json.dumps(this_process()._asdict()), encoding="utf-8")
+        _write_owner(Path(folder), this_process())
         yield Path(folder)

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, resume_from
+from backends.driver.checkpoint import Checkpoint, read_newest
 from backends.driver.lifecycle import Driver
-from backends.driver.metrics import MetricsLog, SamplesLog
+from backends.driver.metrics import MetricsLog
 from backends.driver.tasks import DriverLoop
 from backends.interface import Backend, Parts
 from backends.kinds import backend_of
@@ -31,7 +31,6 @@ from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 
 LOG = logging.getLogger("pipelinerl")
-MODEL_FOLDER = "model"
 NO_WORD = (
     "pipelinerl: the run's process has ended without a word: killed, out of memory, or by a reward, which "
     "train.task.reward_workers keeps apart; --resume goes on from the last checkpoint, if there is one"
@@ -77,17 +76,8 @@ def drive(
 
     If the trainer is lost, all parts are started again, and the run goes on from its newest checkpoint, as after
     ``--resume``: later records are cut off. On Ctrl-C the run ends after the trainer's present call, and a checkpoint
-    is written; a second one ends it at once.
-
-    Args:
-        config: With ``[train]``.
-        parts: None of them started.
-        task: None: the environments have problems and rewards.
-        lock: Of a new folder, or that of ``checkpoint``.
-        checkpoint: To resume.
-        evaluation_task: None: the held-out problems of ``task``.
-        on_step: Called with the row and the metrics of each optimizer step.
-        trial: Awaited when all parts are up; such a run keeps no checkpoint and no model. None: a normal run.
+    is written; a second one ends it at once. ``lock``: of a new folder, or that of ``checkpoint``. ``on_step`` gets the
+    row and the metrics of each optimizer step. For the others see ``Driver``.
 
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.
@@ -97,18 +87,15 @@ def drive(
     """
     limit = config.train_table.trainer.restarts
     before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
-    attempt = partial(
-        _attempt, config, parts=parts, task=task, lock=lock, held_out=evaluation_task, on_step=on_step, trial=trial
-    )
+    new = partial(Driver, config, parts=parts, task=task, evaluation_task=evaluation_task, lock=lock, trial=trial)
     for restarts in range(limit + 1):
         try:
-            return attempt(checkpoint=checkpoint)
+            return _attempt(config, new, lock=lock, checkpoint=checkpoint, on_step=on_step)
         except TrainerLostError as error:
             lost = error
         if restarts < limit:
             try:
-                lock.check()
-                checkpoint = resume_from(lock, config)
+                checkpoint = read_newest(lock.folder, config)
             except ConfigError:  # there is none yet
                 raise lost from None
             checkpoint.state.metrics.trainer_restarts = before + restarts + 1
@@ -118,40 +105,24 @@ def drive(
 
 def _attempt(
     config: RunConfig,
+    new: Callable[..., Driver],
     *,
-    parts: Parts,
-    task: Task | None,
     lock: DriverLock,
-    held_out: Task | None,
     checkpoint: Checkpoint | None,
     on_step: Progress | None,
-    trial: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> RunReport:
     def step_done(row: StepRow) -> None:
+        lock.check()
         metrics = driver.metrics.take(row, recording.ledger)
         log.write(row.step, metrics)
         if on_step is not None:
             on_step(row, metrics)
 
-    out, mark = lock.folder, None if checkpoint is None else checkpoint.recording
-    recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark)
-    steps_done = 0 if mark is None else len(mark.ledger.steps)
-    log = MetricsLog(out, config, go_on_after=steps_done)
-    driver = Driver(
-        config,
-        parts=parts,
-        task=task,
-        evaluation_task=held_out,
-        logs=out / LOGS_FOLDER,
-        samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
-        recorder=recording.recorder,
-        keeper=None if trial else CheckpointKeeper(lock, config, recording),
-        lock=lock,
-        checkpoint=checkpoint,
-        export_to=None if trial else out / MODEL_FOLDER,
-        when_up=trial,
-    )
-    with closing(log):
+    mark, out = None if checkpoint is None else checkpoint.recording, lock.folder
+    recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark, unfinished=lock.unfinished)
+    log = MetricsLog(out, config, recording, go_on_after=len(recording.ledger.steps))
+    driver = new(recording=recording, checkpoint=checkpoint)
+    with closing(recording), closing(log):
         try:
             with asyncio.Runner(loop_factory=DriverLoop) as runner:
                 runner.run(_driven(driver))
@@ -181,7 +152,7 @@ def train(
     if not resume:
         check_vacant(out)
     with driving(out) as lock:
-        checkpoint = resume_from(lock, config) if resume else None
+        checkpoint = read_newest(out, config) if resume else None
         with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
             return drive(
                 config, parts=parts, task=task, evaluation_task=held, lock=lock, checkpoint=checkpoint, on_step=on_step

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunInterruptedError, install
@@ -99,21 +97,18 @@ def _simulate_learning(
 
     if out is not None:
         check_vacant(out)  # not after the base model has been made
-    with one_thread(), ExitStack() as files:
+    with one_thread():
         learner = Learner(config)
         cluster = SimulatedCluster(config, policy=learner, warn=LOG.warning)
-        metrics_file: TextIO | None = None
 
         def step_done(row: StepRow) -> None:
             metrics = learner.take_metrics(row)
-            if metrics_file is not None:
-                metrics_file.write(json.dumps({"step": row.step, **metrics}) + "\n")
+            if out is not None:
+                recording.append(METRICS_FILE, {"step": row.step, **metrics})
             if on_step is not None:
                 on_step(row)
 
         recording = Recording(config, out=out, trace=trace, on_step=step_done)
-        if out is not None:
-            metrics_file = files.enter_context((out / METRICS_FILE).open("w", encoding="utf-8", buffering=1))
         try:
             with _interruptible(cluster):
                 cluster.run(recording.recorder)

@@ -2,8 +2,9 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
 not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``. It is copied in one instant and
-written while the run goes on: under its driver's id, fsynced, then renamed; only then is an older one of its version
-removed. A resume warns of a broken checkpoint and takes the one before; it refuses another format before unpickling.
+written while the run goes on, in its driver's folder: fsynced, then moved here; only then is an older one of its
+version removed. A resume warns of a broken checkpoint and takes the one before; it refuses another format before
+unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 
@@ -20,11 +21,9 @@ from typing import Any, NamedTuple
 
 from backends.driver.state import DriverState
 from backends.owner import DriverLock
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import RunConfig, flat
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.recording import Recording, RecordingMark, check_reaches, sync
-from pipelinerl.records.run_folder import METRICS_FILE
-from pipelinerl.records.steps import STEPS_FILE
+from pipelinerl.records.recording import GROWING_FILES, Recording, RecordingMark, check_reaches, sync
 from pipelinerl.util.explain import writing
 from pipelinerl.util.read import read_json
 
@@ -49,7 +48,8 @@ def seal(folder: Path) -> None:
     """Fsync all files of a complete folder, then write its manifest with their SHA-256; ``OSError`` if one fails."""
     files = _files(folder)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        digests = dict(zip(files, pool.map(_settled, files.values()), strict=True))
+        list(pool.map(sync, files.values()))
+        digests = dict(zip(files, pool.map(_digest, files.values()), strict=True))
     manifest = folder / MANIFEST_FILE
     content = {"files": digests, "format": FORMAT}
     manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -91,11 +91,6 @@ def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
-def _settled(path: Path) -> str:
-    sync(path)
-    return _digest(path)
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -103,12 +98,11 @@ def _digest(path: Path) -> str:
 
 FOLDER = "checkpoints"
 MAY_DIFFER = (
-    ("hardware",),
-    ("compare",),
-    *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
+    *("hardware.", "compare.", "train.checkpoint.", "train.logging.", "train.engine.", "train.trainer."),
+    *("train.ray_address.", "train.weights_folder."),
 )
-"""Keys that may differ when a run is resumed; so may the number of ranks, unless engines share their accelerators."""
-_TRAINER, _RUN, _DRIVER, _PARTIAL, _BEFORE = "trainer", "run.pickle", "driver", "partial-", ".before"
+"""Beginnings of keys that may differ when a run is resumed."""
+_TRAINER, _RUN, _DRIVER, _BEFORE = "trainer", "run.pickle", "driver", ".before"
 
 
 class Checkpoint(NamedTuple):
@@ -124,14 +118,15 @@ class CheckpointKeeper:
 
     def __init__(self, lock: DriverLock, config: RunConfig, recording: Recording) -> None:
         self._lock, self._folder, self._config, self._recording = lock, lock.folder / FOLDER, config, recording
-        self._partial = self._folder / f"{_PARTIAL}{lock.id}"
+        self._partial = lock.unfinished / "checkpoint"
         self._num_kept = config.train_table.checkpoint.keep
 
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        (self._partial / _DRIVER).write_text(self._lock.id)  # whose weights will be here
+        with writing(self._partial):
+            self._partial.mkdir()
+            (self._partial / _DRIVER).write_text(self._lock.id)  # whose weights will be here
         return self._partial / _TRAINER
 
     def copy(self, state: DriverState) -> bytes:
@@ -145,29 +140,24 @@ class CheckpointKeeper:
         partial, whole = self._partial, self._folder / f"step_{version:06d}"
         with writing(partial):
             (partial / _RUN).write_bytes(content)
-            for records in (STEPS_FILE, METRICS_FILE):
-                sync(self._lock.folder / records)
+            for path in filter(Path.exists, (self._lock.folder / name for name in GROWING_FILES)):
+                sync(path)
             seal(partial)
+            self._folder.mkdir(exist_ok=True)
             self._lock.check()
             before = whole.with_suffix(_BEFORE)
-            if whole.exists():
+            try:
+                partial.rename(whole)
+            except FileNotFoundError:
+                raise  # another driver has moved it away
+            except OSError:  # there is one of this version
                 shutil.rmtree(before, ignore_errors=True)
                 whole.rename(before)
-            partial.rename(whole)
+                partial.rename(whole)
             sync(self._folder)
         shutil.rmtree(before, ignore_errors=True)
         for old in _whole(self._folder)[: -self._num_kept]:
             shutil.rmtree(old)
-
-
-def resume_from(lock: DriverLock, config: RunConfig) -> Checkpoint:
-    """``read_newest``; from now on no driver before this one can complete a checkpoint that it has begun."""
-    own = lock.folder / FOLDER / f"{_PARTIAL}{lock.id}"
-    for left in own.parent.glob(f"{_PARTIAL.rstrip('-')}*"):
-        with writing(left):
-            left.rename(own)
-        shutil.rmtree(own, ignore_errors=True)
-    return read_newest(lock.folder, config)
 
 
 def read_newest(out: Path, config: RunConfig) -> Checkpoint:
@@ -193,8 +183,10 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
             continue
         for fault in faults:
             LOG.warning("--resume: %s; going on from %s", fault, folder.name)
-        for key, before, now in _differences(was, _fixed(config)):
-            raise ConfigError(f"--resume: {folder.name} was written with {key}={before}, got {now}")
+        now = _fixed(config)
+        for key in sorted(was.keys() | now.keys()):
+            if was.get(key) != now.get(key):
+                raise ConfigError(f"--resume: {folder.name} was written with {key}={was.get(key)}, got {now.get(key)}")
         check_reaches(out, recording, of=folder.name)
         return Checkpoint(folder / _TRAINER, state, recording)
     if faults:
@@ -207,23 +199,7 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def _fixed(config: RunConfig) -> dict[str, Any]:
-    data = config.model_dump(mode="json", exclude_none=True)
-    for *tables, key in MAY_DIFFER:
-        table = data
-        for name in tables:
-            table = table[name]
-        table.pop(key, None)
-    if not config.colocated:  # the engines remain as many
-        del data["cluster"]["accelerators"]
-    return data
-
-
-def _differences(was: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    found = []
-    for key in sorted(was.keys() | now.keys()):
-        before, after = was.get(key), now.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            found.append((f"{prefix}{key}", before, after))
-    return found
+    """Return the keys that must not differ: accelerators are the number of ranks, where engines have their own."""
+    may = (*MAY_DIFFER, *(() if config.colocated else ("cluster.accelerators.",)))
+    values = flat(config.model_dump(mode="json", exclude_none=True))
+    return {key: value for key, value in values.items() if not f"{key}.".startswith(may)}

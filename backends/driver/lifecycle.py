@@ -33,18 +33,21 @@ from backends.workers.environments import Turns
 from backends.workers.rewards import RewardProcesses, TaskClient
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunInterruptedError, TransferError
+from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
-from pipelinerl.records.trace import Recorder
+from pipelinerl.records.run_folder import LOGS_FOLDER
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
 from pipelinerl.scheduler.kinds import stalled
+from pipelinerl.util.explain import writing
 
 LOG = logging.getLogger("pipelinerl")
 LOST_POLL_S = 1.0
 """Between two calls of ``Parts.lost``; twice gone in a row is lost."""
 TRAINER_POLL_S = 0.1
 """Between two looks at a failure while the run waits for the trainer."""
+MODEL_FOLDER = "model"
 ENVIRONMENTS_LOG, REWARDS_LOG = "environments.log", "rewards.log"
 
 
@@ -58,10 +61,8 @@ class Driver:
     """One real run, with ``[train]``.
 
     ``task`` None: the environments have problems and rewards. ``evaluation_task`` None: the held-out problems of
-    ``task``. ``logs``: folder for output of environments and rewards. ``recorder`` is called with every event and
-    command, in order. ``keeper`` None: no checkpoints are written. ``checkpoint`` None: a new run. ``export_to``:
-    folder for the trained model, if any. ``when_up`` is awaited once before the first rollout, when all parts are up
-    and the trainer has its memory.
+    ``task``. ``checkpoint`` None: a new run. ``trial`` is awaited once before the first rollout, when all parts are up
+    and the trainer has its memory; such a run keeps no checkpoint and no model.
     """
 
     def __init__(
@@ -71,20 +72,18 @@ class Driver:
         parts: Parts,
         task: Task | None,
         evaluation_task: Task | None,
-        recorder: Recorder,
-        logs: Path,
-        samples: SamplesLog,
-        keeper: CheckpointKeeper | None,
+        recording: Recording,
         lock: DriverLock,
         checkpoint: Checkpoint | None,
-        export_to: Path | None,
-        when_up: Callable[[], Coroutine[Any, Any, None]] | None,
+        trial: Callable[[], Coroutine[Any, Any, None]] | None,
     ) -> None:
         assert sorted(parts.engines) == list(range(config.num_engines))
         self._config, self._train = config, config.train_table
         assert (parts.reference is not None) is (self._train.loss.kl_coefficient > 0)
-        self._trainer, self._keeper, self._lock, self._lost = parts.trainer, keeper, lock, parts.lost
-        self._checkpoint, self._export_to, self._when_up = checkpoint, export_to, when_up
+        self._trainer, self._lost, self._lock = parts.trainer, parts.lost, lock
+        self._checkpoint, self._trial, logs = checkpoint, trial, lock.folder / LOGS_FOLDER
+        self._keeper = None if trial else CheckpointKeeper(lock, config, recording)
+        samples = SamplesLog(parts.codec, recording)
         self._state = fresh_state(config) if checkpoint is None else checkpoint.state
         self.metrics = self._state.metrics
         self._interrupted = False
@@ -138,8 +137,7 @@ class Driver:
             preprocessing=self._preprocessing,
             evaluation=self._evaluation,
             samples=samples,
-            recorder=recorder,
-            check=lock.check_lease,
+            recorder=recording.recorder,
             keep_checkpoint=self._keep,
         )
 
@@ -159,8 +157,8 @@ class Driver:
         try:
             self._tasks.spawn(self._watch())
             await self._tasks.unless_ended(self._bring_up(), before)
-            if self._when_up is not None:
-                await self._tasks.unless_ended(self._measured(self._when_up), before)
+            if self._trial is not None:
+                await self._tasks.unless_ended(self._measured(self._trial), before)
             if self._train.evaluation.problems and self._checkpoint is None:
                 state.evaluation["success_before"] = await self._tasks.unless_ended(
                     self._evaluation.success_rate(), before
@@ -171,7 +169,11 @@ class Driver:
                 raise stalled(state.scheduler)
             await self._conclude()
         finally:
-            await self._shut_down()
+            self._loop.frozen = True
+            try:
+                self._loop.record_interrupted()  # it raises if the trace cannot be written
+            finally:
+                await self._shut_down()
 
     def interrupt(self) -> None:
         """End the run after the trainer's current call; may be called from a signal handler."""
@@ -188,7 +190,7 @@ class Driver:
         before = None
         while True:
             await asyncio.sleep(LOST_POLL_S)
-            self._lock.check_lease()
+            self._lock.check()
             why = None if self._lost is None else await asyncio.to_thread(self._lost)
             if why is not None and before is not None:
                 raise BackendError(f"{why}; --resume goes on from the last checkpoint, if there is one")
@@ -221,9 +223,9 @@ class Driver:
         if self._config.colocated:
             await self._trainer.offload()
 
-    async def _measured(self, when_up: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _measured(self, trial: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self._sync.to_training()
-        await when_up()
+        await trial()
         for handle in self._pool:
             handle.version = -1  # the trainer has changed version 0: engines must load it again
         # Not measured: the first update allocates memory and, as the pack has changed weights, proves direct copies.
@@ -242,20 +244,26 @@ class Driver:
         if self._tasks.failure is None and not self._interrupted:
             self._tasks.ended.clear()
         await self._tasks.unless_ended(self._evaluation.finished(), after)
-        if self._export_to is not None:
+        if self._trial is None:
             if self._checkpoint is not None:  # else the trainer has the memory
                 await self._tasks.unless_ended(self._sync.to_training(), after)
-            unfinished = self._export_to.with_name(self._export_to.name + ".partial")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            await self._trainer.export(unfinished)
-            self._lock.check()
-            shutil.rmtree(self._export_to, ignore_errors=True)
-            unfinished.rename(self._export_to)
+            await self._export(self._lock.folder / MODEL_FOLDER)
         if self._train.evaluation.problems:
             await self._tasks.unless_ended(self._sync.load_trained(self._state.version), after)
             self._state.evaluation["success_after"] = await self._tasks.unless_ended(
                 self._evaluation.success_rate(), after
             )
+
+    async def _export(self, model: Path) -> None:
+        new, before = (self._lock.unfinished / name for name in ("model", "model.before"))
+        for left in (new, before):
+            shutil.rmtree(left, ignore_errors=True)
+        await self._trainer.export(new)
+        self._lock.check()
+        with writing(model):
+            if model.exists():
+                model.rename(before)
+            new.rename(model)
 
     async def _wind_up(self) -> None:
         self._preprocessing.close()
@@ -302,18 +310,15 @@ class Driver:
                 await self._sync.to_training(engines_end=True)
 
     async def _shut_down(self) -> None:
-        self._loop.frozen = True
-        try:
-            self._loop.record_interrupted()  # it raises if the trace cannot be written
-        finally:
-            self._pool.close()
-            await self._tasks.cancel_all()
-            environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]
-            parts: list[Any] = [self._trainer, self._preprocessing, self._pool, *environments, *self._clients]
-            line = "trainer, reference model, an environment or a reward's process could not be shut down: %s"
-            for error in await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True):
-                if error is not None:
-                    LOG.warning(line, error)
+        self._pool.close()
+        await self._tasks.cancel_all()
+        environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]
+        parts: list[Any] = [self._trainer, self._preprocessing, self._pool, *environments, *self._clients]
+        for error in await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True):
+            if error is not None:
+                LOG.warning(
+                    "trainer, reference model, an environment or a reward's process could not be shut down: %s", error
+                )
 
     async def _keep(self) -> None:
         """Copy the trainer's part, then the rest in one instant; write it during training. One is written at a time."""

@@ -79,7 +79,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class EventLoop:
-    """Carries out commands and reports events; ``recorder`` gets both in order, after ``check``. Changes ``state``."""
+    """Carries out commands and reports events; ``recorder`` gets both in order. Changes ``state``."""
 
     def __init__(
         self,
@@ -96,7 +96,6 @@ class EventLoop:
         evaluation: Evaluation,
         samples: SamplesLog,
         recorder: Recorder,
-        check: Callable[[], None],
         keep_checkpoint: Callable[[], Awaitable[None]],
     ) -> None:
         self._max_prompt_tokens = config.train_table.task.max_prompt_tokens
@@ -104,7 +103,7 @@ class EventLoop:
         self._state, self._tasks, self._trainer, self._sync, self._pool = state, tasks, trainer, sync, pool
         self._samples, self._keep_checkpoint = samples, keep_checkpoint
         self._client, self._turns, self._preprocessing = client, turns, preprocessing
-        self._evaluation, self._recorder, self._check = evaluation, recorder, check
+        self._evaluation, self._recorder = evaluation, recorder
         self.trainer_task: asyncio.Task[None] | None = None
         self.frozen = False
         self._stall_watch = StallWatch(LOG.warning)
@@ -157,7 +156,6 @@ class EventLoop:
             engine = self._state.in_flight.pop(event.rollout_id, None)
             if engine is not None:
                 self._pool[engine].count(-1)
-        self._check()
         self._recorder.event(self.now(), event)
         try:
             self._carry_out_all(self._state.scheduler.handle(event))
@@ -344,7 +342,8 @@ class EventLoop:
             self._aborted(rollout_id, engine)
 
     def record_interrupted(self) -> None:
-        """Record the rollouts in progress as aborted; the scheduler handles these events on resume."""
+        """Freeze, and record the rollouts in progress as aborted; the scheduler handles these events on resume."""
+        self.frozen = True
         for rollout_id, engine in list(self._state.in_flight.items()):
             self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
 
@@ -365,7 +364,6 @@ class EventLoop:
             state.micro_batches.append(command)
             if command.completes_step:
                 state.version = command.version + 1
-                self._check()
                 self._evaluation.step_done(state.version)
                 self._samples.trained(state.version, state.take_trained())
             event = TrainingFinished(state.version, train_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
@@ -19,13 +18,13 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
 from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
 from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.arrays import RunningMean
 from pipelinerl.util.explain import writing
-from pipelinerl.util.read import parse_json, read_lines
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -37,13 +36,12 @@ def check_logging(train: TrainConfig) -> None:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl, TensorBoard and Weights & Biases; a resumed run goes on after step ``go_on_after``."""
+    """Writes metrics.jsonl, TensorBoard and Weights & Biases; a resumed run goes on after ``go_on_after``."""
 
-    def __init__(self, out: Path, config: RunConfig, *, go_on_after: int = 0) -> None:
+    def __init__(self, out: Path, config: RunConfig, recording: Recording, *, go_on_after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._out, path = out, out / METRICS_FILE
-        self._file = path.open("a" if go_on_after else "w", encoding="utf-8", buffering=1)
+        self._out, self._recording = out, recording
         self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
         self._wandb: Any = None
         project = config.train_table.logging.wandb_project
@@ -61,8 +59,7 @@ class MetricsLog:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of an optimizer step (counted from 1), finite ones only."""
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        with writing(self._out / METRICS_FILE):
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._recording.append(METRICS_FILE, {"step": step, **metrics})
         with writing(self._out / TENSORBOARD_FOLDER):
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
@@ -70,9 +67,8 @@ class MetricsLog:
             self._wandb.log(metrics, step=step)
 
     def close(self) -> None:
-        """Finish all files."""
+        """Finish TensorBoard's file and Weights & Biases."""
         with writing(self._out):
-            self._file.close()
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
@@ -93,14 +89,10 @@ LONGEST_TEXT = 8192
 
 
 class SamplesLog:
-    """Writes samples.jsonl, each step as soon as it is done, after ``go_on_after`` that are there already."""
+    """Writes samples.jsonl, each step as soon as it is done."""
 
-    def __init__(self, out: Path, codec: Codec, *, go_on_after: int = 0) -> None:
-        self._path, self._codec = out / SAMPLES_FILE, codec
-        steps = range(go_on_after + 1)
-        kept = [line for _, line in read_lines(self._path) if _step_of(line) in steps] if go_on_after else []
-        with writing(self._path):
-            self._path.write_text("".join(kept), encoding="utf-8")
+    def __init__(self, codec: Codec, recording: Recording) -> None:
+        self._codec, self._recording = codec, recording
 
     def trained(self, step: int, rollouts: Sequence[RolloutData]) -> None:
         """Keep some rollouts of the batch of an optimizer step (counted from 1), of different groups if it has them."""
@@ -111,35 +103,21 @@ class SamplesLog:
         self._write({"step": step, "held_out": True}, _spread(answers))
 
     def _write(self, about: dict[str, Any], answers: Sequence[tuple[RolloutData, float]]) -> None:
-        lines = [
-            json.dumps(
-                {
-                    **about,
-                    "prompt": data.problem.prompt[:LONGEST_TEXT],
-                    "answer": self._codec.decode(data.tokens)[:LONGEST_TEXT],
-                    "tokens": data.spans.num_tokens,
-                    "reward": reward,
-                    "versions": list(data.spans.versions),
-                }
-            )
-            for data, reward in answers
-        ]
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        for data, reward in answers:
+            sample = {
+                "prompt": data.problem.prompt[:LONGEST_TEXT],
+                "answer": self._codec.decode(data.tokens)[:LONGEST_TEXT],
+                "tokens": data.spans.num_tokens,
+                "reward": reward,
+                "versions": list(data.spans.versions),
+            }
+            self._recording.append(SAMPLES_FILE, about | sample)
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:
     """Return ``PER_STEP`` items at equal distances, or all if they are fewer."""
     number = min(PER_STEP, len(items))
     return [items[place * len(items) // number] for place in range(number)]
-
-
-def _step_of(line: str) -> Any:
-    """Return the step of a line; None if it is truncated."""
-    try:
-        return parse_json(line, "line")["step"]
-    except (ConfigError, TypeError, KeyError):
-        return None
 
 
 SIZES_PER_DOUBLING = 4

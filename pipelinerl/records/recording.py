@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import csv
 import hashlib
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import RunConfig, dump_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import UtilisationDecode
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import Prices, RunIdentity, RunMeasurements, RunReport, RunTotals
-from pipelinerl.records.run_folder import METRICS_FILE, SUMMARY_FILE, TRACE_FILE, RunFolder
+from pipelinerl.records.run_folder import (
+    METRICS_FILE,
+    PROFILE_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+    check_vacant,
+    make_folder,
+    unwritable,
+    write_json,
+)
 from pipelinerl.records.step_ledger import Admission
 from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.records.trace import FanOut, Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.util.explain import writing
 
+GROWING_FILES = (TRACE_FILE, STEPS_FILE, METRICS_FILE, SAMPLES_FILE)
 READ_BYTES = 2**20
 """Bytes of a file that are read at once."""
 
@@ -33,7 +48,7 @@ class RecordingMark(NamedTuple):
 
     ledger: RunLedger
     files: dict[str, tuple[int, str]]
-    """Trace, steps and metrics, those that there are: bytes so far and their SHA-256."""
+    """Of ``GROWING_FILES`` bytes so far and their SHA-256."""
 
 
 class _Digest:
@@ -50,17 +65,6 @@ class _Digest:
                 self._size += len(piece)
                 self._sum.update(piece)
         return self._size, self._sum.hexdigest()
-
-    def cut(self, size: int) -> None:
-        """Cut the file off after so many bytes, in a copy that takes its place: another driver may have it open."""
-        partial = self.path.with_name(self.path.name + ".partial")
-        with writing(self.path):
-            shutil.copyfile(self.path, partial)
-            os.truncate(partial, size)
-            sync(partial)
-            partial.replace(self.path)
-            sync(self.path.parent)
-        self.up_to(size)
 
 
 def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
@@ -88,10 +92,12 @@ def sync(path: Path) -> None:
 
 
 class Recording:
-    """Records a run: its ledger, and its folder and trace if wanted; ConfigError as ``RunFolder``.
+    """Records a run: its ledger, and its folder and trace if wanted.
 
-    Without ``out`` no file is written. ``on_step`` gets each row as soon as its step is done. ``go_on_from`` is a
-    ``mark`` of this run to go on from; later records are forgotten.
+    Without ``out`` no file is written. ``on_step`` gets each row as soon as its step is done, and is on disk.
+    ``go_on_from`` is a ``mark`` of this run to go on from; later records are forgotten. What is not whole is in the
+    folder ``unfinished`` (None: ``out``), and moved from there to its place: a driver that has lost it
+    (``backends/owner.py``) changes nothing more. ``ConfigError`` if ``out`` holds a run that is not gone on with.
     """
 
     def __init__(
@@ -102,15 +108,15 @@ class Recording:
         trace: bool = False,
         on_step: Callable[[StepRow], None] | None = None,
         go_on_from: RecordingMark | None = None,
+        unfinished: Path | None = None,
     ) -> None:
-        self._config = config
-        self._on_step = on_step
-        goes_on, names = go_on_from is not None, (TRACE_FILE, STEPS_FILE, METRICS_FILE)
-        self._digests = {} if out is None else {name: _Digest(out / name) for name in names}
+        self._config, self._on_step, self._out, self._unfinished = config, on_step, out, unfinished or out
+        self._digests = {} if out is None else {name: _Digest(out / name) for name in GROWING_FILES}
+        self._files: dict[str, TextIO] = {}
+        self._kept: dict[str, int] = {}
         if go_on_from is not None:
             self.ledger = go_on_from.ledger
-            for name, (size, _) in go_on_from.files.items():
-                self._digests[name].cut(size)
+            self._kept = {name: self._digests[name].up_to(size)[0] for name, (size, _) in go_on_from.files.items()}
         else:
             self.ledger = RunLedger(
                 num_engines=config.num_engines,
@@ -121,8 +127,56 @@ class Recording:
                 scorers_s=config.hardware.latency.rewards_s(1),
             )
         self.ledger.on_step = self._step_done
-        self._folder = None if out is None else RunFolder(out, config, goes_on=goes_on)
-        self._trace = TraceWriter(out / TRACE_FILE, config, goes_on=goes_on) if out is not None and trace else None
+        self._trace: TraceWriter | None = None
+        if out is not None:
+            self._begin(out, new=go_on_from is None)
+            self._trace = TraceWriter(out / TRACE_FILE, config, self._opened(TRACE_FILE)) if trace else None
+
+    def _begin(self, out: Path, *, new: bool) -> None:
+        if new:
+            check_vacant(out)
+            make_folder(out)
+        partial = self._partial(RUN_FILE)
+        try:
+            partial.write_text(dump_run(self._config), encoding="utf-8")
+            partial.rename(out / RUN_FILE)
+        except OSError as error:
+            raise unwritable(out, error) from None
+        for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
+            with contextlib.suppress(FileNotFoundError):
+                (out / report).rename(self._partial(report))
+        for name in self._kept:
+            self._opened(name)
+        steps = self._opened(STEPS_FILE)
+        self._rows = csv.writer(steps, lineterminator="\n")
+        if not steps.tell():
+            self._rows.writerow(COLUMNS)
+
+    def _partial(self, name: str) -> Path:
+        assert self._unfinished is not None
+        return self._unfinished / f"{name}.partial"
+
+    def append(self, name: str, values: dict[str, Any]) -> None:
+        """Add a line of JSON to one of ``GROWING_FILES``."""
+        with writing(self._digests[name].path):
+            self._opened(name).write(json.dumps(values) + "\n")
+
+    def _opened(self, name: str) -> TextIO:
+        """Return a file to write to, after what is kept of it; no other driver has it open."""
+        if name in self._files:
+            return self._files[name]
+        path, partial, size = self._digests[name].path, self._partial(name), self._kept.get(name, 0)
+        with writing(path):
+            if size:
+                shutil.copyfile(path, partial)
+                os.truncate(partial, size)
+            self._files[name] = file = partial.open("a" if size else "w", encoding="utf-8", newline="", buffering=1)
+            if size:
+                os.fsync(file.fileno())
+            partial.rename(path)
+            if size:
+                sync(path.parent)
+        return file
 
     @property
     def recorder(self) -> Recorder:
@@ -136,17 +190,26 @@ class Recording:
         ledger.on_step = None
         if self._trace is not None:
             self._trace.mark()
-        files = {name: one.up_to(sys.maxsize) for name, one in self._digests.items() if one.path.is_file()}
+        files = {name: self._digests[name].up_to(sys.maxsize) for name in GROWING_FILES if name in self._files}
         return RecordingMark(ledger, files)
 
     def finish(self, measured: RunMeasurements | None = None) -> RunReport:
         """Write and close the files and return ``report(measured)``; the run may be cut short."""
+        self.close()
+        report = self.report(measured)
+        if self._out is not None:
+            figures = self.ledger.figure_data(self._config.drift)
+            write_json(self._out / PROFILE_FILE, figures.to_dict(), unfinished=self._unfinished)
+            write_json(self._out / SUMMARY_FILE, report.to_dict(), unfinished=self._unfinished)
+        return report
+
+    def close(self) -> None:
+        """Close the files."""
         if self._trace is not None:
             self._trace.close()
-        report = self.report(measured)
-        if self._folder is not None:
-            self._folder.finish(report, self.ledger.figure_data(self._config.drift))
-        return report
+        for name, file in self._files.items():
+            with writing(self._digests[name].path):
+                file.close()
 
     def report(self, measured: RunMeasurements | None = None) -> RunReport:
         """Return the numbers of the run so far; ``measured`` are those that the ledger cannot know."""
@@ -171,8 +234,9 @@ class Recording:
         return RunReport(**about).with_steps(as_records(self.ledger.steps))
 
     def _step_done(self, row: StepRow) -> None:
-        if self._folder is not None:
-            self._folder.write_step(row)
+        if self._out is not None:
+            with writing(self._out / STEPS_FILE):
+                self._rows.writerow([value for _, value in row])
         if self._on_step is not None:
             self._on_step(row)
 

@@ -6,18 +6,14 @@ recommended.toml; ``environments`` adds environments.json, ``train --check`` che
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.run import RunConfig, dump_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.profile_report import FigureData
-from pipelinerl.records.reports import RunReport
-from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow
+from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.explain import writing
 
 RUN_FILE = "run.toml"
@@ -87,44 +83,9 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--out must be a folder that can be written, got {folder}: {error.strerror}")
 
 
-class RunFolder:
-    """Writes the folder of one run, made if need be; ConfigError if it holds a run already or cannot be written.
-
-    Rows of steps are on disk as soon as their step is done. ``goes_on``: it is this run's, and stays but for reports.
-    """
-
-    def __init__(self, folder: Path, config: RunConfig, *, goes_on: bool = False) -> None:
-        if not goes_on:
-            check_vacant(folder)
-            make_folder(folder)
-        self.folder = folder
-        try:
-            (folder / RUN_FILE).write_text(dump_run(config), encoding="utf-8")
-            for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
-                (folder / report).unlink(missing_ok=True)
-            self._steps = (folder / STEPS_FILE).open("a", encoding="utf-8", newline="", buffering=1)
-        except OSError as error:
-            raise unwritable(folder, error) from None
-        self._rows = csv.writer(self._steps, lineterminator="\n")
-        if not goes_on:
-            self._rows.writerow(COLUMNS)
-
-    def write_step(self, row: StepRow) -> None:
-        """Append a row to steps.csv."""
-        with writing(self.folder / STEPS_FILE):
-            self._rows.writerow([value for _, value in row])
-
-    def finish(self, report: RunReport, figures: FigureData) -> None:
-        """Write the reports at the end of the run and close."""
-        with writing(self.folder / STEPS_FILE):
-            self._steps.close()
-        write_json(self.folder / PROFILE_FILE, figures.to_dict())
-        write_json(self.folder / SUMMARY_FILE, report.to_dict())
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write plain values as JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+def write_json(path: Path, data: Any, *, unfinished: Path | None = None) -> None:
+    """Write plain values as JSON, whole or not at all: moved from the folder ``unfinished`` (None: its own)."""
+    partial = (unfinished or path.parent) / f"{path.name}.partial"
     with writing(path):
         partial.write_text(json_text(data) + "\n", encoding="utf-8")
         partial.replace(path)

@@ -19,10 +19,11 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from io import BufferedWriter, RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Protocol, TextIO, TypeVar, cast, get_args, get_type_hints
 
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig, parse_run
@@ -102,12 +103,14 @@ class FanOut:
 
 
 class TraceWriter:
-    """Writes a trace, readable so far if the run is cut off; ``goes_on``: after the end of the file."""
+    """Writes a trace, readable so far if the run is cut off, to its end if ``file`` is open there."""
 
-    def __init__(self, path: Path, config: RunConfig, *, goes_on: bool = False) -> None:
+    def __init__(self, path: Path, config: RunConfig, file: TextIO | None = None) -> None:
         self._path = path
         self._time_s, self._time_text = math.nan, ""  # of the last line: an event and its commands share them
-        self._raw: BinaryIO = path.open("ab" if goes_on else "wb")
+        self._all = path.open("w") if file is None else file
+        self._raw = self._all.buffer
+        goes_on = self._raw.tell() > 0
         self._file = self._member()
         if goes_on:
             return
@@ -145,7 +148,7 @@ class TraceWriter:
 
     def close(self) -> None:
         """Finish the file."""
-        with writing(self._path), self._raw:
+        with writing(self._path), closing(self._all):
             self._file.close()
 
 

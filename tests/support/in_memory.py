@@ -14,7 +14,7 @@ pytest.importorskip("tensorboard")
 
 from ledger_check import check_ledger
 
-from backends.driver.checkpoint import resume_from
+from backends.driver.checkpoint import read_newest
 from backends.fake import FakeCodec, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import GroupMembers
 from backends.interface import Parts as DriverParts
@@ -144,7 +144,7 @@ def run(config, out, parts, *, resume=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
         with driving(out) as lock:
-            checkpoint = resume_from(lock, config) if resume else None
+            checkpoint = read_newest(out, config) if resume else None
             return drive(config, parts=driven, task=parts.task, lock=lock, checkpoint=checkpoint)
 
 

@@ -4,7 +4,7 @@ import csv
 import json
 
 from pipelinerl.records.recording import replay_run
-from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutFinished, StartTraining, TrainingFinished
 
@@ -13,8 +13,12 @@ def records(out):
     return list(Trace(out / TRACE_FILE).records())
 
 
+def lines_of(out, name):
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
 def metrics_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return lines_of(out, METRICS_FILE)
 
 
 def check_ledger(out, config, summary):
@@ -40,4 +44,7 @@ def check_ledger(out, config, summary):
     assert tokens.generated == tokens.trained + tokens.discarded + tokens.aborted + tokens.failed + tokens.unfinished
     with (out / "steps.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, config.optimizer_steps + 1))
-    assert [line["step"] for line in metrics_of(out)] == list(range(1, config.optimizer_steps + 1))
+    steps = list(range(1, config.optimizer_steps + 1))
+    assert [line["step"] for line in lines_of(out, METRICS_FILE)] == steps
+    samples = [line["step"] for line in lines_of(out, SAMPLES_FILE) if not line["held_out"]]
+    assert samples == [step for step in steps for _ in range(2)]

@@ -65,20 +65,16 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one
         [sys.executable, __file__, out], stderr=subprocess.PIPE, env={"PYTHONPATH": ":".join(sys.path)}
     )
     try:
-        wait_for(lambda: has_rows(out / "steps.csv", 7) and any((out / FOLDER).glob("partial-*")), process)
+        wait_for(lambda: has_rows(out / "steps.csv", 7) and any(out.glob("driver-1/*/checkpoint")), process)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    assert {path.name.partition("-")[0] for path in (out / FOLDER).iterdir()} == {
-        "step_000002",
-        "step_000004",
-        "partial",
-    }
+    assert {path.name for path in (out / FOLDER).iterdir()} == {"step_000002", "step_000004"}
     assert read_newest(out, CONFIG).state.version == 4
     parts = parts_of(CONFIG)
     run_checked(CONFIG, out, parts, resume=True)
     assert len(parts.trainer.trained) == 8
-    assert not any((out / FOLDER).glob("partial*"))
+    assert not any(out.glob("driver-*"))
 
 
 def test_records_that_are_cut_off_are_on_disk_before_they_take_the_place_of_the_old_ones(

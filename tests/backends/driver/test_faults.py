@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 from in_memory import (
@@ -27,11 +28,23 @@ from ledger_check import records
 
 import backends.driver.engines
 import backends.driver.lifecycle
+from backends.driver.engines import EnginePool
 from backends.driver.tasks import LONGEST_TICK_S, DriverLoop
-from backends.fake import FakeEngine, FakeTrainer
+from backends.fake import FakeEngine, FakeReference, FakeTrainer
+from backends.interface import Weights
 from backends.workers.rewards import RewardThreads
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
-from pipelinerl.scheduler.events import RolloutFailed, RolloutFinished, StartRollout, WeightsLoaded
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import TraceWriter
+from pipelinerl.scheduler.events import (
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    StartRollout,
+    WeightsLoaded,
+    WeightUpdate,
+)
+from pipelinerl.util.explain import cannot_write
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
 
@@ -353,3 +366,40 @@ def test_a_run_whose_rewards_all_fail_says_so_and_then_ends_in_a_line(out, caplo
         run(config, out, parts_of(config, task=Letters(raises_every=1)))
     (line,) = [one.message for one in caplog.records if "without an optimizer step" in one.message]
     assert line.startswith("12 rollouts given up" if group == 4 else "11 rollouts given up")
+
+
+@pytest.mark.parametrize("call", ["update", "sleep"])
+def test_an_engine_that_is_lost_while_the_run_ends_is_not_called_again(monkeypatch, call):
+    calls = []
+
+    async def lost(*arguments):
+        calls.append(arguments)
+        assert len(calls) == 1
+        pool.close()
+        raise EngineLostError("engine lost: its machine is gone")
+
+    async def main():
+        await pool.start()
+        await (pool.sleep() if call == "sleep" else pool.update(0, Weights(1, "memory:1"), WeightUpdate.KEEP))
+
+    monkeypatch.setattr(FakeEngine, call, lost)
+    pool = EnginePool({0: FakeEngine()}, restarts_per_hour=0, spawn=None, bring_back=None)
+    asyncio.run(main())
+
+
+def test_a_disk_that_is_full_at_the_end_keeps_no_part_from_being_shut_down(out, monkeypatch):
+    """In this run rollouts are aborted by its interruption only."""
+    config, event, ended = config_of(train={"loss": {"kl_coefficient": 0.1}}), TraceWriter.event, []
+
+    def full(trace, time_s, one):
+        if isinstance(one, RolloutAborted):
+            raise cannot_write(out / TRACE_FILE, OSError(28, "No space left on device"))
+        event(trace, time_s, one)
+
+    monkeypatch.setattr(TraceWriter, "event", full)
+    for part in (FakeEngine, FakeTrainer, FakeReference):
+        monkeypatch.setattr(part, "shutdown", AsyncMock(side_effect=partial(ended.append, part)))
+    parts = parts_of(config, trainer=Killer(train_batch_size=8, kl_coefficient=0.1, at=3, do=interrupt))
+    with pytest.raises(RunFailedError, match=rf"^cannot write {out / TRACE_FILE}: No space left on device$"):
+        run(config, out, parts)
+    assert Counter(ended) == {FakeEngine: 2, FakeTrainer: 1, FakeReference: 1}

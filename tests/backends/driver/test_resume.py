@@ -172,7 +172,7 @@ def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, m
     rename = Path.rename
 
     def killed(path, target):
-        if path.name.startswith("partial-") and target.with_suffix(".before").exists():
+        if path.name == "checkpoint" and target.with_suffix(".before").exists():
             raise KeyboardInterrupt  # after Ctrl-C: its second one
         return rename(path, target)
 

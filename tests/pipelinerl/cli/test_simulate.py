@@ -13,8 +13,8 @@ from run_folders import everything_in, rows_of
 from pipelinerl.cli.output import figures_named
 from pipelinerl.config.run import load_run
 from pipelinerl.pages.runs import run_page
+from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.run_folder import RunFolder
 
 
 def test_the_run_folder_holds_the_run_and_the_table_its_numbers(
@@ -105,10 +105,10 @@ def test_a_run_that_fails_has_status_1_and_is_kept(command: Command, tmp_path: P
 def test_a_full_disk_has_status_1(
     command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_folder: RunFolder, _row: Any) -> None:
+    def full(_recording: Recording, _row: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RunFolder, "write_step", full)
+    monkeypatch.setattr(Recording, "_step_done", full)
     result = command("simulate", tiny, "--out", tmp_path / "run")
     assert_fails(result, 1, "No space left on device")
 
