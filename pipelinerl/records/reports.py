@@ -512,6 +512,12 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
         report, steps = super().read(path), path.with_name(STEPS_FILE)
         return report.with_steps(read_steps(steps)) if steps.exists() else report
 
+    def __eq__(self, other: object) -> bool:
+        """Compare all numbers, those of the steps included."""
+        if not isinstance(other, RunReport):
+            return NotImplemented
+        return dict(self) == dict(other) and self._steps.tobytes() == other._steps.tobytes()
+
     def with_steps(self, rows: np.recarray[Any, Any]) -> Self:
         """Return this report with these steps."""
         report = self.model_copy()
