@@ -60,12 +60,8 @@ ENVIRONMENTS = 64
 """Environments that are shown (count)."""
 MAX_ENTRIES = 400_000
 """Most entries of a file (count), about 60 MB; the rest is cut."""
-COUNTERS = (
-    ("lag_mean", "mean lag", "optimizer steps"),
-    ("in_progress", "in progress", "rollouts"),
-    ("ready", "ready", "rollouts"),
-)
-"""Counters of optimizer steps: column, name, unit."""
+COUNTERS = {"lag_mean": "mean lag", "in_progress": "in progress", "ready": "ready"}
+"""Columns of optimizer steps that are counters, by name."""
 COUNTER_STEP = 1e-3
 """Shortest time between two values of a counter (share of the run)."""
 WEIGHTS, FIRST_LANE = 1, 2
@@ -146,7 +142,8 @@ class Timeline:
         """Show the counters of optimizer steps, thinned out if they alone would fill the file."""
         shown = rows[(self._begin_s <= rows.time_s) & (rows.time_s <= self._end_s)]
         shown = shown[:: 1 + len(COUNTERS) * len(shown) // (1 + MAX_ENTRIES)]
-        for column, name, unit in COUNTERS:
+        for column, name in COUNTERS.items():
+            unit = "optimizer steps" if column == "lag_mean" else "rollouts"
             for time_s, value in zip(shown.time_s.tolist(), shown[column].tolist(), strict=True):
                 self._entry("C", RUN, time_s, name=name, args={unit: value})
 

@@ -111,12 +111,8 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
     config = _with_hardware(config, table, source)
     measured = replace(measured, weights=arms, doubts=(*measured.doubts, *doubts(result)))
     length, rows = config.workload.length, read_steps(source / STEPS_FILE)
-    if (
-        run.colocated
-        and not run.scheduler.schedule.carries_over
-        and len(rows)
-        and length.kind in ("lognormal", "empirical")
-    ):
+    all_finish = run.colocated and not run.scheduler.schedule.carries_over
+    if all_finish and len(rows) and length.kind in ("lognormal", "empirical"):
         mean = float(rows.length_mean @ rows.samples / rows.samples.sum())
         length = length.model_copy(update={"mean": min(mean, length.max - 1.0)})
         workload = config.workload.model_copy(update={"length": length})

@@ -56,9 +56,7 @@ class StepRow(StrictModel):
 
 
 COLUMNS = tuple(StepRow.model_fields)
-_DTYPE = np.dtype(
-    [(name, np.int64 if field.annotation is int else np.float64) for name, field in StepRow.model_fields.items()]
-)
+_DTYPE = np.dtype([(name, one.annotation) for name, one in StepRow.model_fields.items()])
 
 
 def read_steps(path: Path) -> np.recarray[Any, Any]:
@@ -85,8 +83,8 @@ def _records(lines: list[tuple[int, list[str]]], header: list[str], path: Path) 
     try:
         columns = dict(zip(header, zip(*(cells for _, cells in lines), strict=True), strict=True))
         for name in COLUMNS:
-            number = int if records[name].dtype == np.int64 else float
-            records[name] = np.fromiter(map(number, columns[name]), records[name].dtype)
+            number: Any = StepRow.model_fields[name].annotation
+            records[name] = np.fromiter(map(number, columns[name]), number)
             if name != "reward_mean" and not np.isfinite(records[name]).all():
                 raise ValueError(name)
     except (ValueError, OverflowError):

@@ -254,7 +254,7 @@ def test_whole_files_are_read(whole: Path, command: Command, monkeypatch: pytest
     assert len(told) == 3
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=20)
 def test_a_broken_file_is_one_line(
     whole: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
