@@ -512,6 +512,8 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
         report, steps = super().read(path), path.with_name(STEPS_FILE)
         return report.with_steps(read_steps(steps)) if steps.exists() else report
 
+    __hash__ = None  # type: ignore[assignment] # it compares arrays
+
     def __eq__(self, other: object) -> bool:
         """Compare all numbers, those of the steps included."""
         if not isinstance(other, RunReport):
