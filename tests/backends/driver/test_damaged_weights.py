@@ -190,10 +190,12 @@ def test_a_folder_that_damages_every_file_ends_the_run_in_a_line_and_keeps_a_che
     parts = parts_with(config, tmp_path, damage, workers=workers)
     with pytest.raises(TransferError) as raised:
         run(config, out, parts)
-    line, version = str(raised.value), parts.trainer.published[-1]
+    line, published = str(raised.value), parts.trainer.published
+    version = int(re.match(r"version (\d+)", line)[1])
     assert line.startswith(f"version {version} was published {PUBLICATIONS} times, and each time its file was damaged")
     assert f"{tmp_path / 'weights'}" in line
     assert line.endswith("; another train.weights_folder may help, --resume goes on")
     assert "\n" not in line
-    assert parts.trainer.published == [1] + [version] * PUBLICATIONS
+    assert published.count(version) == PUBLICATIONS
+    assert published == sorted(published)  # a version that engines lost meanwhile is skipped; a later one was under way
     assert run_checked(config, out, parts_of(config, trainer=Killer(train_batch_size=8)), resume=True).complete
