@@ -94,7 +94,7 @@ class SelfTest:
 TRANSFER_ATTEMPTS = 2
 """Times weights are transferred until an engine that refuses them is lost; trainer and engines count alike."""
 PUBLICATIONS = 3
-"""Times a version is published whose file engines find damaged each time; then the run ends."""
+"""Publications in a row of which engines find the file damaged; then the run ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,8 @@ class WeightSync:
         self._engines_have_memory = True  # colocated only
         self.trainer_turn = asyncio.Lock()
         """Held while the trainer trains or publishes."""
-        self._num_published = 0  # times, of the newest version
+        self._damaged: Weights | None = None  # the last publication of which that was found
+        self._num_damaged = 0  # publications, since an engine loaded one
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
@@ -175,6 +176,7 @@ class WeightSync:
                 try:
                     async with handle.changing:
                         await handle.load(newest, WeightUpdate.KEEP)
+                    self._num_damaged = 0
                 except TransferError as damage:
                     await self._publish_anew(newest, damage)
             handle.up.set()
@@ -182,14 +184,12 @@ class WeightSync:
 
     async def _snapshot(self, version: int) -> Weights:
         async with self._turn, self.trainer_turn:
-            self._num_published = 0
             return await self._publish(version)
 
     async def _publish(self, version: int) -> Weights:
         """Have the trainer publish; colocated, engines have the memory then."""
         await self.to_training()
         weights = self._pool.newest = await self._trainer.publish(version)
-        self._num_published += 1
         await self.to_generation()
         return weights
 
@@ -197,7 +197,9 @@ class WeightSync:
         """Bring an engine to a version, as ``EnginePool.update``; a damaged file is published anew."""
         while True:
             try:
-                return await self._pool.update(engine_id, weights, weight_update)
+                if (times := await self._pool.update(engine_id, weights, weight_update)) is not None:
+                    self._num_damaged = 0
+                return times
             except TransferError as damage:
                 weights = await self._publish_anew(weights, damage)
 
@@ -206,12 +208,14 @@ class WeightSync:
         if self.takes_turns:
             await self._pool.drained()  # not in the trainer's turn: nothing ends any more after Ctrl-C
         async with self.trainer_turn:
+            if self._damaged is not damaged:  # else another engine has found it
+                self._damaged, self._num_damaged = damaged, self._num_damaged + 1
+            if self._num_damaged == PUBLICATIONS:
+                raise TransferError(
+                    f"{PUBLICATIONS} files of weights in a row were damaged, the last of version {damaged.version}: "
+                    f"{damage}; another train.weights_folder may help, --resume goes on"
+                )
             if self._pool.newest is damaged:
-                if self._num_published == PUBLICATIONS:
-                    raise TransferError(
-                        f"version {damaged.version} was published {PUBLICATIONS} times, and each time its file was "
-                        f"damaged: {damage}; another train.weights_folder may help, --resume goes on"
-                    )
                 LOG.warning("%s; version %d is published anew", damage, damaged.version)
                 await self._publish(damaged.version)
         assert self._pool.newest is not None

@@ -185,17 +185,16 @@ def test_ctrl_c_ends_a_run_whose_engines_finish_their_rollouts_before_a_file_is_
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_a_folder_that_damages_every_file_ends_the_run_in_a_line_and_keeps_a_checkpoint(out, tmp_path, kind, workers):
-    config = config_of(kind=kind, steps=6, longest=40)
+    config = config_of(kind=kind, steps=40, longest=40)
     damage = lambda weights, version, number: version >= 2 and flip(weights)  # noqa: E731
     parts = parts_with(config, tmp_path, damage, workers=workers)
     with pytest.raises(TransferError) as raised:
         run(config, out, parts)
     line, published = str(raised.value), parts.trainer.published
-    version = int(re.match(r"version (\d+)", line)[1])
-    assert line.startswith(f"version {version} was published {PUBLICATIONS} times, and each time its file was damaged")
+    assert line.startswith(f"{PUBLICATIONS} files of weights in a row were damaged, the last of version ")
     assert f"{tmp_path / 'weights'}" in line
     assert line.endswith("; another train.weights_folder may help, --resume goes on")
     assert "\n" not in line
-    assert published.count(version) == PUBLICATIONS
-    assert published == sorted(published)  # a version that engines lost meanwhile is skipped; a later one was under way
+    assert published == sorted(published)
+    assert 1 + PUBLICATIONS <= len(published) <= 2 + PUBLICATIONS  # the trainer goes on while lost engines restart
     assert run_checked(config, out, parts_of(config, trainer=Killer(train_batch_size=8)), resume=True).complete
