@@ -38,6 +38,8 @@ class EngineHandle:
         self.up = asyncio.Event()  # it answers
         self.idle = asyncio.Event()  # no rollout is in progress
         self.idle.set()
+        self.open = asyncio.Event()  # new rollouts may begin: it is not drained
+        self.open.set()
         self.changing = asyncio.Lock()
         """Held while it starts, loads or sleeps."""
         self.num_in_flight = 0
@@ -119,9 +121,15 @@ class EnginePool:
                 return handle
 
     async def generating(self, engine_id: int) -> EngineHandle:
-        """Wait until the engine of an id is up and its version confirmed; return it."""
-        await self._confirmed[engine_id].wait()
-        return await self.serving(engine_id)
+        """Wait until the engine of an id, of whose rollouts one is to begin, is up and has a confirmed version."""
+        while True:
+            await self._confirmed[engine_id].wait()
+            handle = await self.serving(engine_id)
+            if handle.open.is_set():
+                return handle
+            handle.count(-1)  # it is not in progress meanwhile
+            await handle.open.wait()
+            self._serving[engine_id].count(+1)
 
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
@@ -136,8 +144,17 @@ class EnginePool:
 
     async def update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
         """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
-        if weight_update is WeightUpdate.WAIT:
-            await self.drained([engine_id])  # the scheduler starts nothing on it meanwhile
+        if weight_update is not WeightUpdate.WAIT:
+            return await self._load(engine_id, weights, weight_update)
+        handle = self._serving[engine_id]
+        handle.open.clear()  # the scheduler starts nothing for this id meanwhile, but for others of its engine
+        try:
+            await self.drained([engine_id], without=weights)
+            return await self._load(engine_id, weights, weight_update)
+        finally:
+            handle.open.set()
+
+    async def _load(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
         if (handle := self._serving[engine_id]).up.is_set():
             async with handle.changing:
                 if handle.lacks(weights) and not self._closing:
@@ -151,11 +168,14 @@ class EnginePool:
         """Confirm the version of an id, which generates from now on: its engine has it whenever it is up."""
         self._confirmed[engine_id].set()
 
-    async def drained(self, engine_ids: Iterable[int] | None = None) -> None:
-        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None), that are up."""
+    async def drained(self, engine_ids: Iterable[int] | None = None, *, without: Weights | None = None) -> None:
+        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None), that are up.
+
+        ``without``: only on those that lack these weights: another id of the engine may go on with them.
+        """
         for engine_id in self.engine_ids if engine_ids is None else engine_ids:
             while self._confirmed[engine_id].is_set() and (handle := self._serving[engine_id]).up.is_set():
-                if handle.idle.is_set():
+                if handle.idle.is_set() or (without is not None and not handle.lacks(without)):
                     break
                 await handle.idle.wait()
 
