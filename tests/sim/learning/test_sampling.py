@@ -8,7 +8,8 @@ from sim.learning.tasks import END, Chain, make_task, problem
 
 torch = pytest.importorskip("torch")
 
-from sim.learning.kl_study import kl_study  # noqa: E402
+from kl_study import kl_study  # noqa: E402
+
 from sim.learning.loop import base_model, one_thread, policy_shape  # noqa: E402
 from sim.learning.policy import forward, initial_weights  # noqa: E402
 from sim.learning.sampling import ROWS, Draft, Sampler, uniforms  # noqa: E402
