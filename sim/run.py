@@ -25,11 +25,7 @@ LOG = logging.getLogger("pipelinerl")
 
 
 def simulate(
-    config: RunConfig,
-    *,
-    out: Path | None = None,
-    trace: bool = False,
-    on_step: Callable[[StepRow], None] | None = None,
+    config: RunConfig, *, out: Path | None = None, trace: bool = False, on_step: Callable[[StepRow], None] | None = None
 ) -> RunReport:
     """Simulate a run; the same configuration gives the same numbers and the same bytes.
 

@@ -445,11 +445,7 @@ def _take_rest(fit: HardwareFit, log: LoggedRun, assumed: list[str]) -> None:
 
 
 def _fit_generation(
-    fit: HardwareFit,
-    log: LoggedRun,
-    run: RunConfig,
-    simulated: Callable[[RunConfig], LoggedStep],
-    notes: list[str],
+    fit: HardwareFit, log: LoggedRun, run: RunConfig, simulated: Callable[[RunConfig], LoggedStep], notes: list[str]
 ) -> None:
     """Add the factor of generation, or a note why the log does not determine it."""
     column = "step_s" if log.asynchronous else "generation_s"

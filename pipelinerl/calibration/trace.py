@@ -225,10 +225,7 @@ def _after_pauses(time_L: FloatArray, pauses: list[tuple[float, float]]) -> Floa
 
 
 def _sampled(
-    clock_T: FloatArray,
-    from_P: NDArray[np.intp],
-    to_P: NDArray[np.intp],
-    tokens_P3: FloatArray,
+    clock_T: FloatArray, from_P: NDArray[np.intp], to_P: NDArray[np.intp], tokens_P3: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return tokens sampled, and context of the steps that did so, up to each time: every piece at a steady speed.
 
