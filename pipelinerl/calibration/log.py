@@ -271,11 +271,8 @@ def described_run(
 ) -> tuple[RunConfig, list[str]]:
     """Return the run that a log describes, and the assumptions.
 
-    Args:
-        log: The log.
-        run: The run file of the job. None: made from the log, with ``overrides`` (``a.b=value``).
-        named: ``gpu``, ``model`` and ``accelerators`` as the user names them; None where not.
-        overrides: Keys of the run that is made.
+    ``run``: the run file of the job; None: made from the log, with ``overrides`` (``a.b=value``). ``named``: ``gpu``,
+    ``model`` and ``accelerators`` as the user names them; None where not.
 
     Raises:
         ConfigError: If GPU, model, accelerators, lengths or batch are known from nowhere, or a key is wrong.
