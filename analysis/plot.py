@@ -107,12 +107,9 @@ def save_figures(
 ) -> list[Path]:
     """Write every figure that the data allow; return the files, two per figure.
 
-    Args:
-        runs: Drawn side by side, by different names.
-        folder: Made if it does not exist.
-        comparison: Adds the speed-ups by scenario, where its baseline has ended in several.
-        curves: Adds the analytic model to throughput against lag.
-        seeds: The runs of every arm; adds learning curves with bands, where runs have learned.
+    ``runs`` have different names; ``folder`` is made if need be. ``comparison`` adds the speed-ups by scenario, where
+    its baseline has ended in several; ``curves`` the analytic model to throughput against lag; ``seeds``, the runs of
+    every arm, learning curves with bands, where runs have learned.
 
     Raises:
         ConfigError: If there are ``curves`` and a run does not know its tokens/flash.

@@ -21,8 +21,7 @@ MOST_ROLLOUTS = 50_000
 def rollout_batch_s(config: RunConfig) -> float:
     """Return the seconds in which empty engines generate one batch, from the first command to the last score.
 
-    A batch is the sequences of one RL step: B, or B·G under the conventional scheduler. Raises ConfigError as
-    ``simulate``.
+    A batch: sequences of one RL step, B, or B·G if conventional. Raises ConfigError as ``simulate``.
     """
     hardware = resolved_hardware(config).model_copy(
         update={
@@ -50,10 +49,7 @@ def rollout_batch_s(config: RunConfig) -> float:
 
 
 def train_step_s(config: RunConfig) -> float:
-    """Return the seconds of one optimizer step on a batch of the run's own lengths.
-
-    Raises ConfigError if the length source cannot be used, or GPU or model are unknown.
-    """
+    """Return the seconds of an optimizer step on a batch of the run's lengths; ConfigError as ``simulate``."""
     cost = training_cost(resolved_hardware(config).training, training_accelerators=config.training_accelerators)
     workload = Workload(config.workload, seed=config.seed)
     batch, micro_batch = config.scheduler.train_batch_size, config.scheduler.micro_batch
@@ -65,10 +61,7 @@ def train_step_s(config: RunConfig) -> float:
 
 
 def measured_steps(config: RunConfig) -> list[StepRow]:
-    """Return optimizer steps of a short run without its start; the first only dates the second.
-
-    Raises ConfigError as ``simulate``, RunFailedError if the run could not reach its end.
-    """
+    """Return the steps of a short run without its start; the first only dates the second. Raises as ``simulate``."""
     scheduler = config.scheduler
     rl_step = scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else 1
     start, steady, rollouts = STEADY_FROM, STEADY, rl_step * scheduler.train_batch_size

@@ -97,12 +97,9 @@ def compare(
 ) -> ComparisonReport:
     """Simulate all cells of the table ``compare``; on Ctrl-C the cells that have ended are kept and compared.
 
-    Args:
-        config: The base of all cells.
-        out: Folder of the runs and comparison.json.
-        workers: Processes (count). None: one per core.
-        on_done: Called after each cell, with its error, if any.
-        weights: Measured weight transfers, of runs apart (False) and colocated (True); arms that state theirs keep it.
+    ``out``: folder of the runs and comparison.json. ``workers``: processes (count); None: one per core. ``on_done``
+    gets each cell, with its error, if any. ``weights``: measured weight transfers, of runs apart (False) and colocated
+    (True); arms that state theirs keep it.
 
     Raises:
         ConfigError: If the input is wrong; nothing is written.

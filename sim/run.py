@@ -25,21 +25,13 @@ LOG = logging.getLogger("pipelinerl")
 
 
 def simulate(
-    config: RunConfig,
-    *,
-    out: Path | None = None,
-    trace: bool = False,
-    on_step: Callable[[StepRow], None] | None = None,
+    config: RunConfig, *, out: Path | None = None, trace: bool = False, on_step: Callable[[StepRow], None] | None = None
 ) -> RunReport:
     """Simulate a run; the same configuration gives the same numbers and the same bytes.
 
-    On Ctrl-C the run ends at the next event, and its output until then is kept.
-
-    Args:
-        config: What to simulate.
-        out: Folder to keep the run in; None keeps only the report returned.
-        trace: Whether the folder gets the trace of every event and command.
-        on_step: Called with each row as soon as its optimizer step is done.
+    On Ctrl-C the run ends at the next event, and its output until then is kept. ``out``: folder to keep the run in,
+    with ``trace`` also every event and command; None keeps only the report returned. ``on_step`` gets each row as soon
+    as its optimizer step is done.
 
     Raises:
         ConfigError: If a file of the configuration is wrong, or the folder holds a run; nothing is written.
@@ -62,10 +54,7 @@ def simulate(
 
 
 def simulate_steps(config: RunConfig, *, enough: Callable[[Sequence[Step]], bool] = lambda _: False) -> list[Step]:
-    """Simulate a run, until its end or its steps are ``enough``, and return its optimizer steps.
-
-    Raises as ``simulate``.
-    """
+    """Simulate a run to its end, or until its steps are ``enough``; return these. Raises as ``simulate``."""
     cluster = SimulatedCluster(config)
 
     def step_done(steps: Sequence[Step]) -> None:

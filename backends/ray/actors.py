@@ -69,12 +69,7 @@ class RayTrainer:
     """A ``Trainer`` of ranks that are Ray actors; see ``interface.py``. Ray must have been initialised."""
 
     def __init__(
-        self,
-        rank: type,
-        settings: RankSettings,
-        options: Sequence[dict[str, Any]],
-        *,
-        placing_timeout_s: float = 600.0,
+        self, rank: type, settings: RankSettings, options: Sequence[dict[str, Any]], *, placing_timeout_s: float = 600.0
     ) -> None:
         """Keep where ranks will run; ``start`` starts them.
 

@@ -50,12 +50,7 @@ def sequence_arguments(boundary: torch.Tensor, longest: int) -> dict[str, Any]:
 
     ``boundary``: first token of every sequence, and the number of tokens, shape [S + 1], int32.
     """
-    return {
-        "cu_seq_lens_q": boundary,
-        "cu_seq_lens_k": boundary,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return {"cu_seq_lens_q": boundary, "cu_seq_lens_k": boundary, "max_length_q": longest, "max_length_k": longest}
 
 
 def packed_attention(

@@ -271,11 +271,8 @@ def described_run(
 ) -> tuple[RunConfig, list[str]]:
     """Return the run that a log describes, and the assumptions.
 
-    Args:
-        log: The log.
-        run: The run file of the job. None: made from the log, with ``overrides`` (``a.b=value``).
-        named: ``gpu``, ``model`` and ``accelerators`` as the user names them; None where not.
-        overrides: Keys of the run that is made.
+    ``run``: the run file of the job; None: made from the log, with ``overrides`` (``a.b=value``). ``named``: ``gpu``,
+    ``model`` and ``accelerators`` as the user names them; None where not.
 
     Raises:
         ConfigError: If GPU, model, accelerators, lengths or batch are known from nowhere, or a key is wrong.
@@ -445,11 +442,7 @@ def _take_rest(fit: HardwareFit, log: LoggedRun, assumed: list[str]) -> None:
 
 
 def _fit_generation(
-    fit: HardwareFit,
-    log: LoggedRun,
-    run: RunConfig,
-    simulated: Callable[[RunConfig], LoggedStep],
-    notes: list[str],
+    fit: HardwareFit, log: LoggedRun, run: RunConfig, simulated: Callable[[RunConfig], LoggedStep], notes: list[str]
 ) -> None:
     """Add the factor of generation, or a note why the log does not determine it."""
     column = "step_s" if log.asynchronous else "generation_s"

@@ -57,11 +57,8 @@ def fit_parameters(
 ) -> Fit:
     """Fit parameters so that a model gives measured seconds; the fit's values are parameters, not inverses.
 
-    Args:
-        start: Parameters to fit, the surest first, with the values kept where the data do not determine them.
-        seconds: Measured, shape [rows].
-        model_s: Seconds by the model for parameters by name, same shape.
-        others: Further summands of the seconds, as sure as the first parameter.
+    ``start`` has the surest parameter first, with values kept where the data do not determine them. ``seconds``, and
+    those of ``model_s``: shape [rows]. ``others``: further summands of the seconds, as sure as the first parameter.
     """
     now = dict(start)
     for _ in range(ROUNDS):
@@ -168,12 +165,9 @@ class HardwareFit:
     ) -> float:
         """Fit the decode step, and prefill where the times hold some; return the dispatch latency (seconds).
 
-        Args:
-            times: Measured times.
-            tensor_parallel: Accelerators of the engine of each row (count).
-            data: The name of the measurements in reports.
-            with_dispatch: Whether to fit the dispatch latency; the times are lives of rollouts.
-            always_full: Whether engines are always full: lives then do not determine sequence and context costs.
+        ``tensor_parallel``: of the engine of each row. ``data``: the name of the measurements in reports.
+        ``with_dispatch``: also fit the dispatch latency; the times are lives of rollouts. With engines
+        ``always_full`` these do not determine sequence and context costs.
         """
         if self.named is not None:
             self._check_unit("decode", times.seconds, self._named_s({}, tensor_parallel, times))
@@ -392,15 +386,11 @@ def calibrate_numbers(
     model_train_s: Callable[[RunConfig], float],
     model_rollout_s: Callable[[RunConfig], float],
 ) -> HardwareFit:
-    """Fit one speed factor of the trainer and one of generation to numbers that a user knows.
+    """Fit one speed factor of the trainer and one of generation to numbers that a user saw in ``run`` (seconds).
 
-    Args:
-        run: The configuration in which the numbers were seen.
-        train_step_s: Seconds of an optimizer step: B sequences.
-        rollout_batch_s: Seconds to generate the rollouts of an RL step, from empty engines to the last token.
-        weight_sync_s: Seconds from the end of an optimizer step to engines with its weights.
-        model_train_s: Simulated seconds of an optimizer step.
-        model_rollout_s: Simulated seconds of such a batch.
+    ``train_step_s``: of an optimizer step. ``rollout_batch_s``: for the rollouts of an RL step, from empty engines to
+    the last token. ``weight_sync_s``: from the end of an optimizer step to engines with its weights. ``model_train_s``
+    and ``model_rollout_s`` return the first two as simulated.
 
     Raises:
         ConfigError: If no number is given, or for the reasons of ``fit_factor`` and ``take_weight_sync``.

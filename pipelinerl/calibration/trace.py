@@ -225,10 +225,7 @@ def _after_pauses(time_L: FloatArray, pauses: list[tuple[float, float]]) -> Floa
 
 
 def _sampled(
-    clock_T: FloatArray,
-    from_P: NDArray[np.intp],
-    to_P: NDArray[np.intp],
-    tokens_P3: FloatArray,
+    clock_T: FloatArray, from_P: NDArray[np.intp], to_P: NDArray[np.intp], tokens_P3: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return tokens sampled, and context of the steps that did so, up to each time: every piece at a steady speed.
 
@@ -379,13 +376,9 @@ class TraceTimes:
         """Return the lives of rollouts on engines.
 
         Where times are noisy, single lives mislead: other rollouts sample more during a life that lasts longer by
-        chance, and the fit would attribute the time to them. So rows can hold several lives of about as many steps.
-
-        Args:
-            dispatch_s: From the command to the arrival at the engine.
-            step_s: Of a step, for the interpolation; None: the same for all.
-            request_s: At an engine's front end per rollout.
-            together: Whether rows hold several lives.
+        chance, and the fit would attribute the time to them. So rows hold several lives of about as many steps, if
+        ``together``. ``dispatch_s``: from the command to the arrival at the engine. ``step_s``: of a step, for the
+        interpolation; None: the same for all. ``request_s``: at an engine's front end per rollout.
         """
         rows_LC = np.concatenate(
             [log.lives(dispatch_s, step_s, log.front_end_s(request_s)) for log in self.engines if log.lived]

@@ -18,8 +18,7 @@ def drift(
         typer.Argument(metavar="DIR", help="Folders of runs that learned, real or simulated.", show_default=False),
     ],
     check: Annotated[
-        list[Path],
-        typer.Option("--check", metavar="DIR", help="A run to compare the fit with; repeatable."),
+        list[Path], typer.Option("--check", metavar="DIR", help="A run to compare the fit with; repeatable.")
     ] = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:

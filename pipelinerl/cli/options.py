@@ -15,9 +15,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run f
 SetOption = Annotated[
     list[str],
     typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a key of the run file, e.g. scheduler.max_lag=8; repeatable.",
+        "--set", metavar="KEY=VALUE", help="Override a key of the run file, e.g. scheduler.max_lag=8; repeatable."
     ),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Replace the seed of the run file.")]
@@ -25,14 +23,11 @@ OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Ke
 MeasuredOption = Annotated[
     list[Path],
     typer.Option(
-        "--measured",
-        metavar="PATH",
-        help="Merge results of measure, train --check or calibrate; repeatable.",
+        "--measured", metavar="PATH", help="Merge results of measure, train --check or calibrate; repeatable."
     ),
 ]
 HardwareOption = Annotated[
-    Path | None,
-    typer.Option("--hardware", metavar="FILE.toml", help="Use the [hardware] table of this file."),
+    Path | None, typer.Option("--hardware", metavar="FILE.toml", help="Use the [hardware] table of this file.")
 ]
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", min=1, help="Number of processes; default: one per core.")

@@ -104,11 +104,7 @@ def _bars() -> Iterator[Any]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        refresh_per_second=REFRESHES_PER_S,
+        *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=REFRESHES_PER_S
     ) as progress:
         yield progress
 

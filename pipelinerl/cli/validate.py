@@ -13,8 +13,7 @@ from pipelinerl.cli.output import print_report, stage_bars, without_matplotlib_a
 
 def validate(
     rows: Annotated[
-        Path | None,
-        typer.Argument(metavar="ROWS.csv", help="Published runs of your own; default: the shipped ones."),
+        Path | None, typer.Argument(metavar="ROWS.csv", help="Published runs of your own; default: the shipped ones.")
     ] = None,
     out: OutOption = None,
     as_json: JsonOption = False,

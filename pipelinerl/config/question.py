@@ -42,10 +42,7 @@ MOST_CASES = 24
 """Cases of one question (count)."""
 LENGTH_RATIO = 8
 """Longest answer over the mean, if only one of them is given (no unit)."""
-FIXED: dict[str, Any] = {
-    "workload": {"length": {"kind": "lognormal"}},
-    "plan": {"simulate": 8, "simulate_steps": 64},
-}
+FIXED: dict[str, Any] = {"workload": {"length": {"kind": "lognormal"}}, "plan": {"simulate": 8, "simulate_steps": 64}}
 """Defaults of a question without a run file: few and short simulations, for an answer within a minute."""
 MEAN_LAG_LIMIT = 4.0
 """Mean lag allowed where nobody limits the lag (optimizer steps)."""

@@ -164,13 +164,7 @@ def run_trainer_fits(
 
 
 def least_memory(
-    config: RunConfig,
-    gpu: Gpu,
-    model: LanguageModel,
-    *,
-    tensor_parallel: int,
-    training_accelerators: int,
-    longest: int,
+    config: RunConfig, gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, training_accelerators: int, longest: int
 ) -> list[float]:
     """Return the least memory of an engine and of a trainer, each over its share of an accelerator.
 

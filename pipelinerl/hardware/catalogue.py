@@ -460,10 +460,7 @@ Entry = TypeVar("Entry", bound=Named)
 
 
 def find_gpu(name: str, *, key: str = "hardware.gpu") -> Gpu:
-    """Return an accelerator by its name in the catalogue, or from a TOML file with the keys of ``Gpu``.
-
-    Raises ConfigError, which names the setting ``key``, if the name is unknown, or the file is wrong.
-    """
+    """Return an accelerator of the catalogue or of a TOML file (keys of ``Gpu``); else ConfigError, naming ``key``."""
     if is_path(name):
         return _from_file(Gpu, Path(name), key)
     return _found(_gpus(), name, key)

@@ -71,12 +71,9 @@ def training_memory(
 ) -> TrainingMemory:
     """Return the memory of one accelerator that trains: model and gradients in bf16, optimizer states in fp32.
 
-    Args:
-        model: The model.
-        accelerators: Over which ZeRO spreads the states (count).
-        zero_stage: 0: nothing is spread; 1: optimizer states; 2: gradients too; 3: weights too.
-        pack_tokens: Tokens of one forward and backward pass on one accelerator.
-        recomputation: Share of the layers whose activations are computed again in the backward pass (no unit).
+    ``zero_stage`` 0 spreads nothing over the ``accelerators``, 1 optimizer states, 2 gradients too, 3 weights too.
+    ``pack_tokens``: of one forward and backward pass on one accelerator. ``recomputation``: share of the layers whose
+    activations are computed again in the backward pass (no unit).
     """
     p = model.parameters
     spread = [accelerators if zero_stage >= stage else 1 for stage in (3, 2, 1)]
@@ -130,13 +127,9 @@ def kv_cache_tokens(
 ) -> int:
     """Return the tokens that the KV cache of one engine holds; 0 or less: the weights do not fit.
 
-    Args:
-        gpu: The accelerator.
-        model: As an engine has it (``in_engine``).
-        tensor_parallel: Accelerators of the engine (count).
-        coefficients: The empirical numbers.
-        sequences: Sequences whose states of linear attention lie in the same memory (count).
-        longest: Tokens returned at least, if they fit beside one sequence's states; then not every slot can be filled.
+    ``model`` is as an engine has it (``in_engine``). ``sequences``: whose states of linear attention lie in the same
+    memory (count). ``longest``: tokens returned at least, if they fit beside one sequence's states; then not every slot
+    can be filled.
     """
     usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
     free = usable * tensor_parallel - model.parameters * model.weight_bytes
@@ -184,18 +177,10 @@ def derive_hardware(
 ) -> ResolvedHardware:
     """Return all tables as explicit numbers.
 
-    Args:
-        gpu: The accelerator that trains.
-        model: The language model, trained in bf16.
-        tensor_parallel: Accelerators of one engine (count).
-        training_accelerators: Accelerators that train (count).
-        colocated: Whether the same accelerators generate and train in turn.
-        coefficients: The empirical numbers.
-        zero_stage: ZeRO stage of the states that the phase switch moves; the trainer's step is always that of stage 3.
-        engine: Accelerator and model as an engine has them (``in_engine``). None: as the trainer has them.
-        sequences: Sequences of one engine, at most (count).
-        longest: Tokens of the longest rollout, which always has room.
-        transport: How the weights reach the engines.
+    ``gpu`` and ``model`` are as the trainer has them (in bf16), ``engine`` as an engine has them (``in_engine``); None:
+    the same. ``tensor_parallel``: accelerators of one engine. ``colocated``: the same accelerators generate and train
+    in turn. ``zero_stage``: of the states that the phase switch moves; the trainer's step is always that of stage 3.
+    ``sequences``: of one engine, at most. ``longest``: tokens of the longest rollout, which always has room.
     """
     if colocated:
         coefficients = coefficients.model_copy(update=NOTHING_BESIDE)

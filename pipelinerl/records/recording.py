@@ -68,10 +68,7 @@ class _Digest:
 
 
 def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
-    """Check that the files of a real run hold all up to a mark as it was; ``of`` is the checkpoint's name in messages.
-
-    ConfigError if one is shorter, or has changed.
-    """
+    """Check that a real run's files hold all up to a mark, unchanged; else ConfigError. ``of`` names the checkpoint."""
     for name, (size, digest) in mark.files.items():
         path = out / name
         there, found = _Digest(path).up_to(size) if path.is_file() else (0, "")

@@ -254,10 +254,7 @@ class OpenStep:
         self._samples += len(batch.rewards_M)
 
     def close(self, time_s: float, *, in_progress: int, ready: int, in_use: int = 0) -> Step:
-        """End the step; numbers but the time (s) are counts.
-
-        ``ready``: rollouts finished and not yet trained on or discarded.
-        """
+        """End the step; ``ready`` counts rollouts that are finished, but not yet trained on or discarded."""
         by_lag = self._by_lag
         tokens, lag_tokens = int(by_lag.sum()), int(by_lag @ np.arange(len(by_lag)))
         lag_max = int(by_lag.nonzero()[0][-1])

@@ -146,8 +146,7 @@ class Scheduler(ABC):
         self.stopped: StopReason | None = None
         self.trainer = TrainerState.IDLE
         self.lag_bound = LagBound(
-            settings.max_lag if settings.on_stale is OnStale.TRAIN else None,
-            train_batch_size=settings.train_batch_size,
+            settings.max_lag if settings.on_stale is OnStale.TRAIN else None, train_batch_size=settings.train_batch_size
         )
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
         contexts = EngineContexts(num_engines, kv_cache_tokens) if self.environments and kv_cache_tokens != 0 else None

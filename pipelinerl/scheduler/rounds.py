@@ -116,10 +116,7 @@ class PartialRolloutScheduler(Scheduler):
         if self._to_train or self.num_taken or self._pool.num_open + self.group_size > self._room:
             return False
         return self.lag_bound.admits(
-            self.group_size,
-            bound=self.oldest_loaded,
-            version=self.version,
-            left=self.settings.train_batch_size,
+            self.group_size, bound=self.oldest_loaded, version=self.version, left=self.settings.train_batch_size
         )
 
     def enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing

@@ -179,9 +179,7 @@ def throughput_against_lag(setting: Setting, max_lags: Sequence[int]) -> list[La
     """Return both methods at each largest lag g: fastest (H, I), and G = g + 1 (A.4, Fig. 9); ValueError if none."""
     return [
         LagPoint(
-            lag,
-            search_pipeline(setting, max_lag=lag),
-            conventional_rates(setting, optimizer_steps_per_rl_step=lag + 1),
+            lag, search_pipeline(setting, max_lag=lag), conventional_rates(setting, optimizer_steps_per_rl_step=lag + 1)
         )
         for lag in max_lags
     ]

@@ -94,10 +94,7 @@ class Report(StrictModel):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, name: str) -> Self:
-        """Return the report that plain values of ``to_dict`` hold.
-
-        Raises ConfigError, a line with ``name``, usually the file, and the key, if one is missing, unknown or wrong.
-        """
+        """Return the report that ``to_dict`` gave; ConfigError, with ``name`` (usually the file), if it is wrong."""
         return cls._parsed(json.dumps(data), name)
 
     @classmethod

@@ -33,10 +33,7 @@ def named_attribute(name: str, *, key: str, allowed: str) -> Any:
 
 
 def named_value(name: str, shipped: Mapping[str, T], kind: type[T], *, key: str) -> T:
-    """Return the ``shipped`` value of this name, or the user's own of that kind at ``package.module:ATTRIBUTE``.
-
-    Raises ConfigError, one line that names the setting ``key``, if there is no such value.
-    """
+    """Return the ``shipped`` value of this name, or the user's at ``package.module:ATTRIBUTE``; else a ConfigError."""
     if name in shipped:
         return shipped[name]
     allowed = f"{', '.join(shipped)} or package.module:ATTRIBUTE"

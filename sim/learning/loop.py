@@ -116,10 +116,7 @@ class Learner:
         self.answers.publish(version, self._snapshot(), oldest=oldest)
 
     def train(self, command: StartTraining) -> None:
-        """Accumulate the gradient of a micro-batch; make the optimizer step if it completes the batch.
-
-        Raises RunFailedError if loss or gradient is not finite.
-        """
+        """Train on a micro-batch; step if it completes the batch. RunFailedError if loss or gradient is not finite."""
         rollout_ids = sorted(command.rollout_ids)  # sums do not depend on the order in which rollouts finished
         loss = self._loss(rollout_ids, command.version)
         if not math.isfinite(value := float(loss.detach())):

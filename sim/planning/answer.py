@@ -150,12 +150,9 @@ def plan(
 ) -> PlanReport:
     """Search for the best way to run; on Ctrl-C the simulations that have ended are kept.
 
-    Args:
-        config: The run file; its ``plan`` table holds the lists to search and the limits.
-        how: Output folder, processes and so on; None: the defaults.
-        whole: Whether the run file is a complete candidate, to compare with; else it has placeholders.
-        assumed: Defaults of missing keys.
-        effects: Whether to screen other values of assumed keys that no draw varies.
+    The ``plan`` table of ``config`` holds the lists to search and the limits. ``whole``: ``config`` is a complete
+    candidate, to compare with; else it has placeholders. ``assumed``: defaults of missing keys. ``effects``: also
+    screen other values of assumed keys that no draw varies.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.

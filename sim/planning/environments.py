@@ -40,12 +40,8 @@ def environments(
 ) -> EnvironmentsReport:
     """Simulate a run with several numbers of environments; on Ctrl-C the runs that have ended are kept and compared.
 
-    Args:
-        config: The run; its ``plan`` table has numbers, prices, and the optimizer steps of each simulation.
-        out: Folder of the runs and environments.json.
-        workers: Processes (count). None: one per core.
-        on_done: Called after each run.
-        weights: Measured weight transfers, as in ``sim.compare.compare``.
+    The ``plan`` table of ``config`` has numbers, prices, and the optimizer steps of each simulation. ``out``: folder of
+    the runs and environments.json. ``on_done`` is called after each run. Others: as of ``sim.compare.compare``.
 
     Raises:
         ConfigError: If the input is wrong; nothing is written.

@@ -286,11 +286,7 @@ def _predicted(
 
 
 def _from_simulations(
-    grid: SimulationGrid,
-    references: Sequence[SimulationGrid],
-    alone: Band | None,
-    *,
-    inputs: SimulationGrid | None,
+    grid: SimulationGrid, references: Sequence[SimulationGrid], alone: Band | None, *, inputs: SimulationGrid | None
 ) -> PredictedRow | UnusableRow:
     run, row = grid.run, grid.run.published
     if not run.scale_is_known and not references:
