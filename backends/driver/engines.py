@@ -42,7 +42,7 @@ class EngineHandle:
         self.open.set()
         self.changing = asyncio.Lock()
         """Held while it starts, loads or sleeps."""
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_held = 0
 
     async def load(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """Load a version; ``changing`` is held."""
@@ -57,7 +57,15 @@ class EngineHandle:
     def count(self, change: int) -> None:
         """Count rollouts in progress."""
         self.num_in_flight += change
-        if self.num_in_flight:
+        self._see_if_idle()
+
+    def hold(self, change: int) -> None:
+        """Count those of them that wait until it is open."""
+        self.num_held += change
+        self._see_if_idle()
+
+    def _see_if_idle(self) -> None:
+        if self.num_in_flight > self.num_held:
             self.idle.clear()
         else:
             self.idle.set()
@@ -127,9 +135,11 @@ class EnginePool:
             handle = await self.serving(engine_id)
             if handle.open.is_set():
                 return handle
-            handle.count(-1)  # it is not in progress meanwhile
-            await handle.open.wait()
-            self._serving[engine_id].count(+1)
+            handle.hold(+1)
+            try:
+                await handle.open.wait()
+            finally:
+                handle.hold(-1)
 
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
@@ -192,10 +202,16 @@ class EnginePool:
             self._count_loss(error)
             async with handle.changing:
                 await handle.engine.shutdown()
+                if self._closing:
+                    return
                 try:
                     await handle.engine.start()
                 except EngineLostError as again:
-                    await self._give_up(handle, again)
+                    if not self._closing:
+                        await self._give_up(handle, again)
+                    return
+                if self._closing:
+                    await handle.engine.shutdown()
                     return
                 handle.version = -1  # older than any published
             try:

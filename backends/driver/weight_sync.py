@@ -139,8 +139,7 @@ class WeightSync:
         self._engines_have_memory = True  # colocated only
         self.trainer_turn = asyncio.Lock()
         """Held while the trainer trains or publishes."""
-        self._damaged: Weights | None = None  # the last publication of which that was found
-        self._num_damaged = 0  # publications, since an engine loaded one
+        self._num_damaged = 0  # publications found damaged since an engine loaded one
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
@@ -208,14 +207,13 @@ class WeightSync:
         if self.takes_turns:
             await self._pool.drained()  # not in the trainer's turn: nothing ends any more after Ctrl-C
         async with self.trainer_turn:
-            if self._damaged is not damaged:  # else another engine has found it
-                self._damaged, self._num_damaged = damaged, self._num_damaged + 1
-            if self._num_damaged == PUBLICATIONS:
-                raise TransferError(
-                    f"{PUBLICATIONS} files of weights in a row were damaged, the last of version {damaged.version}: "
-                    f"{damage}; another train.weights_folder may help, --resume goes on"
-                )
-            if self._pool.newest is damaged:
+            if self._pool.newest is damaged:  # else another engine has found it, or a later version has replaced it
+                self._num_damaged += 1
+                if self._num_damaged >= PUBLICATIONS:
+                    raise TransferError(
+                        f"{PUBLICATIONS} files of weights in a row were damaged, the last of version "
+                        f"{damaged.version}: {damage}; another train.weights_folder may help, --resume goes on"
+                    )
                 LOG.warning("%s; version %d is published anew", damage, damaged.version)
                 await self._publish(damaged.version)
         assert self._pool.newest is not None
@@ -269,8 +267,9 @@ class WeightSync:
                     break
                 loaded, lost, sent = await self._send_once(takers, weights, weight_update)
             times |= loaded
-            for engine, error in lost.items():
-                self._pool.lost(self._pool[engine], error)
+            for handle in takers:
+                if handle.engine_id in lost:
+                    self._pool.lost(handle, lost[handle.engine_id])
             num_failed += all(one.up.is_set() for one in takers)
         for handle in self._pool if self._standing_still else ():
             if handle.lacks(weights):  # it stands still, with a mixture

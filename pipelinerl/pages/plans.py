@@ -181,7 +181,9 @@ def next_step(report: PlanReport) -> list[str]:
     if best is None:
         odds = report.certainty.asynchronous
         if odds is not None and not odds.certain:
-            return ["No measurement is worth its gain; asynchronous or synchronous RL remains uncertain until it runs."]
+            return [
+                "No measurement gains enough to decide between asynchronous and synchronous RL; a run of each does."
+            ]
         return ["No measurement would change the plan: run it."]
     gained = f"which gains {best.gain:.1%} throughput on average"
     if not best.commands:

@@ -90,7 +90,9 @@ def _print_answers(console: Console, answers: list[Section]) -> None:
 def _fitting(table: Table, name: str, console: Console) -> tuple[RichTable, Sequence[str]]:
     """Draw the first columns that a terminal has room for, two at least; return the names of the others, too."""
     columns = table.columns[: table.terminal_columns]
-    short = [[cell[:LEAST] for cell in row] for row in table.rows]  # a longer one wraps
+    short = [
+        [" ".join(word[:LEAST] for word in cell.split(" ")) for cell in row] for row in table.rows
+    ]  # longer: folded
     number = len(columns)
     while number > 2:
         measured = _drawn(replace(table, rows=short, terminal_columns=number), "")
@@ -115,7 +117,8 @@ def _drawn(table: Table, name: str) -> RichTable:
     for column in columns:
         if column in texts:  # a long name gives way, the numbers do not
             stacked = table.layout is Layout.STACKED
-            longest = max((len(row[table.columns.index(column)]) for row in table.rows), default=0)
+            words = [row[table.columns.index(column)] for row in table.rows]
+            longest = max(map(len, words if stacked else " ".join(words).split()), default=0)
             drawn.add_column("" if stacked else column, overflow="fold", min_width=min(LEAST, longest))
         else:
             drawn.add_column(column, justify="left" if column == "finding" else "right", no_wrap=True)

@@ -196,5 +196,6 @@ def test_a_folder_that_damages_every_file_ends_the_run_in_a_line_and_keeps_a_che
     assert line.endswith("; another train.weights_folder may help, --resume goes on")
     assert "\n" not in line
     assert published == sorted(published)
-    assert 1 + PUBLICATIONS <= len(published) <= 2 + PUBLICATIONS  # the trainer goes on while lost engines restart
+    assert len(published) > PUBLICATIONS
+    assert published[-1] < 20  # the trainer goes on while lost engines restart, but not to the end
     assert run_checked(config, out, parts_of(config, trainer=Killer(train_batch_size=8)), resume=True).complete

@@ -28,7 +28,7 @@ from ledger_check import records
 
 import backends.driver.engines
 import backends.driver.lifecycle
-from backends.driver.engines import EnginePool
+from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.tasks import LONGEST_TICK_S, DriverLoop
 from backends.fake import FakeEngine, FakeReference, FakeTrainer
 from backends.interface import Weights
@@ -385,6 +385,32 @@ def test_an_engine_that_is_lost_while_the_run_ends_is_not_called_again(monkeypat
     monkeypatch.setattr(FakeEngine, call, lost)
     pool = EnginePool({0: FakeEngine()}, restarts_per_hour=0, spawn=None, bring_back=None)
     asyncio.run(main())
+
+
+def test_an_engine_that_is_lost_before_the_end_is_not_started_again(monkeypatch):
+    async def shutdown(_):
+        pool.close()
+
+    async def main():
+        await pool.start()
+        pool.lost(pool[0], EngineLostError("engine lost: it does not run"))
+        await restart[0]
+
+    monkeypatch.setattr(FakeEngine, "shutdown", shutdown)
+    restart, engine = [], FakeEngine()
+    spawn = lambda work: restart.append(asyncio.ensure_future(work))  # noqa: E731
+    pool = EnginePool({0: engine}, restarts_per_hour=1, spawn=spawn, bring_back=None)
+    asyncio.run(main())
+    assert engine.num_started == 1
+
+
+def test_a_rollout_that_waits_until_its_engine_is_open_keeps_it_idle_even_if_it_ends_meanwhile():
+    handle, idle = EngineHandle(0, FakeEngine()), []
+    for change in (partial(handle.count, 1), partial(handle.hold, 1), partial(handle.count, -1)):
+        change()
+        idle.append(handle.idle.is_set())
+    handle.hold(-1)
+    assert [*idle, handle.idle.is_set(), handle.num_in_flight] == [False, True, True, True, 0]
 
 
 def test_a_disk_that_is_full_at_the_end_keeps_no_part_from_being_shut_down(out, monkeypatch):

@@ -32,17 +32,18 @@ QUESTION = (
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process", "no_figures")
-def test_a_question_of_two_sizes_is_one_table_and_leaves_the_file(
+def test_a_question_of_two_sizes_is_one_table_and_saves_the_file(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = command("plan", *QUESTION, "--accelerators", "2,4", *FEW)
+    result = command("plan", *QUESTION, "--accelerators", "2,4", *FEW, "--save", "mine.toml")
     assert result.status == 0, result.err
-    assert "plan_qwen2.5_1.5b.toml: the recommendation in each of 2 cases" in result.out
+    assert "mine.toml: the recommendation in each of 2 cases" in result.out
     assert re.search(r"^answer +Fastest( and cheapest)?: 4 GPUs, ", result.out)
     assert "  workload.length.cv = 1: 0.5 gives " in result.out
-    assert result.out.endswith("and ask: pipelinerl plan plan_qwen2.5_1.5b.toml\n")
-    kept = tomllib.loads((tmp_path / "plan_qwen2.5_1.5b.toml").read_text())
+    assert result.out.endswith("the question is in mine.toml; change it, and ask: pipelinerl plan mine.toml\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+    kept = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert kept["cluster"] == {"accelerators": 2}
     assert kept["price"] == {"gpu_hour": 2}
 
