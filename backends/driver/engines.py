@@ -6,7 +6,8 @@ again. Calls wait until their engine is up; rollouts also until its version is *
 scheduler knows the weights of an engine only from the first publication on.
 
 An engine that cannot be started is given up: the engine that serves the fewest ids serves its id, too. For the
-scheduler nothing changes; rollouts beyond an engine's room wait in it. Without any engine the run fails.
+scheduler nothing changes; rollouts beyond an engine's room wait in it. While it drains for an update of one id, new
+rollouts of all its ids wait until it is *open*. Without any engine the run fails.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class Driver:
             raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
 
     async def _keep_in_spite_of(self, failure: BaseException) -> None:
-        """Keep a checkpoint although reference, engines or files are, if the trainer does not wait for an engine."""
+        """Keep a checkpoint although reference, engines or files are lost, if the trainer waits for no engine."""
         waits, well = self._config.colocated, isinstance(failure, ReferenceLostError | TransferError)
         if not well and (waits or not isinstance(failure, EngineLostError)):
             return

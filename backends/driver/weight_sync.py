@@ -12,7 +12,7 @@ is reported to have a version once the other engines have it: no engine serves t
 engines find damaged is published anew from the weights that the trainer has by then: reported lags may be too large.
 
 Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate. An engine that
-is lost meanwhile starts again when the others wake.
+is lost meanwhile starts again when the others wake; they fall asleep only after a start that is under way.
 
 ===============  ==========================================  ==================================
 coroutine        waits for                                   bounded by
@@ -138,7 +138,7 @@ class WeightSync:
         self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
         self.trainer_turn = asyncio.Lock()
-        """Held while the trainer trains or publishes."""
+        """Held while the trainer trains or publishes, but for the bring-up and the end of a run."""
         self._num_damaged = 0  # publications found damaged since an engine loaded one
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
