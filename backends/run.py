@@ -76,8 +76,8 @@ def drive(
 
     If the trainer is lost, all parts are started again, and the run goes on from its newest checkpoint, as after
     ``--resume``: later records are cut off. On Ctrl-C the run ends after the trainer's present call, and a checkpoint
-    is written; a second one ends it at once. ``lock``: of a new folder, or that of ``checkpoint``. ``on_step`` gets the
-    row and the metrics of each optimizer step. For the others see ``Driver``.
+    is written; a second one ends it at once. ``lock`` holds a new folder, or that of ``checkpoint``. ``on_step`` gets
+    the row and the metrics of each optimizer step. For the others see ``Driver``.
 
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.

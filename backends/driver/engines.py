@@ -61,7 +61,7 @@ class EngineHandle:
         self._see_if_idle()
 
     def hold(self, change: int) -> None:
-        """Count those of them that wait until it is open."""
+        """Count rollouts in progress that wait until it is open."""
         self.num_held += change
         self._see_if_idle()
 

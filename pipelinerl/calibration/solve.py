@@ -58,7 +58,7 @@ def fit_parameters(
     """Fit parameters so that a model gives measured seconds; the fit's values are parameters, not inverses.
 
     ``start`` has the surest parameter first, with values kept where the data do not determine them. ``seconds``, and
-    those of ``model_s``: shape [rows]. ``others``: further summands of the seconds, as sure as the first parameter.
+    those of ``model_s``: shape [rows]. ``others`` are further terms of the seconds, as certain as the first parameter.
     """
     now = dict(start)
     for _ in range(ROUNDS):

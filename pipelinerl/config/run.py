@@ -584,7 +584,7 @@ def load_run(
         path: The TOML file.
         overrides: ``a.b=value`` each; the value is TOML, or else a plain string.
         seed: Replaces ``seed`` of the file.
-        hardware: A file whose table ``[hardware]`` replaces that of the run file, before the overrides.
+        hardware: A file. Its table ``[hardware]`` replaces that of the run file; the overrides apply afterwards.
 
     Raises:
         ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.

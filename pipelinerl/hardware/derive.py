@@ -179,7 +179,7 @@ def derive_hardware(
 
     ``gpu`` and ``model`` are as the trainer has them (in bf16), ``engine`` as an engine has them (``in_engine``); None:
     the same. ``tensor_parallel``: accelerators of one engine. ``colocated``: the same accelerators generate and train
-    in turn. ``zero_stage``: of the states that the phase switch moves; the trainer's step is always that of stage 3.
+    in turn. ``zero_stage`` says which states the phase switch moves; the trainer's step is always that of stage 3.
     ``sequences``: of one engine, at most. ``longest``: tokens of the longest rollout, which always has room.
     """
     if colocated:

@@ -515,7 +515,7 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
     __hash__ = None  # type: ignore[assignment] # it compares arrays
 
     def __eq__(self, other: object) -> bool:
-        """Compare all numbers, those of the steps included."""
+        """Compare the numbers of the report and of its steps."""
         if not isinstance(other, RunReport):
             return NotImplemented
         return dict(self) == dict(other) and self._steps.tobytes() == other._steps.tobytes()

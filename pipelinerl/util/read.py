@@ -145,7 +145,8 @@ def read_values(path: Path, what: str = "") -> Iterator[Any]:
         listed = _LIST.match(read)
         at, gap = (listed.end(), _LIST_GAP) if listed else (0, _GAP)
         while True:
-            at += len(gap.match(read, at)[0])  # type: ignore[index]  # it matches nothing, too
+            if found := gap.match(read, at):
+                at = found.end()
             if listed and read.startswith("]", at):
                 return
             fault: Exception | None = None
