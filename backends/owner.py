@@ -1,10 +1,10 @@
 """Folders with an owner: that of a run, which one driver at a time may write to, and temporary ones.
 
-Theory of operation. The folder ``driver-N/`` of a run belongs to driver N; the highest N drives. One process makes
-N + 1 when driver N has ended, is dead, or was silent for ``LIMIT_S`` by the clock of the file system. Then it moves
-the lower folders away. A driver writes unfinished files in its folder and moves them to their places, which fails once the folder
-is away. The next driver gives every file that grows another inode (``Recording``). So a replaced driver changes nothing
-more; it notices at its next sign of life.
+Theory of operation. The folder ``driver-N/`` of a run belongs to driver N; the highest N drives. One process makes N
++ 1 when driver N has ended, is dead, or was silent for ``LIMIT_S`` by the clock of the file system. Then it moves the
+lower folders away. A driver writes unfinished files in its folder and moves them to their places, which fails once
+the folder is away. The next driver gives every file that grows another inode (``Recording``). So a replaced driver
+changes nothing more; it notices at its next sign of life.
 """
 
 from __future__ import annotations
