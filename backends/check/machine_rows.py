@@ -11,7 +11,7 @@ import numpy as np
 
 from backends.interface import PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
 from backends.preflight import trainer_ranks
-from pipelinerl.config.resolve import stated_coefficients
+from pipelinerl.config.resolve import named_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_model, gpu_of_device
@@ -92,7 +92,7 @@ class Expected:
         return self._values(Level.CENTRAL).memory_share * memory_gb
 
     def _values(self, level: Level) -> Coefficients:
-        return coefficients(level, stated_coefficients(self.config))
+        return coefficients(level, named_coefficients(self.config))
 
 
 def reduce_bytes_s(*, one_node: bool) -> Callable[[Gpu, Coefficients], float]:

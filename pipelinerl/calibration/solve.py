@@ -98,6 +98,8 @@ def simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool)
     return replace(simple, undetermined={**others, **simple.undetermined})
 
 
+REST = "generation_rest_share"
+"""Coefficient of the seconds of generation beside the engines' steps."""
 DECODE_COEFFICIENTS = (
     "kv_efficiency", "sequence_overhead_s", "step_overhead_s", "weight_efficiency", "flops_efficiency", "allreduce_s",
 )  # fmt: skip
@@ -147,12 +149,13 @@ class HardwareFit:
         self.factors: dict[str, float] = {}
         self.named: tuple[Gpu, LanguageModel] | None = named_hardware(hardware)
         if self.named is not None:
-            self._values = coefficients(hardware.level, {**self._trainer, **hardware.coefficients})
+            self._values = coefficients(hardware.level, {**self._trainer, **hardware.named_coefficients})
 
     @property
     def coefficients(self) -> Coefficients:
         """Return the current coefficients; GPU and model must be known."""
-        return coefficients(self.given.level, {**self._trainer, **self.table.get("coefficients", {})})
+        changed = {**self.given.stack_coefficients, **self._trainer, **self.table.get("coefficients", {})}
+        return coefficients(self.given.level, changed)
 
     def decode(
         self,
@@ -331,6 +334,8 @@ class HardwareFit:
             for name, value in found.values.items()
             if name not in found.undetermined and name in Coefficients.model_fields
         }
+        if "decode" in tables and self.given.stack_coefficients.get(REST):
+            fitted[REST] = 0.0  # measured steps hold it
         self.table["coefficients"] = {**self.table.get("coefficients", {}), **fitted}
         self.parts.append(Part(what, data, found))
 
@@ -503,7 +508,7 @@ def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
 
 
 def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:
-    values = coefficients(run.hardware.level, run.hardware.coefficients)
+    values = coefficients(run.hardware.level, run.hardware.named_coefficients)
     return {
         name: min(1.0, getattr(values, name) / factor) if name in SHARES_OF_PEAK else getattr(values, name) * factor
         for name in names

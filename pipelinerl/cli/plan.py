@@ -24,6 +24,10 @@ def plan(
     model: Annotated[str | None, typer.Option(help="Model: name of the catalogue, or a file.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU: name of the catalogue, or a file; several: H100,H200.")] = None,
     accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs; several: 64,96.")] = None,
+    engine: Annotated[str | None, typer.Option(metavar="NAME", help="Engine: vllm-0.32, sglang-0.5; several.")] = None,
+    software: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Software of training: verl, nemo-rl, ours; several.")
+    ] = None,
     sync: Annotated[
         str | None, typer.Option(metavar="METHOD", help="Weight synchronization method; several: refit,delta.")
     ] = None,
@@ -39,6 +43,9 @@ def plan(
     ] = None,
     price: Annotated[
         str | None, typer.Option(metavar="USD", help="Price of a GPU-hour; per kind: H100=2.5,GB200=6.")
+    ] = None,
+    risk: Annotated[
+        str | None, typer.Option(metavar="KIND", help="neutral: expected throughput; averse: that of a bad case.")
     ] = None,
     against: Annotated[
         Path | None,
@@ -64,9 +71,10 @@ def plan(
     from sim.planning.simulate import HowToPlan
 
     asked = {
-        "model": model, "gpu": gpu, "accelerators": accelerators, "sync": sync, "train_batch_size": train_batch_size,
+        "model": model, "gpu": gpu, "accelerators": accelerators, "engine": engine,
+        "software": software, "sync": sync, "train_batch_size": train_batch_size,
         "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_lag": max_lag,
-        "max_mean_lag": max_mean_lag, "price": price,
+        "max_mean_lag": max_mean_lag, "price": price, "risk": risk,
     }  # fmt: skip
     question = ask(asked, run, overrides, seed, hardware=hardware)
     file = run or save or (out or Path()) / "question.toml"

@@ -26,6 +26,8 @@ OPTIONS = {
     "model": "hardware.model",
     "gpu": "hardware.gpu",
     "accelerators": "cluster.accelerators",
+    "engine": "hardware.engine",
+    "software": "hardware.software",
     "sync": "hardware.weight_sync",
     "train_batch_size": "scheduler.train_batch_size",
     "group_size": "workload.group_size",
@@ -34,9 +36,10 @@ OPTIONS = {
     "max_lag": "plan.lag_limit",
     "max_mean_lag": "plan.mean_lag_limit",
     "price": "price.gpu_hour",
+    "risk": "plan.risk",
 }
 """The key that each option of the command sets."""
-SEVERAL = ("gpu", "accelerators", "sync")
+SEVERAL = ("gpu", "accelerators", "engine", "software", "sync")
 """Options that take several values, each another case."""
 MOST_CASES = 24
 """Cases of one question (count)."""
@@ -46,6 +49,8 @@ FIXED: dict[str, Any] = {"workload": {"length": {"kind": "lognormal"}}, "plan": 
 """Defaults of a question without a run file: few and short simulations, for an answer within a minute."""
 MEAN_LAG_LIMIT = 4.0
 """Mean lag allowed where nobody limits the lag (optimizer steps)."""
+ENGINE, SOFTWARE = "vllm-0.32", "ours"
+"""Engine and software of training where nobody names one."""
 FOUND = ("cluster.generation_accelerators", "scheduler.generation_batch_size")
 """Keys that every plan finds."""
 
@@ -185,7 +190,8 @@ def _assumed(given: Mapping[str, Any]) -> tuple[Assumption, ...]:
         Assumption("optimizer_steps", 1000, (200,)),
         Assumption("cluster.accelerators", 64, (32, 128)),
         Assumption("hardware.gpu", "H100", ("A100", "H200")),
-        Assumption("hardware.weight_sync", None, ("reshard", "full_broadcast")),
+        Assumption("hardware.engine", ENGINE, ("vllm-0.15",)),
+        Assumption("hardware.software", SOFTWARE, ("verl", "nemo-rl")),
         Assumption("scheduler.train_batch_size", round(batch), (round(batch / 2), round(2 * batch))),
         Assumption("workload.group_size", group, (1,)),
         Assumption("workload.prompt_tokens", 500, (100, 2000)),

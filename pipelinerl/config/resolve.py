@@ -2,8 +2,8 @@
 
 A table that the run file gives stays as it is; a missing one is derived from ``hardware.gpu`` and ``hardware.model``;
 without these two it costs nothing. Coefficients follow the same rule: ``hardware.coefficients``, then
-``train.trainer``, then ``hardware.weight_sync``, then the level. ``train.transport`` decides how weights travel, unless
-``hardware.weight_sync`` or ``hardware.coefficients`` does.
+``train.trainer``, then the transport, then ``hardware.engine`` and ``hardware.software``, then the level. Weights
+travel as ``hardware.weight_sync`` or ``hardware.coefficients`` says, else ``[train]``, else ``hardware.software``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pipelinerl.hardware.derive import (
     trainer_fits,
     training_memory,
 )
+from pipelinerl.hardware.stack import find_stack
 from pipelinerl.hardware.transport import ROOT_LAW, UNKNOWN, WeightTransferConfig, WeightTransport
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.kinds import make_scheduler
@@ -112,23 +113,32 @@ def named_engine(hardware: HardwareConfig, gpu: Gpu, model: LanguageModel) -> tu
 
 
 def transport_of(config: RunConfig, *, colocated: bool | None = None) -> WeightTransport:
-    """Return the transport: of ``hardware.weight_sync``, else of ``train``; ``colocated`` None: as in the run."""
+    """Return the transport of a run; ``colocated`` None: as in the run."""
     given, colocated = config.hardware, config.colocated if colocated is None else colocated
     if given.sync_method is not None:
         return given.sync_method
-    if config.train is None or ROOT_LAW in given.coefficients:
+    if ROOT_LAW in given.coefficients:
         return UNKNOWN
-    return config.train.chosen_transport(colocated=colocated)
+    if config.train is not None:
+        return config.train.chosen_transport(colocated=colocated)
+    software = find_stack("software", given.software)
+    return UNKNOWN if software is None else software.transports[colocated]
 
 
 def stated_coefficients(config: RunConfig) -> dict[str, float]:
-    """Return the coefficients that a run file states: ``weight_sync``, ``train.trainer``, ``hardware.coefficients``."""
-    method = config.hardware.sync_method or UNKNOWN
-    stated = method.stated(config.hardware.level)
+    """Return the coefficients that a run file states: ``train.trainer`` and ``hardware.coefficients``."""
+    stated: dict[str, float] = {}
     if config.train is not None:
         trainer = config.train.trainer
-        stated |= {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
+        stated = {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
     return {**stated, **config.hardware.coefficients}
+
+
+def named_coefficients(config: RunConfig, *, colocated: bool | None = None) -> dict[str, float]:
+    """Return the coefficients that differ from the level's: of engine, software, transport, and stated ones."""
+    given = config.hardware
+    transport = transport_of(config, colocated=colocated).stated(given.level)
+    return {**given.stack_coefficients, **transport, **stated_coefficients(config)}
 
 
 def run_coefficients(
@@ -138,9 +148,8 @@ def run_coefficients(
 
     Raises ConfigError if a coefficient is unknown, or a value is out of range.
     """
-    stated = stated_coefficients(config)
-    values = coefficients(config.hardware.level, stated)
-    if "pack_tokens" in stated:
+    values = coefficients(config.hardware.level, named_coefficients(config))
+    if "pack_tokens" in stated_coefficients(config):
         return values
     fits = pack_that_fits(
         model,

@@ -215,6 +215,8 @@ class PlanConfig(StrictModel):
     """Largest GPU-hours of the run."""
     budget: float | None = Field(default=None, gt=0)
     """Largest cost of the run by ``[price]`` (USD)."""
+    risk: Literal["neutral", "averse"] = "neutral"
+    """Whether the expected throughput decides, or, averse to risk, its 10th percentile."""
     simulate: Count = 20
     """Candidates simulated (count)."""
     simulate_steps: Count = 200

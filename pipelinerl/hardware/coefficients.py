@@ -54,6 +54,8 @@ class Coefficients(StrictModel):
     """Share of the link's bytes/s that the bytes of an all-reduce reach."""
     expert_layer_s: float = Field(ge=0)
     """Products of routed experts, per decode step and layer, independent of the bytes read (seconds)."""
+    generation_rest_share: float = Field(ge=0)
+    """Share by which generation takes longer than the engines' steps: front ends, queues, the driver's loop."""
     prefill_mfu: float = Field(gt=0, le=1)
     """Share of the peak FLOP/s reached by prefill."""
     memory_share: float = Field(gt=0, le=1)

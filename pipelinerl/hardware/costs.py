@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.hardware.catalogue import Precision
 from pipelinerl.hardware.coefficients import Level, checked_coefficients
+from pipelinerl.hardware.stack import stack_levels
 from pipelinerl.hardware.transport import PUBLISHED, WeightTransferConfig, WeightTransport, find_transport
 from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
 from pipelinerl.util.arrays import FloatArray
@@ -220,9 +221,13 @@ class HardwareConfig(StrictModel):
     """Model: a name of the catalogue, a TOML file, a Hugging Face ``config.json``."""
     level: Level = Field(default=Level.CENTRAL, strict=False)
     """Value of every coefficient."""
+    engine: str | None = Field(default=None, exclude_if=not_)
+    """Inference engine and version (docs/hardware.md). None: the newest that is known."""
+    software: str | None = Field(default=None, exclude_if=not_)
+    """Software of training, for the seconds beside generation and training. None: unknown, a wide band."""
     weight_sync: str | None = None
     """Method of weight synchronization: one of the catalogue, or ``package.module:ATTRIBUTE`` of a
-    ``WeightTransport``. None: unknown, a wide band."""
+    ``WeightTransport``. None: that of ``software``."""
     engine_weights: Precision = Field(default=Precision.BF16, strict=False)
     """Format of the weights in the engines."""
     kv_cache: Precision = Field(default=Precision.BF16, strict=False)
@@ -257,6 +262,16 @@ class HardwareConfig(StrictModel):
         """The transport that ``weight_sync`` names."""
         return (self.weight_sync and find_transport(self.weight_sync, key="weight_sync", among=PUBLISHED)) or None
 
+    @property
+    def stack_coefficients(self) -> dict[str, float]:
+        """The coefficients that ``engine`` and ``software`` have of their own, at the level."""
+        return {name: one[self.level] for name, one in stack_levels(self.engine, self.software).items()}
+
+    @property
+    def named_coefficients(self) -> dict[str, float]:
+        """These, and ``coefficients``, which go first."""
+        return {**self.stack_coefficients, **self.coefficients}
+
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if (self.gpu is None) != (self.model is None):
@@ -265,10 +280,18 @@ class HardwareConfig(StrictModel):
         for name in ("decode", "training"):
             if not self.by_name and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing")
-        for name in ("generation_gpu", "weight_sync", "coefficients", "engine_weights", "kv_cache"):
+        for name in (
+            "generation_gpu",
+            "engine",
+            "software",
+            "weight_sync",
+            "coefficients",
+            "engine_weights",
+            "kv_cache",
+        ):
             if not self.by_name and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs hardware.gpu and hardware.model, which are missing")
-        checked_coefficients(self.level, self.coefficients)
+        checked_coefficients(self.level, self.named_coefficients)
         _ = self.sync_method
         return self
 

@@ -202,9 +202,12 @@ def derive_hardware(
             to_training_s=coefficients.switch_to_training_s + moved_s,
             to_generation_s=coefficients.switch_to_generation_s + moved_s,
         )
+    decode = derive_decode(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients)
+    prefill = derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients)
+    rest = 1 + coefficients.generation_rest_share
     return ResolvedHardware(
-        decode=derive_decode(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
-        prefill=derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
+        decode=decode.on_slower_accelerators(rest),
+        prefill=prefill.on_slower_accelerators(rest),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
         weights=derive_transport(

@@ -20,6 +20,8 @@ from pipelinerl.util.arrays import FloatArray
 
 GENERATION_SD = 0.35
 """Of the factor on all seconds of generation: the decode model's absolute scale is uncertain by 40 %."""
+ENGINE_SD = 0.2
+"""The same where engine and version are named: its steps are known to 10 %, and prefill, tails and queues count too."""
 TRAINING_SD = 0.5
 """Of the factor on all seconds of training: published training efficiencies range over a factor of 3."""
 MEAN_SD = 0.8
@@ -34,6 +36,10 @@ SWITCH_SD = 0.7
 """Of each arm's own factor on the phase switch: 3 to 50 s beside the parts, in 11 published rows."""
 RUN_SD = 0.15
 """Of each arm's seconds about the model: run-to-run spread, and effects that the model omits."""
+PAIRS_MEAN = 0.43
+"""Of the log of asynchronous over synchronous throughput on equal GPUs, in nine families of published pairs."""
+PAIRS_SD = 0.4
+"""Its standard deviation: 0.28 between these families, more by judgement, as those publish who won."""
 REST_SD = 1.0
 """Of the factor on the weights and the switch of a row together, for rows of one system that inform each other."""
 SEVERAL_NODES_FACTOR = 2

@@ -137,6 +137,8 @@ PUBLISHED = tuple(
          "NeMo-RL: 4B to 671B in 0.3 to 2.8 s, fp8 30B in 3.5 s"),
         ("checkpoint_engine", (0.24, 0.39, 1.1), "MoonshotAI's checkpoint-engine",
          "106B to 671B in 3.5 to 12 s; inside verl 30B in 4.4 s, 235B in 24 s"),
+        ("rdma", (0.31, 0.9, 1.6), "between all GPUs at once by NCCL, NIXL or Mooncake",
+         "verl's checkpoint engine of 2026: 30B in 5.9 to 7 s; prime-rl: 744B in 8.6 s; J for the slow end"),
         ("delta", (0.6, 0.84, 1.0), "changed values only",
          "verl: 8B to 72B in 2.2 to 12.5 s"),
         ("refit", (0.34, 1.3, 2.2), "colocated: gathered, and handed over by CUDA IPC",

@@ -14,6 +14,7 @@ from pipelinerl.records.plan_report import (
     MeasurementValue,
     PlannedCandidate,
     PlanReport,
+    Threshold,
 )
 from pipelinerl.records.run_folder import RECOMMENDED_FILE
 
@@ -126,27 +127,29 @@ def choice(best: PlannedCandidate) -> str:
 
 
 def why(report: PlanReport) -> str:
-    """Return why the recommendation is made: because it is the fastest, or although another one looks faster."""
-    sure = report.certainty
-    behind_all = f"behind the fastest of {sure.compared} candidates"
-    behind = f"{sure.regret:.1%} {behind_all}"
+    """Return why the recommendation is made: its expected throughput against the other kinds and the safest."""
+    sure, best, averse = report.certainty, report.recommended, report.run.risk_averse
     over = f"on average over {sure.draws} draws of everything unmeasured"
+    others = [one for one in report.families.values() if one is not None and one.family != best.family]
+    lines = []
+    for one in others:
+        more = best.tokens_per_s / one.tokens_per_s - 1
+        speed = f"{more:.0%} more" if more >= 0 else f"{-more:.0%} less"
+        lines.append(f"{speed} than {one.family} at its best ({one.label})")
+    made = f"it trains {' and '.join(lines)}" if lines else "nothing else within the limits trains more"
+    text = sentence(f"{over} {made}, and {sure.regret:.1%} less than the fastest of each draw")
+    if sure.safest.label != best.label:
+        text += (
+            f" The safest of {sure.compared} is {sure.safest.label}: {sure.safest.slower:.0%} slower on average, but "
+            f"one draw in ten is below {sure.safest.low:,.0f} tokens/s instead of {best.band.low:,.0f} "
+            "(plan.risk=averse)."
+        )
+    if averse:
+        text += " It is the safest way: of all draws, the worst tenth is the fastest here."
     own = report.own
-    if sure.expected_faster <= sure.tie:
-        fastest = f"Nothing else within the limits is more than {sure.tie:.0%} faster if all is as expected"
-        breaks = ""
-        if own is not None and not own.keeps_to_limits and own.recommended_over_own < 1:
-            breaks = f" The run file is {1 / own.recommended_over_own - 1:.0%} faster and breaks a limit."
-        return f"{fastest}; {over} it is {behind}.{breaks}"
-    faster = f"{sure.expected} is {sure.expected_faster:.0%} faster if all is as expected"
-    if 1 - sure.expected_regret < (1 - sure.regret) * (1 - sure.tie):
-        theirs = f"{sure.expected_regret:.1%} {behind_all}"
-        return f"{faster}, but a greater risk: {over} it is {theirs}, this one {sure.regret:.1%}."
-    lag = next(one.lag_mean for one in report.simulated if one.label == sure.expected)
-    return (
-        f"{faster}, but at a mean lag of {lag:.2f} instead of {report.recommended.lag_mean:.2f}, and {over} no faster "
-        f"within {sure.tie:.0%}: this one is {behind}."
-    )
+    if own is not None and not own.keeps_to_limits and own.recommended_over_own < 1:
+        text += f" The run file is {1 / own.recommended_over_own - 1:.0%} faster and breaks a limit."
+    return text
 
 
 def how_sure(report: PlanReport) -> str:
@@ -158,8 +161,12 @@ def how_sure(report: PlanReport) -> str:
     if sure.fits is not None:
         parts.append(f"memory suffices {probability(sure.fits)}")
     if sure.asynchronous is not None:
-        certain = "" if sure.asynchronous.certain else ": not certain"
-        parts.append(f"asynchronous RL is faster than synchronous RL {probability(sure.asynchronous.faster)}{certain}")
+        odds, band = sure.asynchronous, sure.asynchronous.ratio_band
+        certain = "" if odds.certain else ": not certain"
+        parts.append(
+            f"asynchronous RL is faster than synchronous RL {probability(odds.faster)}, {odds.ratio:.2f} times as fast "
+            f"({band.low:.2f} to {band.high:.2f}){certain}"
+        )
     return sentence("; ".join(parts))
 
 
@@ -170,21 +177,31 @@ def depends_on(report: PlanReport) -> list[str]:
     if odds is not None and not odds.certain:
         share = f"{odds.share:.0%} of the difference"
         lines.append(f"Asynchronous or synchronous: {odds.decided_by} decides most, {share}.")
+        if odds.threshold is not None:
+            lines.append(threshold(odds.threshold))
     if report.assumed and report.assumed[0].instead:
         lines.append(f"The assumption with the most effect is {_assumption(report.assumed[0])}.")
     return lines
 
 
+def threshold(one: Threshold) -> str:
+    """Return the value of an unknown at which the kinds change places, beside the value here, in a sentence."""
+    below, above = ("asynchronous", "synchronous")[:: 1 if one.asynchronous_below else -1]
+    return (
+        f"Below {short(one.value)} {one.unit} {below} RL is faster, above it {above} RL; here it is about "
+        f"{short(one.expected)} ({short(one.band.low)} to {short(one.band.high)})."
+    )
+
+
 def next_step(report: PlanReport) -> list[str]:
     """Return a measurement and its commands, or the advice to run the plan."""
-    best = measurement_to_make(report.certainty)
+    best, odds = measurement_to_make(report.certainty), report.certainty.asynchronous
     if best is None:
-        odds = report.certainty.asynchronous
         if odds is not None and not odds.certain:
             return [
                 "No measurement gains enough to decide between asynchronous and synchronous RL; a run of each does."
             ]
-        return ["No measurement would change the plan: run it."]
+        return ["No measurement would gain throughput: run it."]
     gained = f"which gains {best.gain:.1%} throughput on average"
     if not best.commands:
         how = "train --check measures that where the run file has [train]"

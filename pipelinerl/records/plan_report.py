@@ -14,17 +14,60 @@ from pipelinerl.util.strict_model import Report, data_frame, equally_long
 # --------------------------------------------------------------------------------------------------- how sure a plan is
 
 
+class Band(Report):
+    """The range of 80 % of the draws."""
+
+    low: float
+    """10th percentile."""
+    high: float
+    """90th percentile."""
+
+
+class Threshold(Report):
+    """The value of an unknown at which asynchronous and synchronous RL are as fast."""
+
+    unknown: str
+    """The unknown."""
+    value: float
+    """The threshold, in ``unit``."""
+    unit: str
+    """Its unit and meaning in words."""
+    asynchronous_below: bool
+    """Whether asynchronous RL is faster below it."""
+    expected: float
+    """Median of the value here, in that unit."""
+    band: Band
+    """Range of the value here."""
+
+
 class AsynchronousOdds(Report):
-    """Asynchronous against synchronous RL on these GPUs."""
+    """Asynchronous against synchronous RL on these GPUs, each at its best in every draw."""
 
     faster: float
     """Probability that asynchronous RL is faster."""
     certain: bool
     """Whether this or the contrary has a probability of at least 0.95."""
+    ratio: float
+    """Asynchronous over synchronous throughput (median)."""
+    ratio_band: Band
+    """Its range."""
     decided_by: str
     """The unknown that explains most of the difference between the two."""
     share: float
     """Share of the variance of the difference that it explains."""
+    threshold: Threshold | None
+    """Value of the most decisive unknown at which the order changes; null: none within its range."""
+
+
+class Safest(Report):
+    """The candidate with the highest 10th percentile of throughput, the recommendation unless that gains a tie."""
+
+    label: str
+    """Its name in tables."""
+    slower: float
+    """Expected throughput that it loses against the recommendation (relative)."""
+    low: float
+    """10th percentile of its throughput (tokens/s)."""
 
 
 class MeasurementValue(Report):
@@ -60,15 +103,9 @@ class CertaintyReport(Report):
     right: float
     """Probability that the recommendation is the fastest within the limits, ties included."""
     regret: float
-    """Throughput that it loses against the fastest (mean, relative)."""
-    least_regret: float
-    """Least regret of all candidates; gains of measurements are counted from it."""
-    expected: str
-    """The candidate recommended if every unknown has its central value."""
-    expected_faster: float
-    """Its gain in throughput over the recommendation in that case (relative)."""
-    expected_regret: float
-    """Its regret."""
+    """Expected throughput that it loses against the fastest of each draw (relative)."""
+    safest: Safest
+    """The way with the least risk."""
     keeps_limits: float | None
     """Probability that the recommendation keeps to the limits on mean lag, hours and money; null without any."""
     asynchronous: AsynchronousOdds | None
@@ -159,6 +196,8 @@ class PlannedRun(Report):
     """Largest lag allowed of any trained token (optimizer steps). None: unbounded."""
     mean_lag_limit: float | None = None
     """Mean lag allowed (optimizer steps). None: unbounded."""
+    risk_averse: bool = False
+    """Whether the 10th percentile of the throughput decides, and not the expected one."""
 
 
 class NotTried(Report):
@@ -224,18 +263,11 @@ class CandidateNumbers(Report):
     """Share in which it does neither."""
 
 
-class Band(Report):
-    """The range of 80 % of the draws."""
-
-    low: float
-    """10th percentile."""
-    high: float
-    """90th percentile."""
-
-
 class PlannedCandidate(CandidateNumbers):
-    """A candidate with its choices, its band and its bottleneck."""
+    """A candidate with its choices, its band and its bottleneck; throughput, seconds and cost are means over draws."""
 
+    simulated_tokens_per_s: float
+    """Throughput if every unknown has its central value (tokens/s)."""
     cluster: ClusterConfig
     """Its table ``[cluster]``."""
     scheduler: SchedulerConfig

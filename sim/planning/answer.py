@@ -258,7 +258,8 @@ class _Search:
         outcomes, drawn = self._compared(outcomes, draws, runner)
 
         def share(one: Outcome) -> float:
-            return drawn.shares[one.candidate.label]
+            label = one.candidate.label
+            return drawn.band(label).low if self.plan.risk == "averse" else drawn.shares[label]
 
         ranked = in_order(self.within(outcomes), share)
         best = ranked[0]
@@ -278,7 +279,7 @@ class _Search:
             if one is not None
         }
         second = None if other is None else described[other.candidate.label]
-        slower = synchronous_is_faster([one for one in families.values() if one], self.space, self.screener, tie=TIE)
+        slower = synchronous_is_faster([one for one in families.values() if one], self.space, self.screener, share)
         front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
             run=PlannedRun(
@@ -287,6 +288,7 @@ class _Search:
                 price_per_gpu_hour=self.limits.price,
                 lag_limit=self.limits.lag,
                 mean_lag_limit=self.limits.mean_lag,
+                risk_averse=self.plan.risk == "averse",
             ),
             asked=asked_of(self.config, whole=self.whole),
             assumed=effects_of(self.assumed, drawn, best.candidate.label),
@@ -296,7 +298,6 @@ class _Search:
                 self.space,
                 drawn,
                 best,
-                expected=best_of(ranked),
                 screener=self.screener,
                 run_file=self.run_file,
                 whole=self.whole,
@@ -314,7 +315,7 @@ class _Search:
                 **dict(described[own.candidate.label]),
                 keeps_to_limits=own.rejected(self.limits) is None,
                 among_schedulers=self._is_asked_for(own),
-                recommended_over_own=best.tokens_per_s / own.tokens_per_s,
+                recommended_over_own=known.expected(best.candidate.label) / known.expected(own.candidate.label),
             ),
             simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
             front=[ranked[index].candidate.label for index in front],
@@ -364,7 +365,7 @@ class _Search:
             done.add(chosen.label)
             outcomes += ended
             drawn = self._corrected(drawn if self.within(ended) else drawn.without(chosen.label), outcomes)
-        return outcomes, drawn
+        return outcomes, drawn.with_evidence()
 
     def _corrected(self, drawn: DrawnCandidates, outcomes: Sequence[Outcome]) -> DrawnCandidates:
         """Return drawn candidates corrected by simulations."""
@@ -373,14 +374,22 @@ class _Search:
         return replace(drawn, factors={one.candidate.label: one.tokens_per_s / rate for one, rate in pairs})
 
     def _described(self, outcome: Outcome, drawn: DrawnCandidates) -> PlannedCandidate:
-        config = outcome.candidate.config
+        config, label = outcome.candidate.config, outcome.candidate.label
+        faster = drawn.expected(label) / outcome.tokens_per_s
+        expected = replace(
+            outcome,
+            tokens_per_s=outcome.tokens_per_s * faster,
+            step_s=outcome.step_s / faster,
+            seconds=outcome.seconds / faster,
+        )
         return PlannedCandidate(
-            **dict(self._numbers(outcome)),
+            **dict(self._numbers(expected)),
+            simulated_tokens_per_s=outcome.tokens_per_s,
             cluster=config.cluster,
             scheduler=config.scheduler,
             environments=None if config.environment is None else config.environment.count,
             idle=outcome.candidate.idle or None,
-            band=drawn.band(outcome.candidate.label),
+            band=drawn.band(label),
             verdict=verdict(outcome, self.screener, self.limits),
         )
 

@@ -4,9 +4,11 @@ Theory. A draw has a factor for each uncertain time (``pipelinerl.hardware.prior
 the coefficients that do not move all seconds alike; the steady state of every candidate is found in it. A number in
 the run file is as certain as a measurement where it decides a whole time, and exact where it is a choice of the user.
 
-A candidate is *right* in a draw if it is the fastest there, within ``TIE``; its *regret* is its loss against the
-fastest. A limit broken in a draw costs no throughput: its probability is given beside the regret. Bands, sensitivity,
-effects of assumptions, probabilities and the value of a measurement are all read from these draws.
+A candidate is *right* in a draw if it is the fastest there, within ``TIE``. *Faster* is a higher expected throughput,
+the mean over the draws. The *regret* of a candidate is its loss against the fastest of each draw, over the mean of
+these. Draws in which asynchronous against synchronous RL comes out as in published pairs count more
+(``with_evidence``). A limit broken in a draw costs no throughput: its probability is given beside the regret. Bands,
+sensitivity, effects of assumptions, probabilities and the value of a measurement are all read from these draws.
 
 Shapes: D draws, C candidates.
 """
@@ -35,7 +37,8 @@ from pipelinerl.hardware import prior
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.hardware.costs import PhaseSwitchConfig, ResolvedHardware, batch_s, context_token_s, training_cost
 from pipelinerl.hardware.prior import CERTAIN, between_levels
-from pipelinerl.hardware.transport import PUBLISHED, ROOT_LAW, WeightTransferConfig, find_transport
+from pipelinerl.hardware.stack import stack_levels
+from pipelinerl.hardware.transport import ROOT_LAW, WeightTransferConfig, WeightTransport
 from pipelinerl.records.plan_report import (
     Assumed,
     AsynchronousOdds,
@@ -43,7 +46,9 @@ from pipelinerl.records.plan_report import (
     CertaintyReport,
     Instead,
     MeasurementValue,
+    Safest,
     SplitCurve,
+    Threshold,
     UnknownEffect,
 )
 from pipelinerl.theory.lengths import Lengths, LengthStatistics
@@ -60,7 +65,7 @@ MOST_SPLITS = 32
 """Points of the curve of splits, about (count)."""
 SPLIT_DRAWS = 40
 """Draws behind its band (count)."""
-DRAWN_KEYS = {"workload.length.mean": "mean answer", "hardware.weight_sync": "weight transfer"}
+DRAWN_KEYS = {"workload.length.mean": "mean answer"}
 """Keys of a run file, each with the unknown that it decides."""
 FIFTH = 0.2
 """Share of the draws with the lowest, the highest, or the nearest values of an unknown."""
@@ -112,14 +117,16 @@ def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()
     believed = prior.MEAN_SD if "workload.length.mean" in guessed else prior.ANSWERS_SD
     given, stated = config.hardware, config.hardware.coefficients
     error, by_name = prior.MEASURED_SD, given.by_name
+    switch = stack_levels(None, given.software).get("switch_to_training_s")
+    engine_sd = prior.GENERATION_SD if given.engine is None else prior.ENGINE_SD
     decode_known = given.decode is not None or any(name in stated for name in DECODE_COEFFICIENTS)
     training_known = given.training is not None or any(name in stated for name in TRAINING_COEFFICIENTS)
     switch_known = not by_name or given.switch is not None or "switch_to_training_s" in stated
     return {
-        Unknown.GENERATION: error if decode_known else prior.GENERATION_SD,
+        Unknown.GENERATION: error if decode_known else engine_sd,
         Unknown.TRAINING: error if training_known else prior.TRAINING_SD,
         **_weights(config, measured),
-        Unknown.SWITCH: error if switch_known else prior.SWITCH_SD,
+        Unknown.SWITCH: error if switch_known else prior.SWITCH_SD if switch is None else _level_sd(switch),
         Unknown.ANSWERS: error if measured.answers else believed,
         Unknown.RUN_APART: prior.RUN_SD,
         Unknown.RUN_COLOCATED: prior.RUN_SD,
@@ -145,24 +152,28 @@ def _weights(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
 def _unmeasured_weights(config: RunConfig) -> tuple[float, dict[bool, float]]:
     """Return the spread common to both arms before any measurement, and each arm's own.
 
-    A transport of ours is as uncertain as the least known of its bandwidths. A method that the run file names has its
-    share of the spread of an unknown one.
+    A transport of ours is as uncertain as the least known of its bandwidths; a published method has its share of the
+    spread of an unknown one, half of whose variance both arms share, if it is the same in both.
     """
     methods = {arm: transport_of(config, colocated=arm) for arm in (False, True)}
-    if all(ROOT_LAW not in one.coefficients for one in methods.values()):
-        return 0.0, {arm: max(map(_level_sd, one.coefficients), default=0.0) for arm, one in methods.items()}
-    share, levels = 1.0, methods[False].levels
-    if levels:
-        unknown = coefficient_table()[ROOT_LAW]
-        ratios = [one[Level.PESSIMISTIC] / one[Level.OPTIMISTIC] for one in (levels, unknown)]
-        share = math.log(ratios[0]) / math.log(ratios[1])
-    return prior.SYNC_SD * share, dict.fromkeys([False, True], prior.SYNC_ARM_SD * share)
+    sds = {arm: _transport_sd(one) for arm, one in methods.items()}
+    if methods[False] is not methods[True] or ROOT_LAW not in methods[False].coefficients:
+        return 0.0, sds
+    return sds[False] / math.sqrt(2), {arm: sd / math.sqrt(2) for arm, sd in sds.items()}
 
 
-def _level_sd(name: str) -> float:
+def _transport_sd(transport: WeightTransport) -> float:
+    """Return the standard deviation of the log of the seconds of a weight transfer."""
+    table = coefficient_table()
+    if ROOT_LAW not in transport.coefficients:
+        return max((_level_sd(table[name]) for name in transport.coefficients), default=0.0)
+    unknown_sd = math.hypot(prior.SYNC_SD, prior.SYNC_ARM_SD)
+    return unknown_sd * _level_sd(transport.levels or table[ROOT_LAW]) / _level_sd(table[ROOT_LAW])
+
+
+def _level_sd(levels: Mapping[Any, float]) -> float:
     """Return the standard deviation of the log of a coefficient, whose levels are the ends that hold 80 %."""
-    entry = coefficient_table()[name]
-    return abs(math.log(entry[Level.PESSIMISTIC] / entry[Level.OPTIMISTIC])) / (2 * prior.END_SDS)
+    return abs(math.log(levels[Level.PESSIMISTIC] / levels[Level.OPTIMISTIC])) / (2 * prior.END_SDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,9 +235,10 @@ def make_draws(
     generator = np.random.default_rng(config.seed)
     sds = spreads(config, measured, guessed)
     values_D = {name.value: sd * _normals(number, generator) for name, sd in sds.items()}
+    own = stack_levels(config.hardware.engine, config.hardware.software)
     for name, entry in coefficient_table().items():
         normal_D = _normals(number, generator)  # drawn in any case: a stated coefficient does not move the other draws
-        values = {level: float(entry[level]) for level in Level}
+        values = own.get(name) or {level: float(entry[level]) for level in Level}
         if config.hardware.by_name and name not in (*stated, *NOT_DRAWN) and len(set(values.values())) > 1:
             values_D[name] = between_levels(values, normal_D)
     return Draws(values_D, sds)
@@ -290,8 +302,29 @@ class DrawnCandidates:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Throughput of every candidate over that of the fastest, on average: 1 - regret; by label."""
+        """Expected throughput of every candidate over that of the fastest of each draw: 1 - regret; by label."""
         return dict(zip([one.label for one in self.candidates], mean_shares(self.log_rates), strict=True))
+
+    def expected(self, label: str) -> float:
+        """Return the expected throughput of a candidate (tokens/s)."""
+        return float(np.exp(self.log_rates[:, self.place(label)]).mean())
+
+    def with_evidence(self) -> Self:
+        """Return the candidates in as many draws, taken again by their likelihood in view of published pairs.
+
+        Systematic resampling: draw D is taken in proportion to the density, at its log of asynchronous over synchronous
+        throughput, of those of published pairs (``prior.PAIRS_MEAN``). Unchanged without both arms.
+        """
+        ahead_D = ahead(self.candidates, self.log_rates)
+        if ahead_D is None:
+            return self
+        weight_D = np.exp(-(((ahead_D - prior.PAIRS_MEAN) / prior.PAIRS_SD) ** 2) / 2)
+        if not weight_D.any():
+            return self
+        places = (np.arange(len(weight_D)) + 0.5) / len(weight_D)
+        taken_D = np.searchsorted(np.cumsum(weight_D / weight_D.sum()), places).clip(max=len(weight_D) - 1)
+        values_D = {name: value_D[taken_D] for name, value_D in self.draws.values_D.items()}
+        return replace(self, draws=replace(self.draws, values_D=values_D), numbers_3DC=self.numbers_3DC[:, taken_D])
 
     def place(self, label: str) -> int:
         """Return the column of a candidate."""
@@ -328,9 +361,15 @@ class DrawnCandidates:
 
 
 def mean_shares(log_DC: FloatArray) -> list[float]:
-    """Return the throughput of every candidate over that of the fastest, on average over draws."""
-    share_C: list[float] = np.exp(log_DC - log_DC.max(axis=1, keepdims=True)).mean(axis=0).tolist()
+    """Return the expected throughput of every candidate over that of the fastest of each draw."""
+    share_C: list[float] = _shares(log_DC).mean(axis=0).tolist()
     return share_C
+
+
+def _shares(log_DC: FloatArray) -> FloatArray:
+    """Return throughput over the mean of the fastest of each draw, shape [D, C]."""
+    rate_DC = np.exp(log_DC - log_DC.max())
+    return np.asarray(rate_DC / rate_DC.max(axis=1).mean())
 
 
 def sensitivity(drawn: DrawnCandidates, label: str, *, least: float) -> list[UnknownEffect]:
@@ -371,38 +410,29 @@ def _instead(drawn: DrawnCandidates, chosen_D: NDArray[np.bool_], place: int, le
 
 def effects_of(assumed: Sequence[Assumption], drawn: DrawnCandidates, label: str) -> list[Assumed]:
     """Return the assumptions, the most influential first, with the effects of other values on the recommendation."""
-    families = [one.family for one in drawn.candidates]
-    fastest_D, place = np.array(families)[drawn.log_rates.argmax(axis=1)], drawn.place(label)
+    families, rate_DC, place = [one.family for one in drawn.candidates], np.exp(drawn.log_rates), drawn.place(label)
     unknown, slopes = drawn.draws.unknowns, _slopes(drawn.draws.unknowns, drawn.log_rates[:, place])
 
     def instead(name: str, other: Any, log_ratio: float) -> Instead:
         value_D = unknown[name]
         near_D = np.argsort(abs(value_D - log_ratio))[: round(FIFTH * drawn.draws.number)]
-        kinds, counts = np.unique(fastest_D[near_D], return_counts=True)
-        first = str(kinds[counts.argmax()])
+        first = families[int(rate_DC[near_D].mean(axis=0).argmax())]
         ratio = math.exp(slopes[name] * log_ratio / value_D.std())
         return Instead(value=other, throughput=ratio, fastest=None if first == families[place] else first)
 
     rows = []
     for one in assumed:
         name = DRAWN_KEYS.get(one.key, "")
-        others = [instead(name, other, _log_ratio(one, other)) for other in one.others if name in unknown]
+        others = [instead(name, other, math.log(other / one.value)) for other in one.others if name in unknown]
         rows.append(Assumed(key=one.key, value=one.value, instead=others))
     return sorted(rows, key=lambda row: -row.largest)
 
 
-def _log_ratio(one: Assumption, other: Any) -> float:
-    if one.key == "hardware.weight_sync":
-        named = find_transport(other, key=one.key, among=PUBLISHED).levels
-        unknown = coefficient_table()[ROOT_LAW]
-        return math.log(named[Level.CENTRAL] / unknown[Level.CENTRAL])
-    return math.log(other / one.value)
-
-
 def rightness(log_DC: FloatArray, chosen: int | IntArray) -> tuple[float, float]:
     """Return the probability that a choice, one or by draw [D], is right, and its mean regret (share)."""
-    lost_D = log_DC.max(axis=1) - log_DC[np.arange(len(log_DC)), chosen]
-    return float((lost_D <= -math.log1p(-TIE)).mean()), float(-np.expm1(-lost_D).mean())
+    draw_D, share_DC = np.arange(len(log_DC)), _shares(log_DC)
+    lost_D = log_DC.max(axis=1) - log_DC[draw_D, chosen]
+    return float((lost_D <= -math.log1p(-TIE)).mean()), float(1 - share_DC[draw_D, chosen].mean())
 
 
 def ahead(candidates: Sequence[Candidate], log_DC: FloatArray) -> FloatArray | None:
@@ -575,7 +605,7 @@ def _step_times(space: SearchSpace, draws: Draws, recommended: Candidate) -> dic
 
 def chosen_after(known_KD: Sequence[FloatArray], log_DC: FloatArray) -> IntArray:
     """Return the candidate chosen in each draw from K measurements (none: the best on average), shape [D]."""
-    share_DC = np.exp(log_DC - log_DC.max(axis=1, keepdims=True))
+    share_DC = _shares(log_DC)
     features_DF = _features(known_KD, len(log_DC))
     penalty_FF = RIDGE * np.eye(features_DF.shape[1])
     penalty_FF[0, 0] = 0.0
@@ -653,17 +683,17 @@ def certainty(
     drawn: DrawnCandidates,
     best: Outcome,
     *,
-    expected: Outcome,
     screener: Screener,
     run_file: str,
     whole: bool,
 ) -> CertaintyReport:
     """Return how sure a recommendation (``best``) is.
 
-    ``expected`` would be recommended if all were as expected; both are among ``drawn``. ``run_file`` and ``whole`` as
-    in ``instruments_of``.
+    ``run_file`` and ``whole`` as in ``instruments_of``.
     """
     chosen, draws, shares = best.candidate, drawn.draws, drawn.shares
+    other = drawn.candidates[int(np.quantile(drawn.log_rates, PERCENTILES[0], axis=0).argmax())]
+    safest = other if drawn.band(other.label).low > (1 + TIE) * drawn.band(chosen.label).low else chosen
     by_share = sorted(drawn.candidates, key=lambda one: (one.label != chosen.label, -shares[one.label]))
     arms = {one.config.colocated: one for one in reversed(by_share)}
     both = drawn
@@ -684,23 +714,82 @@ def certainty(
         tie=TIE,
         right=right,
         regret=regret,
-        least_regret=1 - max(shares.values()),
-        expected=expected.candidate.label,
-        expected_faster=expected.tokens_per_s / best.tokens_per_s - 1,
-        expected_regret=1 - shares[expected.candidate.label],
+        safest=Safest(
+            label=safest.label,
+            slower=1 - shares[safest.label] / shares[chosen.label],
+            low=drawn.band(safest.label).low,
+        ),
         keeps_limits=drawn.keeps(chosen.label, space.limits, staler=staler),
-        asynchronous=None if ahead_D is None else _odds(ahead_D, shown, draws),
+        asynchronous=None if ahead_D is None else _odds(ahead_D, shown, draws, in_units(space, chosen, arms, screener)),
         fits=None if memory is None else memory_suffices(memory),
         unknown={name.value: sd for name, sd in draws.sds.items()},
         measurements=values_of_measurements(shown, drawn.log_rates, instruments),
     )
 
 
-def _odds(ahead_D: FloatArray, shown: Mapping[Unknown, FloatArray], draws: Draws) -> AsynchronousOdds:
+def in_units(
+    space: SearchSpace, chosen: Candidate, arms: Mapping[bool, Candidate], screener: Screener
+) -> dict[Unknown, tuple[float, str]]:
+    """Return the central value of unknowns that a user may know, each with its unit and meaning in words."""
+    config = chosen.config
+    size, batch, answers = config.cluster.tensor_parallel, config.scheduler.generation_batch_size, space.answers
+    hardware = screener.resolved(config)
+    step_s = batch_s(hardware.decode, size, np.array([float(batch)]))[0]
+    step_s += context_token_s(hardware.decode, size) * batch * answers.context
+    train_s = answers.training_s(
+        training_cost(hardware.training, training_accelerators=config.training_accelerators),
+        sequences=config.scheduler.train_batch_size,
+        micro_batch=config.scheduler.micro_batch,
+    )
+    values: dict[Unknown, tuple[float, str]] = {
+        Unknown.GENERATION: (float(step_s) * 1e3, f"ms per decode step of {batch} sequences"),
+        Unknown.TRAINING: (train_s, "s of training per optimizer step"),
+        Unknown.ANSWERS: (answers.mean, "tokens per answer"),
+    }
+    if True in arms:
+        switch = screener.resolved(arms[True].config).switch
+        values[Unknown.SWITCH] = (switch.to_training_s + switch.to_generation_s, "s of phase switches per RL step")
+    if False in arms:
+        weights = screener.resolved(arms[False].config).weights
+        total_s = max(weights.publish_s, weights.transfer_s + weights.pause_s)
+        values[Unknown.WEIGHTS_APART] = (total_s, "s per weight update of asynchronous RL")
+    return {name: (value, unit) for name, (value, unit) in values.items() if value > 0}
+
+
+def _odds(
+    ahead_D: FloatArray, shown: Mapping[Unknown, FloatArray], draws: Draws, units: Mapping[Unknown, tuple[float, str]]
+) -> AsynchronousOdds:
     faster = float((ahead_D > 0).mean())
     known = {**shown, **{name: draws.values_D[name] for name in OWN_RUN.values()}}
     shares = {name.value: explained([known_D], ahead_D) for name, known_D in known.items()}
     decided_by = max(shares, key=lambda name: shares[name])
+    low, ratio, high = np.exp(np.quantile(ahead_D, [PERCENTILES[0], 0.5, PERCENTILES[1]])).tolist()
+    by_share = sorted((name for name in units if name in shown), key=lambda name: -shares[name.value])
     return AsynchronousOdds(
-        faster=faster, certain=not 1 - CERTAIN < faster < CERTAIN, decided_by=decided_by, share=shares[decided_by]
+        faster=faster,
+        certain=not 1 - CERTAIN < faster < CERTAIN,
+        ratio=ratio,
+        ratio_band=Band(low=low, high=high),
+        decided_by=decided_by,
+        share=shares[decided_by],
+        threshold=next(filter(None, (_threshold(ahead_D, name, draws, *units[name]) for name in by_share)), None),
+    )
+
+
+def _threshold(ahead_D: FloatArray, name: Unknown, draws: Draws, expected: float, unit: str) -> Threshold | None:
+    """Return the value of an unknown at which the kinds are as fast, by a line through the draws; None: far off."""
+    arm = name is Unknown.WEIGHTS_APART
+    value_D = draws.weights(colocated=False) if arm else draws.values_D[name]
+    slope, at_0 = np.polyfit(value_D, ahead_D, 1)
+    place = -at_0 / slope if slope else math.inf
+    low, high = np.quantile(value_D, PERCENTILES)
+    if not low < place < high:
+        return None
+    return Threshold(
+        unknown=name.value,
+        value=expected * math.exp(place),
+        unit=unit,
+        asynchronous_below=bool(slope < 0),
+        expected=expected * math.exp(float(np.median(value_D))),
+        band=Band(low=expected * math.exp(low), high=expected * math.exp(high)),
     )

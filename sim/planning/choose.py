@@ -5,9 +5,9 @@ by their *promise*: the odds that the limits are kept, times the gain in screene
 keeps them. After each round the screened lags of a kind of schedule are corrected by its simulations, and their error
 is the residual. Rounds do not depend on the number of simulations: more only add to those of fewer.
 
-Candidates are ranked by their throughput over that of the fastest, on average over draws: 1 less the expected regret.
-Lag decides only where it differs: of the outcomes within ``TIE`` of the highest rank, the recommendation is the highest
-whose mean lag is the least, to ``same_lag``.
+Candidates are ranked by their expected throughput over the draws, or, averse to risk, by its 10th percentile. The kind
+of schedule with the highest rank is recommended. Within it lag decides where it differs: of the outcomes within ``TIE``
+of the highest rank, the recommendation is the highest whose mean lag is the least, to ``same_lag``.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ def same_lag(lag: float) -> float:
 
 
 def best_of(outcomes: Sequence[Outcome], rank: Rank = throughput) -> Outcome:
-    """Return the recommendation among outcomes that keep to the limits: none ranks as high at less lag.
+    """Return the recommendation among outcomes that keep to the limits: none of its kind ranks as high at less lag.
 
-    More outcomes never cost it more than ``TIE`` of its rank, and any only where a new one ranks as high within ``TIE``
-    at a lag less by more than ``same_lag``.
+    Its kind has the highest rank. More outcomes never cost it more than ``TIE`` of its rank, and any only where a new
+    one of the same kind ranks as high within ``TIE`` at a lag less by more than ``same_lag``.
     """
-    most = max(map(rank, outcomes))
-    as_good = [one for one in outcomes if rank(one) >= most * (1 - TIE)]
+    highest = max(outcomes, key=rank)
+    most, family = rank(highest), highest.candidate.family
+    as_good = [one for one in outcomes if one.candidate.family == family and rank(one) >= most * (1 - TIE)]
     least = min(one.lag_mean for one in as_good)
     as_fresh = [one for one in as_good if one.lag_mean <= least + same_lag(least)]
     return max(as_fresh, key=lambda one: (rank(one), -one.lag_mean))
@@ -75,17 +76,11 @@ def in_order(outcomes: Sequence[Outcome], rank: Rank = throughput) -> list[Outco
 
 def why_not(loser: Outcome, winner: Outcome, rank: Rank, verdict: str) -> str:
     """Return one line: the loss of a candidate against the recommendation, with its bottleneck, or that it is a tie."""
-    slower = 1 - loser.tokens_per_s / winner.tokens_per_s
+    slower = 1 - rank(loser) / rank(winner)
     lags = f"its mean lag is {loser.lag_mean:.3g} instead of {winner.lag_mean:.3g}"
-    speed = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
-    if rank(loser) >= rank(winner) * (1 - TIE):
-        if loser.lag_mean > winner.lag_mean + same_lag(winner.lag_mean):
-            return f"as good within {TIE:.0%}, but {lags}"
-        return f"a tie: {speed} at a mean lag of {loser.lag_mean:.3g} against {winner.lag_mean:.3g}"
     if slower > TIE:
-        return f"{slower:.0%} slower, {lags}; {verdict}"
-    lost = f"it loses {1 - rank(loser):.1%} on average to the fastest instead of {1 - rank(winner):.1%}"
-    return f"{speed} as things are expected, but {lost}; {verdict}"
+        return f"{slower:.0%} slower on average, {lags}; {verdict}"
+    return f"a tie: {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} on average, {lags}"
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -15,6 +15,7 @@ from pipelinerl.records.reports import Bottleneck
 from pipelinerl.records.step_ledger import BALANCED_SHARE
 from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.util.strict_model import MOST_ROLLOUTS
+from sim.planning.choose import TIE, Rank
 from sim.planning.screen import Candidate, Rejected, Screened, Screener, within_limits
 from sim.planning.simulate import Outcome
 from sim.planning.space import (
@@ -219,8 +220,8 @@ def screened_columns(kept: Sequence[Screened]) -> ScreenedColumns:
 # ------------------------------------------------------------------------- synchronous against asynchronous RL
 
 
-def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener: Screener, *, tie: float) -> str | None:
-    """Return a warning if asynchronous RL is slower on these GPUs than synchronous RL, by more than a relative ``tie``.
+def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener: Screener, rank: Rank) -> str | None:
+    """Return a warning if asynchronous RL is slower on these GPUs than synchronous RL, by more than a tie.
 
     ``best`` has the best outcome within the limits of each kind of schedule. Without a synchronous one the screening
     decides.
@@ -228,7 +229,7 @@ def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener:
 
     def fastest(*, colocated: bool) -> Outcome | None:
         some = [one for one in best if one.candidate.schedule.colocated is colocated]
-        return max(some, key=lambda one: one.tokens_per_s, default=None)
+        return max(some, key=rank, default=None)
 
     apart, together = fastest(colocated=False), fastest(colocated=True)
     if apart is None:
@@ -236,8 +237,8 @@ def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener:
     split = apart.candidate.config
     sides = f"{split.generation_accelerators} of {space.accelerators} GPUs to generate and the others to train"
     if together is not None:
-        slower = 1 - apart.tokens_per_s / together.tokens_per_s
-        if slower <= tie:
+        slower = 1 - rank(apart) / rank(together)
+        if slower <= TIE:
             return None
         return (
             f"asynchronous RL is slower here: {sides} gives {slower:.0%} less than all of them for both in turn "
@@ -247,7 +248,7 @@ def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener:
     if other is None:
         return None
     faster = other.tokens_per_s / screener.screen(apart.candidate).tokens_per_s - 1
-    if faster <= tie:
+    if faster <= TIE:
         return None
     return (
         f"asynchronous RL may be slower here: by the screening {other.candidate.label} is {faster:.0%} faster than "

@@ -145,7 +145,7 @@ class Memory:
         if (named := named_hardware(hardware)) is not None:
             self.gpu, self.model = named
             self.engine_gpu, self._engine_model = named_engine(hardware, *named)
-            self._coefficients = coefficients(hardware.level, hardware.coefficients)
+            self._coefficients = coefficients(hardware.level, hardware.named_coefficients)
 
     def cache_tokens(self, tensor_parallel: int, sequences: int = 1) -> float:
         """Return the KV cache of an engine with so many sequences (tokens)."""

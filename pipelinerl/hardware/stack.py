@@ -1,0 +1,66 @@
+"""Stacks: inference engines, and software of training, by name and version, with their own coefficients.
+
+``data/stacks.toml`` has each with its sources; without a name the values of ``coefficients.toml`` hold: those of the
+newest engine, and of no software in particular.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import Level
+from pipelinerl.hardware.transport import OURS, PUBLISHED, WeightTransport, find_transport
+from pipelinerl.util.explain import did_you_mean
+from pipelinerl.util.read import read_toml
+
+OWN = "ours"
+"""The software whose weights travel as those of ``pipelinerl train``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """An engine or a software."""
+
+    name: str
+    source: str
+    """Where its numbers are from."""
+    coefficients: Mapping[str, Mapping[Level, float]]
+    """Those in which it differs, at their levels, by name."""
+    transports: Mapping[bool, WeightTransport]
+    """Weight synchronization by colocated; empty of an engine."""
+
+
+@functools.cache
+def _stacks() -> Mapping[str, Mapping[str, Stack]]:
+    tables = read_toml(Path(__file__).parent / "data" / "stacks.toml", "the stacks")
+    return {kind: {name: _stack(name, dict(table)) for name, table in rows.items()} for kind, rows in tables.items()}
+
+
+def _stack(name: str, table: dict[str, object]) -> Stack:
+    source = str(table.pop("source"))
+    arms = {False: table.pop("apart", None), True: table.pop("colocated", None)}
+    transports = {
+        arm: find_transport(str(method), key=name, among=(*PUBLISHED, *OURS))
+        for arm, method in arms.items()
+        if method is not None
+    }
+    values = {key: dict(zip(Level, levels, strict=True)) for key, levels in table.items()}  # type: ignore[call-overload]
+    return Stack(name, source, values, transports)
+
+
+def find_stack(kind: str, name: str | None) -> Stack | None:
+    """Return the ``engine`` or ``software`` of a name, None of no name; ConfigError, naming the key, if unknown."""
+    known = _stacks()[kind]
+    if name is None or name in known:
+        return known.get(name or "")
+    raise ConfigError(f"hardware.{kind} must be one of {', '.join(known)}; {did_you_mean(name, known)}got {name!r}")
+
+
+def stack_levels(engine: str | None, software: str | None) -> dict[str, Mapping[Level, float]]:
+    """Return the coefficients that engine and software have of their own, at their levels, by name."""
+    stacks = (find_stack("engine", engine), find_stack("software", software))
+    return {name: levels for one in stacks if one is not None for name, levels in one.coefficients.items()}
