@@ -47,9 +47,10 @@ def throughput_against_lag(report: PlanReport) -> Chart:
             series += _with_band(name, one, one.lag_mean, color=INK, marker=marker, size=size)
     if report.run.mean_lag_limit is not None:
         series.append(rule("mean_lag_limit", report.run.mean_lag_limit, color=INK, dash=":"))
-    caption = "Small: screened. Large: simulated. The line is the Pareto front, a bar 80 % of the draws."
-    if report.certainty.expected_faster > report.certainty.tie:
-        caption += " Candidates above the recommendation are faster only if all is as expected."
+    caption = (
+        "Small: screened, large: simulated, both with central values; the line is their Pareto front. Recommendation and "
+        "run file are means of the draws, with a bar of 80 % of them."
+    )
     return Chart(
         title="Throughput against mean lag of all candidates",
         caption=caption,

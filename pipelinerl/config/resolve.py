@@ -122,7 +122,7 @@ def transport_of(config: RunConfig, *, colocated: bool | None = None) -> WeightT
     if config.train is not None:
         return config.train.chosen_transport(colocated=colocated)
     software = find_stack("software", given.software)
-    return UNKNOWN if software is None else software.transports[colocated]
+    return UNKNOWN if software is None else software.transports.get(colocated, UNKNOWN)
 
 
 def stated_coefficients(config: RunConfig) -> dict[str, float]:

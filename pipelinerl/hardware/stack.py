@@ -31,7 +31,7 @@ class Stack:
     coefficients: Mapping[str, Mapping[Level, float]]
     """Those in which it differs, at their levels, by name."""
     transports: Mapping[bool, WeightTransport]
-    """Weight synchronization by colocated; empty of an engine."""
+    """Weight synchronization by colocated; empty where it is not known."""
 
 
 @functools.cache

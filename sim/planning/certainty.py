@@ -697,9 +697,9 @@ def certainty(
     by_share = sorted(drawn.candidates, key=lambda one: (one.label != chosen.label, -shares[one.label]))
     arms = {one.config.colocated: one for one in reversed(by_share)}
     both = drawn
-    if True not in arms and (other := screened_synchronous(space, screener)) is not None:
-        arms[True] = other.candidate
-        both = drawn.with_candidates(space, [other.candidate])
+    if True not in arms and (screened := screened_synchronous(space, screener)) is not None:
+        arms[True] = screened.candidate
+        both = drawn.with_candidates(space, [screened.candidate])
     ahead_D = ahead(both.candidates, both.log_rates)
     shown = observations(space, draws, chosen, colocated=arms.keys())
     right, regret = rightness(drawn.log_rates, drawn.place(chosen.label))

@@ -20,6 +20,7 @@ from pipelinerl.hardware.catalogue import in_engine
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import PhaseSwitchConfig, TrainingConfig, training_cost
 from pipelinerl.hardware.derive import derive_hardware
+from pipelinerl.hardware.stack import stack_levels
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from pipelinerl.util.arrays import FloatArray
@@ -37,6 +38,8 @@ from sim.workload import Workload
 
 # ------------------------------------------------------- the run file of a reconstructed run, with factors on its times
 
+ENGINE, SOFTWARE = "vllm-0.15", "other"
+"""Stack of published runs: the engine nearest to those of their years (vLLM 0.8 to 0.20) that has been measured."""
 LENGTH_CV = 1.0
 """Standard deviation over mean of the uncut answer lengths: between maths (0.8) and mixed tasks (0.9-1.5)."""
 SAMPLE_SIZE = 8192
@@ -80,6 +83,7 @@ def run_config(
         coefficients=coefficients(
             Level.CENTRAL,
             {
+                **{name: levels[Level.CENTRAL] for name, levels in stack_levels(ENGINE, SOFTWARE).items()},
                 "extra_forward_passes": _extra_forward_passes(row),
                 "sequence_accelerators": float(row.gpus_per_sequence or 1),
             },

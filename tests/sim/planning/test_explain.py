@@ -147,7 +147,7 @@ def test_a_plan_with_too_few_gpus_for_both_sides_warns() -> None:
             "plan: no feasible conventional among 6: 6 by training does not fit into the memory of the accelerators "
             "that train (fits from 7 training accelerators on, cluster.accelerators=8 at least)", id="training memory"),
         pytest.param(("plan.mean_lag_limit=0.01", PIPELINE),
-            "plan: no feasible pipeline among 9: 9 by mean_lag_limit (mean_lag_limit=3.4 would do)", id="mean lag"),
+            "plan: no feasible pipeline among 9: 9 by mean_lag_limit (mean_lag_limit=3.5 would do)", id="mean lag"),
         pytest.param(("plan.gpu_hours=1e-4", "plan.optimizer_steps_per_rl_step=[4]", "plan.lag_limit=2"),
             "plan: no feasible pipeline among 9: 9 by gpu_hours (gpu_hours=1 would do)\n"
             "plan: no feasible conventional among 2: 2 by lag_limit (lag_limit=3 would do)", id="hours and lag"),
