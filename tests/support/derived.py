@@ -13,6 +13,7 @@ from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_hardware, derive_training
+from pipelinerl.hardware.stack import stack_levels
 
 DATA = Path(__file__).parents[1] / "data"
 H100, QWEN7B = find_gpu("H100"), find_model("Qwen2.5-7B")
@@ -87,12 +88,17 @@ def rows_of(file):
 
 
 @cache
-def kernel_errors(level=Level.OPTIMISTIC):
-    """Relative errors by (model, system, accelerators); points that the KV cache cannot hold are left out."""
+def kernel_errors():
+    """Relative errors by (model, system, accelerators); points that the KV cache cannot hold are left out.
+
+    The fitted numbers are the optimistic level of vLLM 0.15: kernels without an engine.
+    """
     errors = {}
+    fitted = {name: one[Level.OPTIMISTIC] for name, one in stack_levels("vllm-0.15", None).items()}
+    values = coefficients(Level.OPTIMISTIC, fitted)
     for row in rows_of("decode_step_kernels.csv"):
         size, batch, context = int(row["tp"]), int(row["batch"]), int(row["ctx"])
-        hardware = derived(SYSTEMS[row["system"]], find_model(row["model"]), tensor_parallel=size, level=level)
+        hardware = derived(SYSTEMS[row["system"]], find_model(row["model"]), tensor_parallel=size, values=values)
         if batch * context <= hardware.kv_cache_tokens:
             error = step_ms(hardware, batch, context, tensor_parallel=size) / float(row["tpot_ms"]) - 1
             errors.setdefault((row["model"], row["system"], size), []).append(error)

@@ -60,7 +60,8 @@ EVERY_KEY: dict[str, Any] = {
         },
     },
     "hardware": {
-        "gpu": "H100", "generation_gpu": "H20", "model": "Qwen2.5-7B", "level": "optimistic", "weight_sync": "reshard",
+        "gpu": "H100", "generation_gpu": "H20", "model": "Qwen2.5-7B", "level": "optimistic",
+        "engine": "vllm-0.24", "software": "verl", "weight_sync": "reshard",
         "engine_weights": "fp8", "kv_cache": "fp8", "step_tokens": 8192, "coefficients": {"training_mfu": 0.31},
         "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-7},
         "prefill": {"sequence_s": 0.001, "token_s": 1e-5, "token_squared_s": 1e-10}, "kv_cache_tokens": 1000,
@@ -95,7 +96,7 @@ EVERY_KEY: dict[str, Any] = {
         "schedulers": ["pipeline", "one_step_off"], "generation_accelerators": [2, 4], "tensor_parallel": [1, 2],
         "generation_batch_size": [8, 16], "optimizer_steps_per_rl_step": [2, 4], "publish_every": [1, 2],
         "environments": [4, 8], "train_batch_size": [16], "ready_queue_size": [32], "max_lag": [0, 4], "lag_limit": 8,
-        "mean_lag_limit": 3.5, "min_ess": 0.5, "gpu_hours": 100.0, "budget": 300.0, "simulate": 4,
+        "mean_lag_limit": 3.5, "min_ess": 0.5, "gpu_hours": 100.0, "budget": 300.0, "risk": "averse", "simulate": 4,
         "simulate_steps": 10,
     },
     "train": {

@@ -202,10 +202,10 @@ def test_mean_batches_below_one_are_not_raised_to_one(data: dict[str, Any]) -> N
     lives = np.arange(1.0, len(rows) + 1)
     work_s = empty_s * steps + sequence_s * sequences + context_token_s * context
     times = DecodeTimes.of(
-        steps=steps, sequences=sequences, context=context, seconds=work_s + 66.0 * lives, lives=lives
+        steps=steps, sequences=sequences, context=context, seconds=work_s + 60.0 * lives, lives=lives
     )
     result, ones = HardwareFit(run.hardware), np.ones(len(rows))
-    assert result.decode(times, ones, "lives", with_dispatch=True) == pytest.approx(66.0, rel=1e-6)
+    assert result.decode(times, ones, "lives", with_dispatch=True) == pytest.approx(60.0, rel=1e-6)
     assert result.decode_s(times, ones) == pytest.approx(work_s, rel=1e-4)
 
 

@@ -25,6 +25,7 @@ from pipelinerl.calibration.log_formats import read_log
 from pipelinerl.calibration.solve import HardwareFit, fit_factor
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import Level, coefficients
 from sim.batch import measured_steps, rollout_batch_s, train_step_s
 from sim.workload import Workload
 
@@ -192,18 +193,21 @@ def test_a_log_tells_its_step(tmp_path: Path, system: str, files: dict[str, str]
 
 GENERATION, TRAINING = 2.0, 1.6
 """Factors of the true system on the hardware model's seconds of generation and training."""
+CENTRAL = coefficients(Level.CENTRAL)
 SLOW = {
-    "kv_efficiency": 0.75 / GENERATION,
-    "weight_efficiency": 0.91 / GENERATION,
-    "flops_efficiency": 0.8 / GENERATION,
-    "prefill_mfu": 0.6 / GENERATION,
-    "step_overhead_s": 1.2e-3 * GENERATION,
-    "sequence_overhead_s": 1.07e-5 * GENERATION,
-    "layer_overhead_s": 4.8e-5 * GENERATION,
-    "training_mfu": 0.9 / TRAINING,
-    "training_step_s": 1.0 * TRAINING,
-    "training_micro_batch_s": 0.1 * TRAINING,
-    "activation_traffic": 19.0 * TRAINING,
+    **{
+        name: getattr(CENTRAL, name) / GENERATION
+        for name in ("kv_efficiency", "weight_efficiency", "flops_efficiency", "prefill_mfu")
+    },
+    **{
+        name: getattr(CENTRAL, name) * GENERATION
+        for name in ("step_overhead_s", "sequence_overhead_s", "layer_overhead_s")
+    },
+    "training_mfu": CENTRAL.training_mfu / TRAINING,
+    **{
+        name: getattr(CENTRAL, name) * TRAINING
+        for name in ("training_step_s", "training_micro_batch_s", "activation_traffic")
+    },
 }
 """The central coefficients of docs/hardware.md, so much slower."""
 SIZES = (

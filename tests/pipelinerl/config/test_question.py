@@ -29,7 +29,7 @@ def test_options_are_keys_of_a_run_file_and_several_values_are_cases() -> None:
     for case, number in zip(question.cases, (64, 96), strict=True):
         values = flat(case.config.model_dump())
         assert [values[key] for key in OPTIONS.values()] == [
-            "Qwen3-14B", "H100", number, None, 512, 16, 4000, 32000, None, 4, 2.5
+            "Qwen3-14B", "H100", number, "vllm-0.32", "ours", None, 512, 16, 4000, 32000, None, 4, 2.5, "neutral"
         ]  # fmt: skip
         assert not case.whole
 
@@ -38,13 +38,15 @@ def test_all_that_is_not_given_is_an_assumption_and_in_the_file() -> None:
     """A model alone is a question; what one option says is assumed no more."""
     question = ask({"model": "Qwen3-14B"})
     keys = {one.key for one in question.assumed}
-    assert keys >= set(OPTIONS.values()) - {"hardware.model", "plan.lag_limit", "price.gpu_hour"}
+    assert keys >= set(OPTIONS.values()) - {
+        "hardware.model", "hardware.weight_sync", "plan.lag_limit", "plan.risk", "price.gpu_hour"
+    }  # fmt: skip
     text = question_text(question)
     assert "accelerators = 64  # assumed\n" in text
     assert 'model = "Qwen3-14B"\n' in text
     assert tomllib.loads(text) == question.tables
     fewer = {one.key for one in ask(GIVEN, None, ["workload.prompt_tokens=7"]).assumed}
-    assert fewer == {"optimizer_steps", "hardware.weight_sync", "workload.length.cv"}
+    assert fewer == {"optimizer_steps", "hardware.engine", "hardware.software", "workload.length.cv"}
 
 
 def test_the_file_of_a_question_asks_it_again(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_measurements_make_a_plan_surer_and_right(tmp_path):
     assert [one.recommended.family for one in plans] == ["pipeline", "pipeline", "conventional"]
     assert plans[2].recommended.label == truth.label
     best = plans[2].recommended
-    assert best.tokens_per_s == pytest.approx(best.simulated_tokens_per_s, rel=0.1)
+    assert best.tokens_per_s == pytest.approx(best.simulated_tokens_per_s, rel=0.15)
     assert best.simulated_tokens_per_s == pytest.approx(truth.simulated_tokens_per_s, rel=0.1)
 
     first, second, third = (one.certainty for one in plans)
@@ -84,7 +84,8 @@ def test_measurements_make_a_plan_surer_and_right(tmp_path):
     for name, sd in first.unknown.items():
         assert second.unknown[name] <= sd or name == "weight transfer of synchronous RL"
         assert third.unknown[name] <= second.unknown[name]
-    assert first.asynchronous.faster > second.asynchronous.faster > 0.5 > 0.1 > third.asynchronous.faster
+    assert first.asynchronous.faster > second.asynchronous.faster > 0.5
+    assert third.asynchronous.faster < 0.1
 
 
 @pytest.mark.slow
