@@ -201,5 +201,7 @@ class ValidationReport(Report):
     """Pairs of the rows."""
     speed_ups: tuple[SpeedUp, ...]
     """Pairs of a synchronous and an asynchronous row."""
+    others_only: bool = False
+    """Whether mean error and spread of other systems are of the shipped rows alone, of none that is judged besides."""
     summary: ValidationSummary
     """All errors together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from sim.run import simulate
 from sim.validation.infer import STEP, SimulationGrid, run_config, simulation_grid
 from sim.validation.predict import (
     AloneRun,
+    alone_run,
     family_interval,
     shipped_runs,
     speed_up_summary,
@@ -29,6 +31,7 @@ from sim.validation.predict import (
     validation_report,
 )
 from sim.validation.reconstruct import MEAN_OVER_LONGEST, reconstruct_run, rest_s
+from sim.validation.rows import Schedule
 
 ROOT = Path(__file__).parents[3]
 APART = {"gpus_gen": 4, "gpus_train": 4}
@@ -155,6 +158,9 @@ def test_a_rounded_copy_of_a_row_is_the_row(changes):
         ({"gpus_gen": None, "gpus_train": 8}, "no GPU is left to generate"),
         ({"gpus_gen": 8}, "gpus_gen must be below gpus_total=8, got 8"),
         ({"model": "DeepSeek-V3"}, "does not fit"),
+        ({"hw": "Ascend 910"}, "hw must name one GPU of the catalogue"),
+        ({"hw": "Ascend 910", "update_s": 4.0, "generate_s": 5.0, "schedule": Schedule.ONE_STEP_OFF}, "hw must name"),
+        ({"algo": "PPO"}, "training and memory of a critic are not simulated"),
         ({"step_s": None}, "neither seconds per step nor"),
     ],
 )
@@ -221,14 +227,60 @@ def test_a_common_error_is_taken_out():
     assert band.high_s < 10.4
 
 
+def test_a_doubt_doubles_the_width_of_its_own_band_alone():
+    """In logs, against the same rows without one; other rows keep their bands."""
+    rows = [
+        AloneRun(name, ("s", "H100", name), 10 * math.exp(error), 10.0)
+        for name, error in zip("abcd", (0, 0.3, -0.2, 0.1), strict=True)
+    ]
+    doubtful = unseen_bands([replace(rows[0], spread_factor=2.0), *rows[1:]])
+    plain = unseen_bands(rows)
+    assert doubtful["a"].middle_s == plain["a"].middle_s
+    assert math.log(doubtful["a"].high_s / doubtful["a"].low_s) == pytest.approx(
+        2 * math.log(plain["a"].high_s / plain["a"].low_s)
+    )
+    assert doubtful["b"] == plain["b"]
+    run = reconstruct_run(one := row("a", "sync", step_s=40.0, features="LoRA"), [one])
+    assert alone_run(run).spread_factor == 2.0
+
+
+def systems():
+    """A synchronous row of each of four systems."""
+    return [row(name, "sync", system=name, step_s=40.0 + index) for index, name in enumerate("abcd")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["mine", "a"])
+def test_a_wildly_wrong_row_moves_no_other_band_if_the_shipped_rows_alone_judge(wrong):
+    """Neither a row of a new system nor one that has the name of a shipped one; without the flag it does."""
+    shipped, judged = systems(), row("judged", "sync", system="judged", step_s=50.0)
+
+    def as_bytes(seconds, **options):
+        other = row(wrong, "sync", system=wrong, step_s=seconds)
+        first, second = predicted([judged, other], others=shipped, **options)
+        return first.model_dump_json().encode(), (second.alone, second.alone_low, second.alone_high)
+
+    assert as_bytes(40.0, others_only=True) == as_bytes(4e6, others_only=True)
+    (near, own), (far, own_then) = as_bytes(40.0), as_bytes(4e6)
+    assert near != far
+    assert own == own_then  # a family never makes its own band
+
+
+def test_judged_by_others_only_a_shipped_row_is_predicted_as_among_them():
+    """Its own family is left out either way."""
+    shipped = systems()
+    (one,) = predicted(shipped[:1], others=shipped, others_only=True)
+    assert one == predicted(shipped)[0]
+
+
 def test_families_are_resampled_and_not_rows():
     """One family of nine good rows and one of a bad one: the median of resampled families is either's."""
     families = [np.full(9, 0.1), np.array([0.9])]
     assert family_interval(families, lambda sample: float(np.median(np.concatenate(sample)))) == (0.1, 0.9)
 
 
-@pytest.mark.parametrize("missing", [{"avg_len": None}, {"gpus_total": None}, {"step_s": None}])
-def test_alone_needs_mean_answer_size_and_seconds(missing):
+@pytest.mark.parametrize("missing", [{"avg_len": None}, {"gpus_total": None}, {"step_s": None}, {"hw": ""}])
+def test_alone_needs_mean_answer_gpu_size_and_seconds(missing):
     whole = {"step_s": 50.0}
     assert truly_simulated(row("a", "sync", **whole)) is not None
     assert truly_simulated(row("a", "sync", **(whole | missing))) is None
@@ -307,6 +359,15 @@ def test_a_common_error_of_the_other_families_ratios_is_taken_out():
     shrunk by hand, 0.09 / (0.09 + 0) = 1."""
     made = speed_ups([one for name in "abcd" for one in family(name, 1.0, 1.5)])
     assert [one.predicted for one in made] == pytest.approx([1.0] * 4, rel=0.02)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_pairs_of_judges_alone_give_the_mean_error_and_the_naive_rule():
+    judges = [one for name, ratio in (("b", 1.5), ("c", 2.0), ("d", 1.2)) for one in family(name, ratio, 1.1 * ratio)]
+    near, far = (speed_ups([*family("a", 1.4, 1.4), *family("wrong", ratio, 1.4)], judges)[0] for ratio in (1.4, 90.0))
+    assert near == far
+    assert near.constant == 1.5
+    assert near.predicted < 1.4
 
 
 @pytest.mark.usefixtures("no_weights")
