@@ -202,6 +202,6 @@ class ValidationReport(Report):
     speed_ups: tuple[SpeedUp, ...]
     """Pairs of a synchronous and an asynchronous row."""
     others_only: bool = False
-    """Whether mean error and spread of other systems are of the shipped rows alone, of none that is judged besides."""
+    """Whether the errors of other systems are those of the shipped rows alone."""
     summary: ValidationSummary
     """All errors together."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import text_of
 from published import changed, predicted, predicted_by_id, row
+from validation_pages import PAGES, as_much_per_gpu, central_errors, more_apart_staler, parts, sum_of_parts, with_parts
 
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.hardware.prior import END_SDS, RUN_SD, SYNC_ARM_SD, SYNC_SD
@@ -436,7 +437,7 @@ def test_validate_reports_pairs_of_the_rows_that_were_asked_for():
 PAGE = "\n".join(
     (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("validation.md", "measurements/validation.md")
 )
-"""Both pages; the table of the second has the rows, all columns but the last three."""
+"""Both pages."""
 WORDS = " ".join(PAGE.split())
 FAR_OFF = {
     "miles_qwen3.8_27b",
@@ -445,10 +446,6 @@ FAR_OFF = {
     "unirl40_verl_light",
 }
 """Rows that are predicted alone and more than 45 % off: docs/validation.md names the unpublished numbers of each."""
-
-
-def percent(share):
-    return f"{share:.0%}".replace("%", " %")
 
 
 def shipped_rows_validated():
@@ -463,44 +460,12 @@ def shipped_rows_validated():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sim.validation.predict.simulation_grid", kept)
-        return validate(shipped_runs(), workers=1), grids
+        return validate(runs := shipped_runs(), others=runs, others_only=True, workers=1), grids
 
 
 def medians(errors):
     """Rows, the median error of a naive rule, and ours."""
     return len(errors), *np.median(np.array(errors), axis=0)
-
-
-def sum_of_parts(rows, published):
-    """A step lasts as long as its published generation and training."""
-    parts = [(published[one.id], one) for one in rows if "generation" in one.inputs]
-    return medians([(abs((run.generate_s + run.train_s) / one.measured - 1), abs(one.error)) for run, one in parts])
-
-
-def as_much_per_gpu(rows):
-    """Every GPU of a system makes as many tokens per second as in the system's other rows."""
-    rows = [one for one in rows if one.quantity == "s/step" and one.gpus and one.answer_tokens]
-    log_s = {one.id: math.log(one.measured * one.gpus / one.answer_tokens) for one in rows}
-    errors = []
-    for one in rows:
-        others = [log_s[other.id] for other in rows if other.family == one.family and other.measured != one.measured]
-        if others:
-            errors.append((abs(math.exp(float(np.median(others)) - log_s[one.id]) - 1), abs(one.error)))
-    return medians(errors)
-
-
-def more_apart_staler(result, published):
-    """More GPUs are faster; or else asynchronous RL is; or else the staler. Pairs that this decides, its right ones,
-    and ours.
-    """
-    rows, decided = {one.id: one for one in result.rows}, []
-    for pair in result.pairs:
-        runs, (one, other) = [published[name] for name in pair.rows], (rows[name] for name in pair.rows)
-        first, second = ((run.gpus or 0, run.schedule.at_once, run.max_staleness or 0) for run in runs)
-        faster = (one.measured > other.measured) is (one.quantity == "tokens/s")
-        if first != second:
-            decided.append(((first > second) is faster, pair.in_order))
-    return len(decided), *np.sum(decided, axis=0)
 
 
 def error_of_areals_curve(grids, published):
@@ -512,28 +477,6 @@ def error_of_areals_curve(grids, published):
     measured_K = np.array([one.tok_s_total for one in runs])
     error_KP = (seconds_KP[0] / seconds_KP) / (measured_K / measured_K[0])[:, None] - 1
     return np.abs(error_KP).max(axis=0).min()
-
-
-def words_on_pairs(result, published):
-    """Sentences of docs/validation.md on the pairs: all, with a published mean answer, and with a limit, too."""
-    rows = {one.id: one for one in result.rows}
-
-    def scores(name, pairs, families=""):
-        one = speed_up_summary(pairs)
-        always = f"{one.always_brier:.2f}" if one.always_brier else "0"
-        errors = f"{percent(one.median_error)} | {percent(one.constant_median_error)}"
-        return f"| {name}: {one.pairs} of {one.families}{families} | {one.brier:.2f} | {always} | {errors} |"
-
-    known = [one for one in result.speed_ups if published[one.synchronous].avg_len]
-    yield scores("all", result.speed_ups, " families")
-    yield scores("mean answer published", known)
-    yield scores("limit published, too", [one for one in known if published[one.synchronous].max_len])
-    theirs = [one for one in result.speed_ups if one.asynchronous.startswith("verl7b")]
-    ratios = [rows[one.synchronous].predicted / rows[one.asynchronous].predicted for one in theirs]
-    for numbers in (ratios, [one.measured for one in theirs]):
-        yield ", ".join(f"{number:.2f}" for number in numbers[:-1]) + f" and {numbers[-1]:.2f}"
-    off = np.median([abs(ratio / one.measured - 1) for ratio, one in zip(ratios, theirs, strict=True)])
-    yield f"measured: {percent(off)} off in the median"
 
 
 def test_docs_give_the_published_times_of_trainers_apart():
@@ -571,8 +514,9 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_give_them():
     assert sum(orders) >= 0.9 * len(orders) == 0.9 * 75
     assert summary.largest_staleness_error <= 0.3
     alone = summary.alone
-    assert (alone.rows, alone.families) == (22, 9)
-    assert alone.median_error <= 0.15 < alone.naive_median_error  # levels
+    assert (alone.rows, alone.families) == (19, 8)
+    # Levels. 0.15 before three rows that publish no GPU, 3 to 7 % off, stopped counting.
+    assert alone.median_error <= 0.16 < alone.naive_median_error
     assert {one.id for one in result.rows if one.alone and abs(one.alone / one.measured - 1) > 0.45} == FAR_OFF
     assert 0.75 <= alone.within_band <= 0.9
     informed = np.array(
@@ -602,16 +546,15 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_give_them():
         )
     assert error_of_areals_curve(grids, published) <= 0.15
 
-    inside, near = percent(alone.within_band), percent(alone.within_45_percent)
-    assert f"{alone.rows} rows, {alone.families} families; {near} are within 45 %, and {inside} inside" in WORDS
     assert all(f"`{one}`" in PAGE for one in FAR_OFF)
-    median, near = percent(np.median(informed)), percent(np.mean(informed <= 0.3))
-    assert f"| {len(informed)} | median error {median}, {near} within 30 % |" in PAGE
-    assert [words for words in words_on_pairs(result, published) if words not in WORDS] == []
-    between = re.search(r"<!-- table -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL)
-    assert between is not None
-    rows, _, _ = validation_markdown(result).partition("\nAsynchronous against")
-    assert between[1] == re.sub(r"^(\| .*)( \| [^|\n]*){3} \|$", r"\1 |", rows, flags=re.MULTILINE)
+    made = parts(result, published, central_errors(published.values()))
+    assert [name for name in PAGES if with_parts(text := text_of(name), made) != text] == []
+
+
+def test_parts_of_pages_are_made_anew_and_nothing_else():
+    page = "a <!--validate one-->old<!--end--> b\n<!--validate two-->\n| old |\n<!--end-->\nc"
+    made = {"one": "1", "two": "| 2 |\n"}
+    assert with_parts(page, made) == "a <!--validate one-->1<!--end--> b\n<!--validate two-->\n| 2 |\n<!--end-->\nc"
 
 
 # The report of a validation: errors, pairs in order, assumptions, and its words.
