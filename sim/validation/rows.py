@@ -262,6 +262,7 @@ FEATURES = {
     "LoRA": r"\bq?lora\b",
     "CPU optimizer": r"\bcpu[ _-]?(adam|optimi[sz]er|offload)|(adam|optimi[sz]er) on the cpu",
     "generation per micro-batch": r"(generation|rollouts?) (per|by) micro[- ]?batch",
+    "environments": r"\bagentic\b|multi[- ]turn|\b(swe|terminal)-bench\b",
 }
 """Features that change seconds and are not simulated, and their names in ``features``, ``mode`` and ``note``."""
 

@@ -80,6 +80,7 @@ def test_an_algorithm_without_a_critic_is_not(values):
         ({"features": "multi-token prediction; frobnication"}, ("multi-token prediction", "frobnication")),
         ({"features": "fsdp2, partial rollouts"}, ()),
         ({"mode": "sync speculative decoding"}, ("multi-token prediction",)),
+        ({"mode": "sync agentic SWE-bench"}, ("environments",)),
         ({"note": "CPU Adam, generation per micro-batch"}, ("CPU optimizer", "generation per micro-batch")),
         ({"note": "no LoRA, without speculative decoding, exploration"}, ()),
     ],
