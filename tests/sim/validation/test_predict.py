@@ -432,6 +432,17 @@ def test_validate_reports_pairs_of_the_rows_that_were_asked_for():
     assert report.summary.speed_ups.pairs == 1
 
 
+@pytest.mark.slow
+def test_the_naive_rule_is_the_ratio_of_the_judging_pairs():
+    """3 times as fast in the other rows; where the file alone judges, no other family is known: 1."""
+    runs = [row("s", "sync", step_s=60.0), row("a", "async", step_s=30.0, **STALE)]
+    theirs = [changed(one, system="theirs", step_s=seconds) for one, seconds in zip(runs, (90.0, 30.0), strict=True)]
+    report = validate(runs, others=theirs, others_only=True, workers=1)
+    assert report.others_only
+    assert [one.constant for one in report.speed_ups] == [3.0]
+    assert [one.constant for one in validate(runs, others=theirs, workers=1).speed_ups] == [1.0]
+
+
 # The shipped rows: their promised errors, and the numbers of docs/validation.md.
 
 PAGE = "\n".join(
