@@ -15,6 +15,12 @@ def validate(
     rows: Annotated[
         Path | None, typer.Argument(metavar="ROWS.csv", help="Published runs of your own; default: the shipped ones.")
     ] = None,
+    shipped_only: Annotated[
+        bool,
+        typer.Option(
+            "--shipped-only", help="Take the errors of other systems from the shipped rows alone, not from yours."
+        ),
+    ] = False,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -31,7 +37,12 @@ def validate(
     runs = shipped if rows is None else read_published_runs(rows)
     stage = "simulations" if rows is None else "simulations, of the shipped rows that yours are compared with, too"
     with stage_bars() as on_progress:
-        report = predict_runs(runs, others=shipped, on_progress=lambda done, total: on_progress(stage, done, total))
+        report = predict_runs(
+            runs,
+            others=shipped,
+            others_only=shipped_only or rows is None,
+            on_progress=lambda done, total: on_progress(stage, done, total),
+        )
     print_report(report, lambda: validation_page(report), "Published runs", as_json=as_json)
     if out is not None:
         make_folder(out)

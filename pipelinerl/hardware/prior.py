@@ -42,8 +42,9 @@ PAIRS_SD = 0.4
 """Its standard deviation: 0.28 between these families, more by judgement, as those publish who won."""
 REST_SD = 1.0
 """Of the factor on the weights and the switch of a row together, for rows of one system that inform each other."""
-SEVERAL_NODES_FACTOR = 2
-"""Factor on the deviations of generation, training and rest where engines span nodes: nothing is published on these."""
+DOUBT_FACTOR = 2
+"""Factor on the deviations of generation, training and rest where engines span nodes, on which nothing is published, or
+the GPU, the model or a feature of the software is not known."""
 ANSWERS_SD = 0.35
 """Of the factor on a mean answer that a run file states and no run of the task has measured: a judgement."""
 MEMORY_SD = 0.1

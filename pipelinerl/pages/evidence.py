@@ -75,7 +75,8 @@ def validation_sentence(report: ValidationReport) -> str:
             else (f"; {alone.naive_median_error:.0%} by tokens per second and GPU of the others")
         )
         parts.append(
-            f"alone, {alone.rows} rows of {alone.families} systems that nobody has measured: median error "
+            f"alone, {alone.rows} rows of {alone.families} systems that nobody has measured, corrected by the shipped "
+            f"rows {'only' if report.others_only else 'and by these'}: median error "
             f"{alone.median_error:.0%} ({alone.median_error_low:.0%} to {alone.median_error_high:.0%}, families "
             f"resampled{naive}), "
             f"{alone.within_45_percent:.0%} within 45 %, {alone.within_band:.0%} inside the 80 % band"

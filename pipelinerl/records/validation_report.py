@@ -201,5 +201,7 @@ class ValidationReport(Report):
     """Pairs of the rows."""
     speed_ups: tuple[SpeedUp, ...]
     """Pairs of a synchronous and an asynchronous row."""
+    others_only: bool = False
+    """Whether the errors of other systems are those of the shipped rows alone."""
     summary: ValidationSummary
     """All errors together."""

@@ -261,14 +261,14 @@ class Hypotheses(NamedTuple):
     log_prior_P: FloatArray
 
 
-def across_nodes(grids: Sequence[SimulationGrid]) -> bool:
-    """Return whether an engine of one of these rows spans nodes."""
-    return any(one.run.tensor_parallel > one.run.gpu.gpus_per_node for one in grids)
+def spread_factor(grids: Sequence[SimulationGrid]) -> float:
+    """Return the factor on the deviations that these rows share: the largest."""
+    return max(one.run.spread_factor for one in grids)
 
 
 def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
     """Return the hypotheses to weigh for these rows."""
-    factor = prior.SEVERAL_NODES_FACTOR if across_nodes(grids) else 1
+    factor = spread_factor(grids)
     mean_is_known = all(one.run.mean_is_known for one in grids)
     has_rest = any(one.rest_s for one in grids)
     sds = (factor * prior.GENERATION_SD, factor * prior.TRAINING_SD, prior.MEAN_SD, factor * prior.REST_SD)

@@ -56,10 +56,10 @@ from sim.validation.infer import (
     STEP,
     Band,
     SimulationGrid,
-    across_nodes,
     central_seconds,
     seconds_band,
     simulation_grid,
+    spread_factor,
 )
 from sim.validation.reconstruct import (
     LOG_MOST_MEAN,
@@ -69,6 +69,7 @@ from sim.validation.reconstruct import (
     rest_s,
     same_run,
     switch_s,
+    system_of,
     weights_s,
 )
 from sim.validation.rows import PublishedRun, Schedule, read_published_runs
@@ -82,7 +83,7 @@ SAME = 0.05
 
 
 def validation_report(
-    predictions: Sequence[PredictedRow | UnusableRow], made: tuple[SpeedUp, ...] = ()
+    predictions: Sequence[PredictedRow | UnusableRow], made: tuple[SpeedUp, ...] = (), *, others_only: bool = False
 ) -> ValidationReport:
     """Return the content of validation.json: every row, and how far off they are together."""
     rows = tuple(one for one in predictions if isinstance(one, PredictedRow))
@@ -98,6 +99,7 @@ def validation_report(
         unusable=tuple(one for one in predictions if isinstance(one, UnusableRow)),
         pairs=pairs,
         speed_ups=made,
+        others_only=others_only,
         summary=_summary(rows, pairs, made),
     )
 
@@ -183,15 +185,21 @@ def validate(
     runs: Sequence[PublishedRun],
     *,
     others: Sequence[PublishedRun] = (),
+    others_only: bool = False,
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ValidationReport:
     """Predict every run from its published inputs and from the other rows of its family, ``others`` included.
 
-    Rows of the same id count once. ``workers``: processes (None: one per core). ``on_progress`` gets the numbers of
-    rows simulated and to simulate. Rows of the report are in order, its pairs are of ``runs``.
+    Rows of the same id count once. ``others_only``: the mean error of other families and its spread, for *alone* and
+    for pairs, are of ``others`` as they are, and of no row of ``runs``. ``workers``: processes (None: one per core).
+    ``on_progress`` gets the numbers of rows simulated and to simulate. Rows of the report are in order, its pairs are
+    of ``runs``.
     """
-    known, jobs, reasons = _jobs(runs, others)
+    judges = None
+    if others_only and others is not runs:  # rows of their own: a row of ``runs`` of the same id is another one
+        judges = [run.model_copy(update={"id": f"{run.id} (of others)"}) for run in others]
+    known, jobs, reasons = _jobs(runs, others, judges)
     grids: dict[tuple[str, bool], SimulationGrid] = {}
     alone: dict[str, AloneRun] = {}
     results = run_all(_simulated_job, jobs, workers=workers) if workers != 1 else (_simulated_job(job) for job in jobs)
@@ -205,11 +213,14 @@ def validate(
                 case AloneRun():
                     alone[result.id] = result
             on_progress(done, len(jobs))
-    bands = unseen_bands(alone[run.id] for run in known if run.id in alone)  # whichever process was first
+    both = (known, known if judges is None else judges)  # in this order, whichever process was first
+    bands = unseen_bands(*([alone[run.id] for run in rows if run.id in alone] for rows in both))
     asked = {run.id for run in runs}
-    free = [grids[run.id, False] for run in known if (run.id, False) in grids]
-    pairs = [one for one in speed_ups(free) if asked >= {one.synchronous, one.asynchronous}]
-    return validation_report([_predicted(run, known, grids, bands, reasons) for run in runs], tuple(pairs))
+    made = speed_ups(*([grids[run.id, False] for run in rows if (run.id, False) in grids] for rows in both))
+    pairs = [one for one in made if asked >= {one.synchronous, one.asynchronous}]
+    return validation_report(
+        [_predicted(run, known, grids, bands, reasons) for run in runs], tuple(pairs), others_only=others_only
+    )
 
 
 def shipped_runs() -> list[PublishedRun]:
@@ -219,27 +230,35 @@ def shipped_runs() -> list[PublishedRun]:
 
 
 def _jobs(
-    runs: Sequence[PublishedRun], others: Sequence[PublishedRun]
+    runs: Sequence[PublishedRun], others: Sequence[PublishedRun], judges: Sequence[PublishedRun] | None
 ) -> tuple[list[PublishedRun], list[Job], dict[str, str]]:
     """Return all rows, the simulations to make, and why some rows cannot be simulated."""
     ids = {run.id for run in runs}
     known = [*runs, *(run for run in others if run.id not in ids)]
     families = by_family((run.family, run) for run in known)
     wanted = {run.family for run in runs}
+    needed = [(run, families[run.family]) for run in known if run.family in wanted]
+    if any(_has_pair(families[one]) for one in wanted):
+        theirs = by_family((run.family, run) for run in judges or ()).values()
+        needed += [(run, rows) for rows in theirs if _has_pair(rows) for run in rows]
     rebuilt: list[ReconstructedRun] = []
     reasons: dict[str, str] = {}
-    for run in known:
-        if run.family in wanted and _staleness(run) is None and _idle_share(run) is None:
+    for run, family in needed:
+        if _staleness(run) is None and _idle_share(run) is None:
             try:
-                rebuilt.append(reconstruct_run(run, families[run.family]))
+                rebuilt.append(reconstruct_run(run, family))
             except ConfigError as error:
                 reasons[run.id] = str(error)
     jobs: list[Job] = [(run, False) for run in rebuilt]
     jobs += [(run, True) for run in rebuilt if run.published.training_is_input and run.id in ids]
-    alone = [run for run in map(truly_simulated, known) if run is not None]
+    alone = [run for run in map(truly_simulated, known if judges is None else (*runs, *judges)) if run is not None]
     compared = [run.published.family for run in alone if run.id in ids]  # a row alone is compared with other families
     jobs += [(run, None) for run in alone if run.id in ids or any(run.published.family != one for one in compared)]
     return known, jobs, reasons
+
+
+def _has_pair(rows: Sequence[PublishedRun]) -> bool:
+    return {True, False} <= {row.schedule.at_once for row in rows if row.schedule is not None}
 
 
 def _simulated_job(job: Job) -> SimulationGrid | AloneRun | UnusableRow:
@@ -260,7 +279,10 @@ def _predicted(
     """Return the prediction of one row, by the first way that its published numbers allow."""
     others = [other for other in known if not same_run(other, run)]
     alone = bands.get(run.id)
-    closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run, others, alone)
+    try:
+        closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run, others, alone)
+    except ConfigError as error:
+        return UnusableRow(id=run.id, reason=str(error))
     if closed is not None:
         return closed
     grid = grids.get((run.id, run.training_is_input))
@@ -407,11 +429,12 @@ def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tupl
 
 
 def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun], alone: Band | None) -> PredictedRow | None:
-    """Predict a step from its published parts, in sequence or side by side, and the rest."""
+    """Predict a step from its published parts, in sequence or side by side, and the rest; ConfigError as system_of."""
     generate_s, train_s, measured = run.generate_s, run.train_s, run.measured_step_s
     if generate_s is None or train_s is None or measured is None or run.schedule not in IN_PARTS:
         return None
     both = max(generate_s, train_s) if run.schedule is Schedule.ONE_STEP_OFF else generate_s + train_s
+    _, _, doubts = system_of(run, [])
     rest, learned_from = _rest(run, others)
     return _row(
         run,
@@ -420,6 +443,7 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun], alone: Band
         Band(*(both + one for one in rest)),
         inputs=("generation", "training"),
         fitted_to=learned_from,
+        assumed=doubts,
         alone=alone,
     )
 
@@ -460,6 +484,8 @@ class AloneRun:
     """Seconds per RL step, by the central coefficients."""
     measured_s: float
     """Seconds per RL step."""
+    spread_factor: float = 1.0
+    """Factor on the deviation of its own band."""
 
     @property
     def log_error(self) -> float:
@@ -470,14 +496,14 @@ class AloneRun:
 def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
     """Return a row as it is predicted alone, from its own inputs; None if they do not decide its seconds.
 
-    An unpublished mean answer, limit or cluster size leaves the seconds open. So do hours of a whole run, which hold
-    evaluation, checkpoints and restarts.
+    An unpublished mean answer, limit, GPU or cluster size leaves the seconds open. So do hours of a whole run, which
+    hold evaluation, checkpoints and restarts.
     """
     try:
         run = reconstruct_run(row, [row])
     except ConfigError:
         return None
-    known = row.max_len is not None and run.mean_is_known and run.scale_is_known and measured_seconds(row) is not None
+    known = row.hw and row.max_len and run.mean_is_known and run.scale_is_known and measured_seconds(row) is not None
     return run if known else None
 
 
@@ -488,16 +514,18 @@ def alone_run(run: ReconstructedRun) -> AloneRun:
         seconds += rest_s(run.published, Level.CENTRAL)
     measured_s = measured_seconds(run.published)
     assert measured_s is not None
-    return AloneRun(run.id, run.published.family, seconds, measured_s)
+    factor = prior.DOUBT_FACTOR if run.doubts else 1.0
+    return AloneRun(run.id, run.published.family, seconds, measured_s, factor)
 
 
-def unseen_bands(runs: Iterable[AloneRun]) -> dict[str, Band]:
-    """Return seconds per RL step of each row alone, with a band from all families but its own."""
-    rows = list(runs)
-    bands = {}
+def unseen_bands(runs: Iterable[AloneRun], judges: Sequence[AloneRun] | None = None) -> dict[str, Band]:
+    """Return seconds per RL step of each row alone, with a band from all families of ``judges`` but its own."""
+    rows, bands = list(runs), {}
     for row in rows:
-        spread = spread_of(by_family((one.family, one.log_error) for one in rows if one.family != row.family))
-        middle_s, factor = row.predicted_s / math.exp(spread.centre), math.exp(prior.END_SDS * spread.sd)
+        others = (one for one in (rows if judges is None else judges) if one.family != row.family)
+        spread = spread_of(by_family((one.family, one.log_error) for one in others))
+        factor = math.exp(prior.END_SDS * spread.sd * row.spread_factor)
+        middle_s = row.predicted_s / math.exp(spread.centre)
         bands[row.id] = Band(middle_s / factor, middle_s, middle_s * factor)
     return bands
 
@@ -566,15 +594,20 @@ class Pair(NamedTuple):
         return first / second
 
 
-def speed_ups(grids: Iterable[SimulationGrid]) -> tuple[SpeedUp, ...]:
-    """Return the predictions for pairs of runs of a family with equal GPUs and similar answers."""
-    pairs = _pairs(list(grids))
-    factors = [_drawn(pair) for pair in pairs]
-    ratios = [_log_ratio(pair, drawn) for pair, drawn in zip(pairs, factors, strict=True)]
-    errors = [float(np.median(ratio_D)) - math.log(pair.measured) for pair, ratio_D in zip(pairs, ratios, strict=True)]
+def speed_ups(grids: Sequence[SimulationGrid], judges: Sequence[SimulationGrid] | None = None) -> tuple[SpeedUp, ...]:
+    """Return the predictions for pairs of runs of a family with equal GPUs and similar answers.
+
+    The pairs of ``judges`` (None: ``grids``) give the mean error of the ratios, and the naive rule.
+    """
+    errors = [
+        (pair, float(np.median(_log_ratio(pair, _drawn(pair)))) - math.log(pair.measured))
+        for pair in _pairs(grids if judges is None else judges)
+    ]
     made = []
-    for pair, drawn, ratio_D in zip(pairs, factors, ratios, strict=True):
-        others = [(one, error) for one, error in zip(pairs, errors, strict=True) if one.family != pair.family]
+    for pair in _pairs(grids):
+        drawn = _drawn(pair)
+        ratio_D = _log_ratio(pair, drawn)
+        others = [(one, error) for one, error in errors if one.family != pair.family]
         measured = [one.measured for one, _ in others]
         shifted_D = ratio_D - spread_of(by_family((one.family, error) for one, error in others)).centre
         middle, spread = float(np.median(shifted_D)), prior.END_SDS * float(shifted_D.std())
@@ -670,7 +703,7 @@ def _tokens(grid: SimulationGrid) -> float:
 def _drawn(pair: Pair) -> dict[str, FloatArray]:
     """Return the logs of all factors, [draws], or [arms, draws] where each arm has its own; the same for every pair."""
     generator = np.random.default_rng(0)
-    factor = prior.SEVERAL_NODES_FACTOR if across_nodes(pair) else 1
+    factor = spread_factor(pair)
     mean_sd = 0.0 if pair.sync.run.mean_is_known else prior.MEAN_SD
     sds = {"generation": prior.GENERATION_SD * factor, "training": prior.TRAINING_SD * factor, "mean answer": mean_sd}
     common = {name: generator.normal(0, 1, DRAWS) * sd for name, sd in sds.items()}

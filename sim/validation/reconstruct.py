@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import prior
 from pipelinerl.hardware.catalogue import (
     Gpu,
     LanguageModel,
@@ -22,7 +23,7 @@ from pipelinerl.hardware.catalogue import (
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import ResolvedHardware, loading_s
 from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
-from sim.validation.rows import DEFAULT_GROUP_SIZE, PublishedRun, Schedule, precisions, unknown_words
+from sim.validation.rows import DEFAULT_GROUP_SIZE, PublishedRun, Schedule, precisions, unknown_words, unmodelled
 
 PROMPT_TOKENS = 150
 """Tokens of a prompt: published tokens/s less published answer lengths in three systems (100-160)."""
@@ -33,7 +34,11 @@ LARGEST_MEAN = 0.95
 DEFAULT_GPUS = 128
 """GPUs where no count is published; then only ratios are compared."""
 STAND_IN_GPU = "H100"
-"""GPU where none is published, or the catalogue does not have it."""
+"""GPU where none is published."""
+LIKE = 2.0
+"""Parameters of a model over those of another that stands in for it, at most, without doubt."""
+LARGEST_DENSE = 450e9
+"""Parameters of a model whose name states no active ones, at most: a larger one is a mixture of experts (count)."""
 MAX_SLOTS = 256
 """Sequences on one engine, at most: vLLM's default for years."""
 
@@ -75,11 +80,18 @@ class ReconstructedRun:
     """
     assumed: tuple[str, ...]
     """Assumptions in words, for the report."""
+    doubts: tuple[str, ...]
+    """In words, what moves all seconds and is not known or not simulated."""
 
     @property
     def id(self) -> str:
         """Name of the row."""
         return self.published.id
+
+    @property
+    def spread_factor(self) -> float:
+        """Factor on the deviations of its seconds."""
+        return prior.DOUBT_FACTOR if self.doubts or self.tensor_parallel > self.gpu.gpus_per_node else 1.0
 
     @property
     def in_flight(self) -> float:
@@ -105,7 +117,7 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
         raise ConfigError("prompts_per_step is not published: the batch is unknown")
     if row.n_per_prompt is None:
         assumed.append(f"{math.gcd(DEFAULT_GROUP_SIZE, sequences)} answers per prompt")
-    gpu, model = _hardware_of(row, assumed)
+    gpu, model, doubts = system_of(row, assumed)
     weights, cache = precisions(row, assumed)
     has_rate = any(one is not None for one in (row.step_s, row.tok_s_total, row.tok_s_per_gpu))
     accelerators = row.gpus or DEFAULT_GPUS
@@ -141,7 +153,8 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
         mean_tokens=min(mean, LARGEST_MEAN * row.max_len),
         mean_is_known=row.avg_len is not None,
         scale_is_known=row.gpus is not None and has_rate,
-        assumed=(*assumed, *(f"no effect of {word!r}" for word in unknown_words(row))),
+        assumed=(*assumed, *(f"no effect of {word!r}" for word in unknown_words(row)), *doubts),
+        doubts=doubts,
     )
 
 
@@ -180,7 +193,7 @@ def switch_s(row: PublishedRun, level: Level) -> float:
 
 def _derived(row: PublishedRun, level: Level) -> ResolvedHardware:
     assert row.schedule is not None
-    gpu, model = _hardware_of(row, [])
+    gpu, model, _ = system_of(row, [])
     return derive_hardware(
         gpu,
         model,
@@ -241,35 +254,59 @@ def _mean_tokens(row: PublishedRun, longest: int, assumed: list[str]) -> float:
     return mean
 
 
-def _hardware_of(row: PublishedRun, assumed: list[str]) -> tuple[Gpu, LanguageModel]:
-    """Return GPU and model; a GPU is found by a catalogue name in ``hw``, as in "8x H100 SXM", and else is an H100."""
-    named = [name for name in gpu_names() if name.lower() in row.hw.lower()]
-    name = max(named, key=len) if named else STAND_IN_GPU
+def system_of(row: PublishedRun, assumed: list[str]) -> tuple[Gpu, LanguageModel, tuple[str, ...]]:
+    """Return GPU, model, and the doubts: in words, what moves all seconds and is not known or not simulated.
+
+    A GPU is found by a catalogue name in ``hw``, as in "8x H100 SXM". Raises ConfigError if GPU, model or algorithm is
+    of a kind that is not simulated.
+    """
+    critic = r"(?<!no )(?<!without )(?<!without a )\b(ppo|vapo|a2c|a3c|critic|value (model|network))\b(?!-free)"
+    if found := re.search(critic, f"{row.algo}, {row.features}", re.IGNORECASE):
+        raise ConfigError(f"{found[0]}: training and memory of a critic are not simulated")
+    doubts = [f"{one} is not simulated" for one in unmodelled(row)]
+    named = [name for name in gpu_names() if re.search(rf"(?<![a-wyz]){name}(?!\d)", row.hw, re.IGNORECASE)]
+    if row.hw and len(named) != 1:
+        raise ConfigError(
+            f"hw must name one GPU of the catalogue, or none if none is published, got {row.hw!r}; known: "
+            f"{', '.join(gpu_names())}"
+        )
     if not named:
-        assumed.append(f"{name} for {row.hw}" if row.hw else name)
-    return find_gpu(name), _model_of(row.model, assumed)
+        doubts.append(f"{STAND_IN_GPU}, as no GPU is published")
+    model = _model_of(row.model, assumed, doubts)
+    words = tuple(f"{one}: simulated bands are {prior.DOUBT_FACTOR} times as wide" for one in doubts)
+    return find_gpu(named[0] if named else STAND_IN_GPU), model, words
 
 
-def _model_of(name: str, assumed: list[str]) -> LanguageModel:
-    """Return the model of that name, or the one of the catalogue that is nearest in parameters, all and active."""
+SIZE = re.compile(r"(?<![\dx.])(\d+(?:\.\d+)?[BT]|\d{3}M)\b(?:-A(\d+(?:\.\d+)?[BT]|\d{3}M)\b)?", re.IGNORECASE)
+"""All and active parameters in a name; not the 7B of 8x7B, which is the size of neither."""
+
+
+def _model_of(name: str, assumed: list[str], doubts: list[str]) -> LanguageModel:
+    """Return the model of that name, or one of its kind that is nearest in parameters, all and active.
+
+    A kind: dense, or a mixture of experts, which names its active parameters; and with linear attention or Mamba, if a
+    model of its series in the catalogue has such layers.
+    """
     try:
         return find_model(name)
     except ConfigError:
-        # Not the 7B of 8x7B, which is the size of neither all nor the active parameters.
-        size = r"(\d+(?:\.\d+)?[BT]|\d{3}M)\b"
-        found = re.search(rf"(?<![\dx.]){size}(?:-A{size})?", name, re.IGNORECASE)
+        found = SIZE.search(name)
         if found is None:
             known = "is not in the catalogue and has no size in its name, such as 7B or 30B-A3B, to find the nearest by"
             raise ConfigError(f"model {name!r} {known}" if name else "model is not published") from None
     total, active = (float(one[:-1]) * UNITS[one[-1].upper()] for one in (found[1], found[2] or found[1]))
+    if not found[2] and total > LARGEST_DENSE:
+        raise ConfigError(f"model {name!r} names no active parameters, as in 1T-A32B, and no dense model is so large")
+    models = [find_model(one) for one in model_names()]
+    is_hybrid = any(one.state_bytes and SIZE.split(one.name)[0] == SIZE.split(name)[0] for one in models)
+    kin = [one for one in models if (bool(one.experts), bool(one.state_bytes)) == (bool(found[2]), is_hybrid)]
 
-    def distance(model: LanguageModel) -> float:
-        weight = 1.0 if found[2] else 0.1  # without an "A" in its name, a mixture of experts looks dense
-        return abs(math.log(model.parameters / total)) + weight * abs(math.log(model.active_parameters / active))
+    def distances(model: LanguageModel) -> tuple[float, float]:
+        return abs(math.log(model.parameters / total)), abs(math.log(model.active_parameters / active))
 
-    nearest = min((find_model(one) for one in model_names()), key=distance)
-    assumed.append(f"{nearest.name} for {name}")
-    return _of_size(nearest, total, active if found[2] or not nearest.experts else nearest.active_parameters)
+    nearest = min(kin, key=lambda model: sum(distances(model)))
+    (assumed if max(distances(nearest)) <= math.log(LIKE) else doubts).append(f"{nearest.name} for {name}")
+    return _of_size(nearest, total, active)
 
 
 def _of_size(model: LanguageModel, total: float, active: float) -> LanguageModel:

@@ -77,6 +77,12 @@ class PublishedRun(StrictModel):
     """Evidence: the RL algorithm."""
     mode: str = ""
     """Evidence: the schedule in the source's words."""
+    features: str = ""
+    """Features of the software in words, a comma between two of them: "LoRA, multi-token prediction"."""
+    engine: str = ""
+    """Evidence: the inference engine and its version."""
+    date: str = ""
+    """Evidence: when it was published, such as 2026-04."""
     precision: str = ""
     """Formats of numbers in words, such as "bf16" or "bf16 training, fp8 generation"."""
     schedule: Schedule | None = None
@@ -161,8 +167,11 @@ class PublishedRun(StrictModel):
 
     @property
     def family(self) -> tuple[str, str, str]:
-        """Rows of one family share their software, hardware and model, so one can inform another."""
-        return (self.system, self.hw, self.model)
+        """Rows of one family share their software, hardware and model, so one can inform another.
+
+        Software with features that are not simulated is another one than without them.
+        """
+        return (", ".join((self.system, *unmodelled(self))), self.hw, self.model)
 
     @property
     def family_name(self) -> str:
@@ -248,14 +257,35 @@ UNDERSTOOD = (
     r"bf16|fp8|kv|cache|fsdp\d?|zero\d?|\d+(off)?",
 )
 """Words of ``mode`` that the simulation knows: schedules, bounds, counts, precisions, and the kind of its trainer."""
+FEATURES = {
+    "multi-token prediction": r"multi[- ]token prediction|\bmtp\b|speculati(ve decoding|on)|\beagle\b",
+    "LoRA": r"\bq?lora\b",
+    "CPU optimizer": r"\bcpu[ _-]?(adam|optimi[sz]er|offload)|(adam|optimi[sz]er) on the cpu",
+    "generation per micro-batch": r"(generation|rollouts?) (per|by) micro[- ]?batch",
+    "environments": r"\bagentic\b|multi[- ]turn|\b(swe|terminal)-bench\b",
+}
+"""Features that change seconds and are not simulated, and their names in ``features``, ``mode`` and ``note``."""
+
+
+def unmodelled(row: PublishedRun) -> tuple[str, ...]:
+    """Return the features that no simulation has: known ones in any text, and all others of ``features``."""
+    text = f"{row.features}, {row.mode}, {row.note}"
+    found = [name for name, one in FEATURES.items() if re.search(rf"(?<!no )(?<!without )({one})", text, re.IGNORECASE)]
+    known = "|".join(FEATURES.values())
+    named = [one.strip() for one in re.split("[,;]", row.features) if not re.search(known, one, re.IGNORECASE)]
+    return (*found, *(one for one in named if _unknown(one, row)))
 
 
 def unknown_words(row: PublishedRun) -> tuple[str, ...]:
     """Return the words of ``mode`` that change nothing in the simulation; names of the row's own are none."""
+    return tuple(_unknown(row.mode, row))
+
+
+def _unknown(text: str, row: PublishedRun) -> list[str]:
     own = " ".join((row.system, row.source, row.model, row.hw)).lower()
     known = "|".join(UNDERSTOOD)
-    words = re.split(r"[\s,;_+()=<≤/]+", row.mode)
-    return tuple(word for word in words if word and word.lower() not in own and not _is_known(word.lower(), known))
+    words = re.split(r"[\s,;_+()=<≤/]+", text)
+    return [word for word in words if word and word.lower() not in own and not _is_known(word.lower(), known)]
 
 
 def _is_known(word: str, known: str) -> bool:
@@ -282,7 +312,8 @@ def precisions(row: PublishedRun, assumed: list[str]) -> tuple[Precision, Precis
 # ------------------------------------------------------------------------------------------------------- collected rows
 
 TEXTS = (
-    "id", "source", "url_or_path", "evidence", "hw", "model", "algo", "mode", "precision", "staleness_setting", "note",
+    "id", "source", "url_or_path", "evidence", "hw", "model", "algo", "mode", "features", "engine", "date", "precision",
+    "staleness_setting", "note",
 )  # fmt: skip
 COUNTS = (
     "gpus_total", "gpus_train", "gpus_gen", "gen_tensor_parallel", "prompts_per_step", "n_per_prompt", "max_len",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import text_of
 from published import changed, predicted, predicted_by_id, row
+from validation_pages import PAGES, as_much_per_gpu, central_errors, more_apart_staler, parts, sum_of_parts, with_parts
 
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.hardware.prior import END_SDS, RUN_SD, SYNC_ARM_SD, SYNC_SD
@@ -18,6 +20,7 @@ from sim.run import simulate
 from sim.validation.infer import STEP, SimulationGrid, run_config, simulation_grid
 from sim.validation.predict import (
     AloneRun,
+    alone_run,
     family_interval,
     shipped_runs,
     speed_up_summary,
@@ -29,6 +32,7 @@ from sim.validation.predict import (
     validation_report,
 )
 from sim.validation.reconstruct import MEAN_OVER_LONGEST, reconstruct_run, rest_s
+from sim.validation.rows import Schedule
 
 ROOT = Path(__file__).parents[3]
 APART = {"gpus_gen": 4, "gpus_train": 4}
@@ -155,6 +159,9 @@ def test_a_rounded_copy_of_a_row_is_the_row(changes):
         ({"gpus_gen": None, "gpus_train": 8}, "no GPU is left to generate"),
         ({"gpus_gen": 8}, "gpus_gen must be below gpus_total=8, got 8"),
         ({"model": "DeepSeek-V3"}, "does not fit"),
+        ({"hw": "Ascend 910"}, "hw must name one GPU of the catalogue"),
+        ({"hw": "Ascend 910", "update_s": 4.0, "generate_s": 5.0, "schedule": Schedule.ONE_STEP_OFF}, "hw must name"),
+        ({"algo": "PPO"}, "training and memory of a critic are not simulated"),
         ({"step_s": None}, "neither seconds per step nor"),
     ],
 )
@@ -221,14 +228,60 @@ def test_a_common_error_is_taken_out():
     assert band.high_s < 10.4
 
 
+def test_a_doubt_doubles_the_width_of_its_own_band_alone():
+    """In logs, against the same rows without one; other rows keep their bands."""
+    rows = [
+        AloneRun(name, ("s", "H100", name), 10 * math.exp(error), 10.0)
+        for name, error in zip("abcd", (0, 0.3, -0.2, 0.1), strict=True)
+    ]
+    doubtful = unseen_bands([replace(rows[0], spread_factor=2.0), *rows[1:]])
+    plain = unseen_bands(rows)
+    assert doubtful["a"].middle_s == plain["a"].middle_s
+    assert math.log(doubtful["a"].high_s / doubtful["a"].low_s) == pytest.approx(
+        2 * math.log(plain["a"].high_s / plain["a"].low_s)
+    )
+    assert doubtful["b"] == plain["b"]
+    run = reconstruct_run(one := row("a", "sync", step_s=40.0, features="LoRA"), [one])
+    assert alone_run(run).spread_factor == 2.0
+
+
+def systems():
+    """A synchronous row of each of four systems."""
+    return [row(name, "sync", system=name, step_s=40.0 + index) for index, name in enumerate("abcd")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["mine", "a"])
+def test_a_wildly_wrong_row_moves_no_other_band_if_the_shipped_rows_alone_judge(wrong):
+    """Neither a row of a new system nor one that has the name of a shipped one; without the flag it does."""
+    shipped, judged = systems(), row("judged", "sync", system="judged", step_s=50.0)
+
+    def as_bytes(seconds, **options):
+        other = row(wrong, "sync", system=wrong, step_s=seconds)
+        first, second = predicted([judged, other], others=shipped, **options)
+        return first.model_dump_json().encode(), (second.alone, second.alone_low, second.alone_high)
+
+    assert as_bytes(40.0, others_only=True) == as_bytes(4e6, others_only=True)
+    (near, own), (far, own_then) = as_bytes(40.0), as_bytes(4e6)
+    assert near != far
+    assert own == own_then  # a family never makes its own band
+
+
+def test_judged_by_others_only_a_shipped_row_is_predicted_as_among_them():
+    """Its own family is left out either way."""
+    shipped = systems()
+    (one,) = predicted(shipped[:1], others=shipped, others_only=True)
+    assert one == predicted(shipped)[0]
+
+
 def test_families_are_resampled_and_not_rows():
     """One family of nine good rows and one of a bad one: the median of resampled families is either's."""
     families = [np.full(9, 0.1), np.array([0.9])]
     assert family_interval(families, lambda sample: float(np.median(np.concatenate(sample)))) == (0.1, 0.9)
 
 
-@pytest.mark.parametrize("missing", [{"avg_len": None}, {"gpus_total": None}, {"step_s": None}])
-def test_alone_needs_mean_answer_size_and_seconds(missing):
+@pytest.mark.parametrize("missing", [{"avg_len": None}, {"gpus_total": None}, {"step_s": None}, {"hw": ""}])
+def test_alone_needs_mean_answer_gpu_size_and_seconds(missing):
     whole = {"step_s": 50.0}
     assert truly_simulated(row("a", "sync", **whole)) is not None
     assert truly_simulated(row("a", "sync", **(whole | missing))) is None
@@ -310,6 +363,15 @@ def test_a_common_error_of_the_other_families_ratios_is_taken_out():
 
 
 @pytest.mark.usefixtures("no_weights")
+def test_pairs_of_judges_alone_give_the_mean_error_and_the_naive_rule():
+    judges = [one for name, ratio in (("b", 1.5), ("c", 2.0), ("d", 1.2)) for one in family(name, ratio, 1.1 * ratio)]
+    near, far = (speed_ups([*family("a", 1.4, 1.4), *family("wrong", ratio, 1.4)], judges)[0] for ratio in (1.4, 90.0))
+    assert near == far
+    assert near.constant == 1.5
+    assert near.predicted < 1.4
+
+
+@pytest.mark.usefixtures("no_weights")
 def test_scores_by_hand():
     """Probabilities near 1 of a pair measured faster and one slower: squares 0 and 1, mean 1/2, one of two right."""
     summary = speed_up_summary(speed_ups([*family("a", 9.0, 9.0), *family("b", 0.5, 9.0)]))
@@ -370,12 +432,23 @@ def test_validate_reports_pairs_of_the_rows_that_were_asked_for():
     assert report.summary.speed_ups.pairs == 1
 
 
+@pytest.mark.slow
+def test_the_naive_rule_is_the_ratio_of_the_judging_pairs():
+    """3 times as fast in the other rows; where the file alone judges, no other family is known: 1."""
+    runs = [row("s", "sync", step_s=60.0), row("a", "async", step_s=30.0, **STALE)]
+    theirs = [changed(one, system="theirs", step_s=seconds) for one, seconds in zip(runs, (90.0, 30.0), strict=True)]
+    report = validate(runs, others=theirs, others_only=True, workers=1)
+    assert report.others_only
+    assert [one.constant for one in report.speed_ups] == [3.0]
+    assert [one.constant for one in validate(runs, others=theirs, workers=1).speed_ups] == [1.0]
+
+
 # The shipped rows: their promised errors, and the numbers of docs/validation.md.
 
 PAGE = "\n".join(
     (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("validation.md", "measurements/validation.md")
 )
-"""Both pages; the table of the second has the rows, all columns but the last three."""
+"""Both pages."""
 WORDS = " ".join(PAGE.split())
 FAR_OFF = {
     "miles_qwen3.8_27b",
@@ -384,10 +457,6 @@ FAR_OFF = {
     "unirl40_verl_light",
 }
 """Rows that are predicted alone and more than 45 % off: docs/validation.md names the unpublished numbers of each."""
-
-
-def percent(share):
-    return f"{share:.0%}".replace("%", " %")
 
 
 def shipped_rows_validated():
@@ -402,44 +471,12 @@ def shipped_rows_validated():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sim.validation.predict.simulation_grid", kept)
-        return validate(shipped_runs(), workers=1), grids
+        return validate(runs := shipped_runs(), others=runs, others_only=True, workers=1), grids
 
 
 def medians(errors):
     """Rows, the median error of a naive rule, and ours."""
     return len(errors), *np.median(np.array(errors), axis=0)
-
-
-def sum_of_parts(rows, published):
-    """A step lasts as long as its published generation and training."""
-    parts = [(published[one.id], one) for one in rows if "generation" in one.inputs]
-    return medians([(abs((run.generate_s + run.train_s) / one.measured - 1), abs(one.error)) for run, one in parts])
-
-
-def as_much_per_gpu(rows):
-    """Every GPU of a system makes as many tokens per second as in the system's other rows."""
-    rows = [one for one in rows if one.quantity == "s/step" and one.gpus and one.answer_tokens]
-    log_s = {one.id: math.log(one.measured * one.gpus / one.answer_tokens) for one in rows}
-    errors = []
-    for one in rows:
-        others = [log_s[other.id] for other in rows if other.family == one.family and other.measured != one.measured]
-        if others:
-            errors.append((abs(math.exp(float(np.median(others)) - log_s[one.id]) - 1), abs(one.error)))
-    return medians(errors)
-
-
-def more_apart_staler(result, published):
-    """More GPUs are faster; or else asynchronous RL is; or else the staler. Pairs that this decides, its right ones,
-    and ours.
-    """
-    rows, decided = {one.id: one for one in result.rows}, []
-    for pair in result.pairs:
-        runs, (one, other) = [published[name] for name in pair.rows], (rows[name] for name in pair.rows)
-        first, second = ((run.gpus or 0, run.schedule.at_once, run.max_staleness or 0) for run in runs)
-        faster = (one.measured > other.measured) is (one.quantity == "tokens/s")
-        if first != second:
-            decided.append(((first > second) is faster, pair.in_order))
-    return len(decided), *np.sum(decided, axis=0)
 
 
 def error_of_areals_curve(grids, published):
@@ -451,28 +488,6 @@ def error_of_areals_curve(grids, published):
     measured_K = np.array([one.tok_s_total for one in runs])
     error_KP = (seconds_KP[0] / seconds_KP) / (measured_K / measured_K[0])[:, None] - 1
     return np.abs(error_KP).max(axis=0).min()
-
-
-def words_on_pairs(result, published):
-    """Sentences of docs/validation.md on the pairs: all, with a published mean answer, and with a limit, too."""
-    rows = {one.id: one for one in result.rows}
-
-    def scores(name, pairs, families=""):
-        one = speed_up_summary(pairs)
-        always = f"{one.always_brier:.2f}" if one.always_brier else "0"
-        errors = f"{percent(one.median_error)} | {percent(one.constant_median_error)}"
-        return f"| {name}: {one.pairs} of {one.families}{families} | {one.brier:.2f} | {always} | {errors} |"
-
-    known = [one for one in result.speed_ups if published[one.synchronous].avg_len]
-    yield scores("all", result.speed_ups, " families")
-    yield scores("mean answer published", known)
-    yield scores("limit published, too", [one for one in known if published[one.synchronous].max_len])
-    theirs = [one for one in result.speed_ups if one.asynchronous.startswith("verl7b")]
-    ratios = [rows[one.synchronous].predicted / rows[one.asynchronous].predicted for one in theirs]
-    for numbers in (ratios, [one.measured for one in theirs]):
-        yield ", ".join(f"{number:.2f}" for number in numbers[:-1]) + f" and {numbers[-1]:.2f}"
-    off = np.median([abs(ratio / one.measured - 1) for ratio, one in zip(ratios, theirs, strict=True)])
-    yield f"measured: {percent(off)} off in the median"
 
 
 def test_docs_give_the_published_times_of_trainers_apart():
@@ -510,8 +525,9 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_give_them():
     assert sum(orders) >= 0.9 * len(orders) == 0.9 * 75
     assert summary.largest_staleness_error <= 0.3
     alone = summary.alone
-    assert (alone.rows, alone.families) == (22, 9)
-    assert alone.median_error <= 0.15 < alone.naive_median_error  # levels
+    assert (alone.rows, alone.families) == (19, 8)
+    # Levels. 0.15 before three rows that publish no GPU, 3 to 7 % off, stopped counting.
+    assert alone.median_error <= 0.16 < alone.naive_median_error
     assert {one.id for one in result.rows if one.alone and abs(one.alone / one.measured - 1) > 0.45} == FAR_OFF
     assert 0.75 <= alone.within_band <= 0.9
     informed = np.array(
@@ -541,16 +557,15 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_give_them():
         )
     assert error_of_areals_curve(grids, published) <= 0.15
 
-    inside, near = percent(alone.within_band), percent(alone.within_45_percent)
-    assert f"{alone.rows} rows, {alone.families} families; {near} are within 45 %, and {inside} inside" in WORDS
     assert all(f"`{one}`" in PAGE for one in FAR_OFF)
-    median, near = percent(np.median(informed)), percent(np.mean(informed <= 0.3))
-    assert f"| {len(informed)} | median error {median}, {near} within 30 % |" in PAGE
-    assert [words for words in words_on_pairs(result, published) if words not in WORDS] == []
-    between = re.search(r"<!-- table -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL)
-    assert between is not None
-    rows, _, _ = validation_markdown(result).partition("\nAsynchronous against")
-    assert between[1] == re.sub(r"^(\| .*)( \| [^|\n]*){3} \|$", r"\1 |", rows, flags=re.MULTILINE)
+    made = parts(result, published, central_errors(published.values()))
+    assert [name for name in PAGES if with_parts(text := text_of(name), made) != text] == []
+
+
+def test_parts_of_pages_are_made_anew_and_nothing_else():
+    page = "a <!--validate one-->old<!--end--> b\n<!--validate two-->\n| old |\n<!--end-->\nc"
+    made = {"one": "1", "two": "| 2 |\n"}
+    assert with_parts(page, made) == "a <!--validate one-->1<!--end--> b\n<!--validate two-->\n| 2 |\n<!--end-->\nc"
 
 
 # The report of a validation: errors, pairs in order, assumptions, and its words.

@@ -39,19 +39,58 @@ def test_a_stated_number_of_answers_needs_no_prompts_of_the_family():
 
 
 @pytest.mark.parametrize(
-    ("hw", "name", "assumed"),
+    ("hw", "name"),
+    [("H100", "H100"), ("8xH100", "H100"), ("8x NVIDIA H200 SXM", "H200"), ("GB200 NVL72", "GB200"), ("h20", "H20")],
+)
+def test_a_gpu_is_found_by_its_name_within_words(hw, name):
+    rebuilt = reconstruct_run(run(hw=hw), [])
+    assert (rebuilt.gpu.name, rebuilt.doubts) == (name, ())
+
+
+@pytest.mark.parametrize("hw", ["Ascend 910", "A800", "GH200", "H800+H20", "not stated"])
+def test_another_accelerator_or_several_are_refused(hw):
+    expected = f"hw must name one GPU of the catalogue, or none if none is published, got {hw!r}; known: H100, "
+    assert message(reconstruct_run, run(hw=hw), []).startswith(expected)
+
+
+def test_without_a_gpu_it_is_an_h100_with_twice_the_spread():
+    rebuilt = reconstruct_run(run(hw=""), [])
+    assert rebuilt.gpu.name == "H100"
+    assert rebuilt.doubts == ("H100, as no GPU is published: simulated bands are 2 times as wide",)
+    assert rebuilt.assumed[-1:] == rebuilt.doubts
+    assert (rebuilt.spread_factor, reconstruct_run(run(), []).spread_factor) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("values", [{"algo": "PPO"}, {"algo": "VC-PPO"}, {"features": "LoRA, a critic"}])
+def test_a_critic_is_refused(values):
+    assert message(reconstruct_run, run(**values), []).endswith(": training and memory of a critic are not simulated")
+
+
+@pytest.mark.parametrize(
+    "values", [{"algo": "DRPO/DAPO"}, {"algo": "GRPO without critic"}, {"features": "critic-free"}]
+)
+def test_an_algorithm_without_a_critic_is_not(values):
+    assert reconstruct_run(run(**values), []).gpu.name == "H100"
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
     [
-        ("H100", "H100", False),
-        ("8x NVIDIA H200 SXM", "H200", False),
-        ("GB200 NVL72", "GB200", False),
-        ("Abacus", "H100", True),
-        ("", "H100", True),
+        ({"features": "LoRA, rank 32"}, ("LoRA", "rank 32")),
+        ({"features": "multi-token prediction; frobnication"}, ("multi-token prediction", "frobnication")),
+        ({"features": "fsdp2, partial rollouts"}, ()),
+        ({"mode": "sync speculative decoding"}, ("multi-token prediction",)),
+        ({"mode": "sync agentic SWE-bench"}, ("environments",)),
+        ({"note": "CPU Adam, generation per micro-batch"}, ("CPU optimizer", "generation per micro-batch")),
+        ({"note": "no LoRA, without speculative decoding, exploration"}, ()),
     ],
 )
-def test_a_gpu_is_found_by_its_name_within_words(hw, name, assumed):
-    rebuilt = reconstruct_run(run(hw=hw), [])
-    assert rebuilt.gpu.name == name
-    assert any("H100" in words for words in rebuilt.assumed) is assumed
+def test_features_that_are_not_simulated_widen_the_bands_and_make_another_system(values, names):
+    one = run(**values)
+    rebuilt = reconstruct_run(one, [])
+    assert rebuilt.doubts == tuple(f"{name} is not simulated: simulated bands are 2 times as wide" for name in names)
+    assert rebuilt.spread_factor == (2.0 if names else 1.0)
+    assert one.family == (", ".join(("s", *names)), "H100", "Qwen2.5-7B")
 
 
 def test_without_the_size_of_the_cluster_or_its_steps_only_ratios_count():
@@ -64,12 +103,25 @@ def test_without_the_size_of_the_cluster_or_its_steps_only_ratios_count():
 
 @pytest.mark.parametrize(
     ("model", "gpus", "nearest"),
-    [("Qwen9-31B-A3B", 32, "Qwen3-30B-A3B"), ("gemma-2-9b-it", 32, None), ("SmolLM-360M", 8, "Qwen2.5-0.5B")],
+    [
+        ("Qwen9-31B-A3B", 32, "Qwen3-30B-A3B"),
+        ("gemma-2-9b-it", 32, "Qwen3-8B"),  # Qwen3.5-9B is nearer, but of linear attention
+        ("Qwen3.5-25B", 32, "Qwen3.5-27B"),  # has it, as others of its series
+        ("SmolLM-360M", 8, "Qwen2.5-0.5B"),
+    ],
 )
-def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest(model, gpus, nearest):
+def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest_of_its_kind(model, gpus, nearest):
     rebuilt = reconstruct_run(run(model=model, gpus_total=gpus), [])
-    assert f"{rebuilt.model.name} for {model}" in rebuilt.assumed
-    assert nearest in (rebuilt.model.name, None)
+    assert rebuilt.model.name == nearest
+    assert f"{nearest} for {model}" in rebuilt.assumed
+    assert rebuilt.doubts == ()
+
+
+def test_a_dense_model_is_never_replaced_by_a_mixture_and_a_far_one_is_doubtful():
+    """72.7B is less than half of 405B; a mixture of 397B is in the catalogue."""
+    rebuilt = reconstruct_run(run(model="Llama-3.1-405B", gpus_total=64), [])
+    assert (rebuilt.model.experts, rebuilt.model.active_parameters) == (0, 405e9)
+    assert rebuilt.doubts == ("Qwen2.5-72B for Llama-3.1-405B: simulated bands are 2 times as wide",)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +129,7 @@ def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest(model, gp
     [
         ("Frobnicator", "model 'Frobnicator' is not in the catalogue and has no size in its name, such as 7B or "),
         ("Frobnicator-8x7B", "model 'Frobnicator-8x7B' is not in the catalogue and has no size in its name"),
+        ("Kimi-K9-1T", "model 'Kimi-K9-1T' names no active parameters, as in 1T-A32B"),
         ("", "model is not published"),
     ],
 )
