@@ -155,6 +155,10 @@ class PlannedRun(Report):
     """Optimizer steps of the whole run (count)."""
     price_per_gpu_hour: float | None
     """Price of a GPU-hour (USD), where known."""
+    assumed_prices: list[str] = Field(default_factory=list)
+    """Prices that nobody gave, with their source: all costs rest on them."""
+    unpriced: list[str] = Field(default_factory=list)
+    """Kinds of GPU without a price."""
     lag_limit: int | None
     """Largest lag allowed of any trained token (optimizer steps). None: unbounded."""
     mean_lag_limit: float | None = None

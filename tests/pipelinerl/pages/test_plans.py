@@ -225,6 +225,26 @@ def test_assumptions_and_the_differences_from_another_plan_are_listed() -> None:
     assert (against.title, against.lines[0]) == ("against old", "the same question")
 
 
+def test_costs_at_prices_that_nobody_gave_say_so_and_given_ones_do_not() -> None:
+    given = priced_plan()
+    line = "2.00 USD per H100-hour (on-demand, 2026-10; page)"
+    run = given.run.model_copy(update={"assumed_prices": [line], "unpriced": ["H20"]})
+    for report, said in ((given, False), (given.model_copy(update={"run": run}), True)):
+        alone, cases = plan_page(report), cases_page({"4 GPUs": report, "8 GPUs": report})
+        texts = [
+            alone.answer,
+            cases.answer,
+            cases.sections[0].lines[0],
+            *(page.tables[0].note for page in (alone, cases)),
+        ]
+        assert [" USD per million trained tokens at assumed prices" in f" {text}" for text in texts] == [said] * 5
+        facts = [
+            ("Assumed", f"{line}; --price sets yours"), ("No cost", "no price of H20 is known; --price sets yours"),
+        ]  # fmt: skip
+        assert cases.facts == (facts if said else [])
+        assert alone.facts[1:] == cases.facts
+
+
 def test_the_page_of_cases_names_the_fastest_the_cheapest_and_the_winners() -> None:
     report = priced_plan()
     best = report.recommended
