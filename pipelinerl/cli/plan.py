@@ -23,7 +23,9 @@ def plan(
     run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="Model: name of the catalogue, or a file.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU: name of the catalogue, or a file; several: H100,H200.")] = None,
-    accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs; several: 64,96.")] = None,
+    accelerators: Annotated[
+        str | None, typer.Option(metavar="N", help="GPUs; several: 64,96; per kind: H100=64,GB200=36.")
+    ] = None,
     sync: Annotated[
         str | None, typer.Option(metavar="METHOD", help="Weight synchronization method; several: refit,delta.")
     ] = None,
