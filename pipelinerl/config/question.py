@@ -36,16 +36,16 @@ OPTIONS = {
     "price": "price.gpu_hour",
 }
 """The key that each option of the command sets."""
+UNITS = {OPTIONS["accelerators"]: " GPUs", OPTIONS["mean_length"]: " tokens"}
+"""What follows a value in the name of a case."""
 SEVERAL = ("gpu", "accelerators", "sync")
 """Options that take several values, each another case."""
 MOST_CASES = 24
 """Cases of one question (count)."""
-PRICE_KEYS = ("price.gpu_hour", "price.generation_gpu_hour")
-"""Keys of the prices of a kind of GPU that trains or does both, and of one that generates."""
-SPLIT_KEYS = ("cluster.generation_accelerators", "plan.generation_accelerators")
-"""Keys that fix the split between two kinds of GPU."""
 PER_KIND = ("price", "accelerators")
 """Options that take a value per kind of GPU, by name."""
+PHASES = 4
+"""Plans of a run whose answers grow, each at the mean of an equal part of the run (count)."""
 LENGTH_RATIO = 8
 """Longest answer over the mean, if only one of them is given (no unit)."""
 FIXED: dict[str, Any] = {"workload": {"length": {"kind": "lognormal"}}, "plan": {"simulate": 8, "simulate_steps": 64}}
@@ -88,6 +88,8 @@ class Question:
     """The run file of the first case, as it was given."""
     cases: tuple[Case, ...]
     assumed: tuple[Assumption, ...] = ()
+    growth: tuple[float, float] | None = None
+    """Mean answer at first and at last, of which the cases are phases (tokens)."""
 
 
 def ask(
@@ -101,8 +103,8 @@ def ask(
     """Return the question that a command line asks.
 
     Args:
-        options: Values by the names of ``OPTIONS``; those of ``SEVERAL`` may be several, joined by commas. None: not
-            given. Those of ``PER_KIND`` may be one per kind of GPU: ``H100=2.5,GB200=6``.
+        options: Values by the names of ``OPTIONS``; those of ``SEVERAL`` may be several, joined by commas, those of
+            ``PER_KIND`` one per kind of GPU, ``H100=2.5,GB200=6``, and ``mean_length`` ``FIRST..LAST``. None: none.
         run: The run file that they change. None: assumptions take its place.
         overrides: ``a.b=value`` each, applied last.
         seed: Replaces ``seed``.
@@ -113,17 +115,24 @@ def ask(
     """
     per_kind = {name: _per_kind(name, str(options[name])) for name in PER_KIND if "=" in str(options.get(name))}
     lists = [_values(name, str(value)) for name, value in options.items() if value is not None and name not in per_kind]
+    growth = _growth(str(options.get("mean_length") or ""))
     combinations = list(itertools.product(*lists))
     if len(combinations) > MOST_CASES:
         raise ConfigError(f"a question must have at most {MOST_CASES} cases, got {len(combinations)}")
     first = [f"{key}={value}" for key, value in combinations[0]]
     given = flat(with_overrides({}, [*first, *overrides])) | {OPTIONS[name]: None for name in per_kind}
+    if growth is not None:  # the longest answer is that of the whole run
+        given[OPTIONS["mean_length"]] = max(growth)
     if hardware is not None:
         given |= flat({"hardware": read_hardware(hardware, "--hardware")})
     assumed = () if run is not None else _assumed(given)
     base = read_toml(run, "run file") if run is not None else _tables_of(assumed)
+    if growth is not None:
+        base = with_value(base, "workload.length.growth", None)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
     several = {values[0][0] for values in lists if len(values) > 1}
+    if growth is not None and len(several) > 1:
+        raise ConfigError("--mean-length FIRST..LAST must be the only option with several values")
     tables, cases, used = [], list[Case](), set[str]()
     for settings in combinations:
         sets = [f"{key}={value}" for key, value in settings]
@@ -135,9 +144,7 @@ def ask(
             tables[-1] = completed(base, [*sets, *overrides], seed, folder=folder, hardware=hardware)
         resized = any(one.startswith(OPTIONS["accelerators"]) for one in sets)
         filled, whole = with_placeholders(tables[-1], resized=resized)
-        name = " ".join(
-            f"{value} GPUs" if key == OPTIONS["accelerators"] else value for key, value in settings if key in several
-        )
+        name = " ".join(f"{value}{UNITS.get(key, '')}" for key, value in settings if key in several)
         if "accelerators" in per_kind and several:
             name += f" {tables[-1]['cluster']['accelerators']} GPUs"
         own = [*sets, *overrides]
@@ -148,14 +155,30 @@ def ask(
         cases.append(Case(name, parse_run(filled, title), whole, tuple(own)))
     if unused := [kind for kind in per_kind.get("accelerators", {}) if kind not in used]:
         raise ConfigError(f"--accelerators must name kinds of GPU that --gpu asks for, got {unused[0]}")
-    return Question(tables[0], tuple(cases), assumed)
+    return Question(tables[0], tuple(cases), assumed, growth)
 
 
 def _values(name: str, text: str) -> list[tuple[str, str]]:
     values = list(dict.fromkeys(one.strip() for one in text.split(","))) if name in SEVERAL else [text.strip()]
+    if name == "mean_length" and (growth := _growth(text)) is not None:
+        first, last = growth
+        values = [f"{first + (last - first) * (part + 0.5) / PHASES:.6g}" for part in range(PHASES)]
     if not all(values):
         raise ConfigError(f"--{name.replace('_', '-')} must have a value, got {text!r}")
     return [(OPTIONS[name], one) for one in values]
+
+
+def _growth(text: str) -> tuple[float, float] | None:
+    """Return both ends of ``FIRST..LAST``; None for a single number."""
+    if ".." not in text:
+        return None
+    try:
+        first, last = (float(one) for one in text.split(".."))
+    except ValueError:
+        first = last = 0.0
+    if not (0 < first < math.inf and 0 < last < math.inf and first != last):
+        raise ConfigError(f"--mean-length must be tokens, or FIRST..LAST of answers that grow, got {text!r}")
+    return first, last
 
 
 def _per_kind(name: str, text: str) -> dict[str, str]:
@@ -184,12 +207,13 @@ def _kind_sets(per_kind: Mapping[str, Mapping[str, str]], kinds: Sequence[str]) 
             raise ConfigError(f"--{name} must have every kind of GPU that is asked for, got none for {missing[0]}")
         each = [values[kind] for kind in kinds]
         if name == "price":
-            sets += [f"{key}={usd}" for key, usd in zip(PRICE_KEYS, each, strict=False)]
+            sets += [f"price.{key}={usd}" for key, usd in zip(("gpu_hour", "generation_gpu_hour"), each, strict=False)]
         elif not all(one.isdecimal() for one in each):
             raise ConfigError(f"--accelerators must be whole numbers, got {', '.join(each)}")
         else:
-            split = [f"{SPLIT_KEYS[0]}={each[1]}", f"{SPLIT_KEYS[1]}=[{each[1]}]"] if len(each) > 1 else []
-            sets += [f"{OPTIONS[name]}={sum(map(int, each))}", *split]
+            sets.append(f"{OPTIONS[name]}={sum(map(int, each))}")
+            sets += [f"cluster.generation_accelerators={one}" for one in each[1:]]
+            sets += [f"plan.generation_accelerators=[{one}]" for one in each[1:]]
     return sets
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pipelinerl.records.plan_report import (
     CertaintyReport,
     Instead,
     MeasurementValue,
+    PhasesReport,
     PlannedCandidate,
     PlanReport,
 )
@@ -221,6 +223,22 @@ def who_wins(plans: Mapping[str, PlanReport]) -> list[str]:
     for name, report in plans.items():
         winners.setdefault(report.recommended.family, []).append(name)
     return [line, sentence("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))]
+
+
+def switching(report: PhasesReport | None) -> str:
+    """Return the plans of answers that grow, and the gain over one plan for the whole run."""
+    if report is None:
+        return "No plan keeps to the limits throughout: each phase needs its own."
+    first, *others = report.stretches
+    text = f"{first.label}{' at first' if others else ' throughout'}"
+    for before, one in itertools.pairwise(report.stretches):
+        text += f"; after step {before.step:,}, with answers of {before.mean:,.0f} tokens, {one.label}"
+    most, restart = report.single_hours / report.hours_without_restarts - 1, duration(report.restart_s)
+    gain = f"a switch gains too little, {most:.1%} at most, restarts ({restart}, assumed) apart"
+    if others:
+        gain = f"{report.single_hours / report.hours - 1:.1%} faster than {report.single} throughout, restarts "
+        gain += f"({len(others)} of {restart}, assumed) included; {most:.1%} without them"
+    return f"{sentence(text)} By the screening {duration(3600 * report.hours)}: {gain}."
 
 
 # Measurements

@@ -386,3 +386,31 @@ class PlanReport(Report):
         if not set(front) <= set(known):
             raise ValueError(f"labels must be those of simulated candidates, got {front}")
         return front
+
+
+class Stretch(Report):
+    """A part of a run with one plan."""
+
+    label: str
+    """Name of the plan in tables."""
+    step: int
+    """Its last optimizer step."""
+    mean: float
+    """Mean answer then (tokens)."""
+
+
+class PhasesReport(Report):
+    """Plans of a run whose answers grow linearly, by the screening."""
+
+    restart_s: float
+    """Assumed time of a switch (seconds)."""
+    stretches: list[Stretch]
+    """The plans in order."""
+    hours: float
+    """Hours of the run, restarts included."""
+    hours_without_restarts: float
+    """Hours if a switch took no time."""
+    single: str
+    """The best plan for the whole run."""
+    single_hours: float
+    """Hours with it."""

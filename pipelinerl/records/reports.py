@@ -299,11 +299,9 @@ class Prices:
                 return given
             if kind.price_per_hour is None:
                 unpriced.append(kind.name)
-            elif kind.price_source and not assume:
-                return None
-            elif kind.price_source:
+            elif kind.price_source and assume:
                 assumed.append(f"{kind.price_per_hour:.2f} USD per {kind.name}-hour ({kind.price_source})")
-            return kind.price_per_hour
+            return kind.price_per_hour if assume or not kind.price_source else None
 
         own = usd(gpu, price.gpu_hour)
         others = price.generation_gpu_hour or (own if other is gpu else usd(other, None))
