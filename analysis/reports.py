@@ -114,7 +114,7 @@ def throughput_against_cost(reports: Mapping[str, PlanReport]) -> Chart:
     """Return throughput against cost: the recommendation of each case, with its band."""
     costs = {name: one.recommended.cost for name, one in reports.items()}
     priced = all(one.usd_per_million_tokens is not None for one in costs.values())
-    assumed = priced and any(one.run.assumed_prices for one in reports.values())
+    assumed = priced and any(one.run.price_notes for one in reports.values())
     unit = f"{'USD' if priced else 'GPU-hours'} per million trained tokens{' at assumed prices' if assumed else ''}"
     styles = series_styles([one.recommended.family for one in reports.values()], range(len(reports)))
     series = list[Series]()

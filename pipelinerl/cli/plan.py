@@ -86,11 +86,12 @@ def plan(
             against=other,
         )
         cases = plan_cases(question, how)
-        grows = question.growth is not None and len(cases) == len(question.cases)
-        phases = compare_phases(question, cases, how) if grows else None
+        phases = compare_phases(question, cases, how)
     if run is None and save is None and out is not None:
         save_question(question, file)
-    status = _show(cases, file.name, phases=phases, grows=grows, out=out, as_json=as_json)
+    if question.growth is not None and phases is None:
+        complain("no plan is known to keep to the limits in every part of the run, as answers grow")
+    status = _show(cases, file.name, phases=phases, out=out, as_json=as_json)
     if run is None and not as_json:
         kept = "keep the question with --save" if save is None and out is None else "the question is in"
         print_line(f"{kept} {file}; change it, and ask: pipelinerl plan {shlex.quote(str(file))}")
@@ -98,28 +99,22 @@ def plan(
 
 
 def _show(
-    cases: Sequence[PlannedCase],
-    name: str,
-    *,
-    phases: PhasesReport | None,
-    grows: bool,
-    out: Path | None,
-    as_json: bool,
+    cases: Sequence[PlannedCase], name: str, *, phases: PhasesReport | None, out: Path | None, as_json: bool
 ) -> int:
     """Print and draw the plans of a question; return the exit status."""
     plans = {one.name: one.report for one in cases if one.report is not None}
     reports, several = [*plans.values()], len(cases) > 1
     if as_json:
         rows = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
-        content = {"cases": rows, **({"phases": phases and phases.to_dict()} if grows else {})}
-        print_json(content if several else reports[0].to_dict())
+        grown = {} if phases is None else {"phases": phases.to_dict()}
+        print_json({"cases": rows, **grown} if several else reports[0].to_dict())
     else:
         from pipelinerl.pages.plans import cases_page, plan_page, switching
         from pipelinerl.pages.terminal import print_page
 
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
         page = cases_page(plans, failures=failed) if several else plan_page(reports[0])
-        print_page(replace(page, answer=switching(phases)) if grows else page, name)
+        print_page(page if phases is None else replace(page, answer=switching(phases)), name)
     if out is not None:
         for folder in (one.folder for one in cases if one.report is not None):
             draw_kept(out / folder if several else out, quiet=as_json)

@@ -127,12 +127,12 @@ def ask(
         given |= flat({"hardware": read_hardware(hardware, "--hardware")})
     assumed = () if run is not None else _assumed(given)
     base = read_toml(run, "run file") if run is not None else _tables_of(assumed)
-    if growth is not None:
-        base = with_value(base, "workload.length.growth", None)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
     several = {values[0][0] for values in lists if len(values) > 1}
-    if growth is not None and len(several) > 1:
-        raise ConfigError("--mean-length FIRST..LAST must be the only option with several values")
+    if growth is not None:
+        base = with_value(base, "workload.length.growth", None)
+        if len(several) > 1:
+            raise ConfigError("--mean-length FIRST..LAST must be the only option with several values")
     tables, cases, used = [], list[Case](), set[str]()
     for settings in combinations:
         sets = [f"{key}={value}" for key, value in settings]
@@ -185,9 +185,7 @@ def _per_kind(name: str, text: str) -> dict[str, str]:
     """Return the value of each kind of GPU by its name in the catalogue."""
     pairs = [one.partition("=") for one in text.split(",")]
     if not all(kind.strip() and equals and value.strip() for kind, equals, value in pairs):
-        example = "64,96, or one per kind of GPU as H100=64,GB200=36"
-        example = "a number, or one per kind of GPU as H100=2.5,GB200=6" if name == "price" else example
-        raise ConfigError(f"--{name} must be {example}, got {text!r}")
+        raise ConfigError(f"--{name} must be a number, or one per kind of GPU as H100=64,GB200=36, got {text!r}")
     return {find_gpu(kind.strip(), key=f"--{name}").name: value.strip() for kind, _, value in pairs}
 
 

@@ -225,14 +225,12 @@ def who_wins(plans: Mapping[str, PlanReport]) -> list[str]:
     return [line, sentence("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))]
 
 
-def switching(report: PhasesReport | None) -> str:
+def switching(report: PhasesReport) -> str:
     """Return the plans of answers that grow, and the gain over one plan for the whole run."""
-    if report is None:
-        return "No plan keeps to the limits throughout: each phase needs its own."
-    first, *others = report.stretches
-    text = f"{first.label}{' at first' if others else ' throughout'}"
-    for before, one in itertools.pairwise(report.stretches):
-        text += f"; after step {before.step:,}, with answers of {before.mean:,.0f} tokens, {one.label}"
+    (first, *_), *others = report.plans
+    text = f"{first}{' at first' if others else ' throughout'}"
+    for (_, step, mean), (label, *_) in itertools.pairwise(report.plans):
+        text += f"; after step {step:,}, with answers of {mean:,.0f} tokens, {label}"
     most, restart = report.single_hours / report.hours_without_restarts - 1, duration(report.restart_s)
     gain = f"a switch gains too little, {most:.1%} at most, restarts ({restart}, assumed) apart"
     if others:
@@ -413,17 +411,12 @@ def _band(one: PlannedCandidate) -> str:
 
 def price_facts(reports: Iterable[PlanReport]) -> list[tuple[str, str]]:
     """Return the prices that nobody gave, and the kinds of GPU without any."""
-    runs = [one.run for one in reports]
-    assumed = dict.fromkeys(line for run in runs for line in run.assumed_prices)
-    unpriced = dict.fromkeys(kind for run in runs for kind in run.unpriced)
-    none = f"no price of {' and '.join(unpriced)} is known"
-    facts = [("Assumed", "; ".join(assumed))] if assumed else []
-    facts += [("No cost", none)] if unpriced else []
-    return [(name, f"{words}; --price sets yours") for name, words in facts]
+    notes = dict.fromkeys(line for one in reports for line in one.run.price_notes)
+    return [("Assumed", f"{'; '.join(notes)}; --price sets yours")] if notes else []
 
 
 def _prices(reports: Iterable[PlanReport]) -> str:
-    return " at assumed prices" if any(one.run.assumed_prices for one in reports) else ""
+    return " at assumed prices" if any(one.run.price_notes for one in reports) else ""
 
 
 def _priced(plans: Mapping[str, PlanReport]) -> bool:

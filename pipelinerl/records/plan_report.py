@@ -155,10 +155,8 @@ class PlannedRun(Report):
     """Optimizer steps of the whole run (count)."""
     price_per_gpu_hour: float | None
     """Price of a GPU-hour (USD), where known."""
-    assumed_prices: list[str] = Field(default_factory=list)
-    """Prices that nobody gave, with their source: all costs rest on them."""
-    unpriced: list[str] = Field(default_factory=list)
-    """Kinds of GPU without a price."""
+    price_notes: list[str] = Field(default_factory=list)
+    """Prices that nobody gave, on which all costs rest, with their source, and kinds of GPU without any."""
     lag_limit: int | None
     """Largest lag allowed of any trained token (optimizer steps). None: unbounded."""
     mean_lag_limit: float | None = None
@@ -388,24 +386,13 @@ class PlanReport(Report):
         return front
 
 
-class Stretch(Report):
-    """A part of a run with one plan."""
-
-    label: str
-    """Name of the plan in tables."""
-    step: int
-    """Its last optimizer step."""
-    mean: float
-    """Mean answer then (tokens)."""
-
-
 class PhasesReport(Report):
     """Plans of a run whose answers grow linearly, by the screening."""
 
     restart_s: float
     """Assumed time of a switch (seconds)."""
-    stretches: list[Stretch]
-    """The plans in order."""
+    plans: list[tuple[str, int, float]]
+    """The plans in order: label, last optimizer step, and mean answer then (tokens)."""
     hours: float
     """Hours of the run, restarts included."""
     hours_without_restarts: float

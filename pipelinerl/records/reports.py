@@ -276,10 +276,8 @@ class Prices:
     """Of a GPU that generates, where others train."""
     generation_watts: float | None
     environment_usd: float
-    assumed: tuple[str, ...] = ()
-    """Prices that nobody gave, with their source."""
-    unpriced: tuple[str, ...] = ()
-    """Kinds of GPU without a price."""
+    notes: tuple[str, ...] = ()
+    """Prices that nobody gave, with their source, and kinds of GPU without any."""
 
     @classmethod
     def of(cls, config: RunConfig, *, assume: bool = False) -> Self:
@@ -292,21 +290,21 @@ class Prices:
         other = gpu
         if hardware.generation_gpu is not None:
             other = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
-        assumed, unpriced = list[str](), list[str]()
+        notes = list[str]()
 
         def usd(kind: Gpu | None, given: float | None) -> float | None:
             if given is not None or kind is None:
                 return given
             if kind.price_per_hour is None:
-                unpriced.append(kind.name)
+                notes.append(f"no price of {kind.name} is known")
             elif kind.price_source and assume:
-                assumed.append(f"{kind.price_per_hour:.2f} USD per {kind.name}-hour ({kind.price_source})")
+                notes.append(f"{kind.price_per_hour:.2f} USD per {kind.name}-hour ({kind.price_source})")
             return kind.price_per_hour if assume or not kind.price_source else None
 
         own = usd(gpu, price.gpu_hour)
         others = price.generation_gpu_hour or (own if other is gpu else usd(other, None))
         watts, others_watts = (None if one is None else one.watts for one in (gpu, other))
-        return cls(own, watts, others, others_watts, price.environment_hour, tuple(assumed), tuple(unpriced))
+        return cls(own, watts, others, others_watts, price.environment_hour, tuple(notes))
 
     def rates(self, config: RunConfig) -> Rates:
         """Return the resources of a run per hour: all accelerators and environments, in use or not."""

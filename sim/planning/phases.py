@@ -1,10 +1,9 @@
 """Answers that grow in training: which plan when, and what switching gains over one plan for the whole run.
 
-Theory of operation. The mean answer grows linearly with the optimizer steps. Candidates are the plans of the phases,
-and of all choices the one that takes the least time over the phases. Each is screened in ``SLICES`` equal slices of the
-run; a limit rules it out in a slice as in any screening. Every plan trains on the same answers in a slice, so seconds
-add up: a run's throughput is the harmonic mean of its slices', weighted by tokens. The cheapest sequence follows by
-dynamic programming. One plan throughout is a sequence, too: switching never loses.
+Theory of operation. The mean answer grows linearly. Candidates are the plans of the phases, and of all choices the one
+that takes the least time over the phases. Each is screened in ``SLICES`` slices of the run. All train on the same
+answers in a slice, so seconds add up: a run's throughput is the harmonic mean of its slices', weighted by tokens.
+One plan throughout is a sequence, too: the cheapest one never loses.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from pipelinerl.calibration.measured import Measured, merged
 from pipelinerl.config.question import Question
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.plan_report import PhasesReport, Stretch
+from pipelinerl.records.plan_report import PhasesReport
 from sim.planning.answer import PlannedCase
 from sim.planning.screen import Screened, Screener, screen_all, with_values
 from sim.planning.simulate import HowToPlan
@@ -29,16 +28,17 @@ RESTART_S = 600.0
 
 
 def compare_phases(question: Question, cases: Sequence[PlannedCase], how: HowToPlan) -> PhasesReport | None:
-    """Return when to switch between the plans of growing answers; None if no plan keeps to the limits throughout."""
-    assert question.growth is not None
+    """Return when to switch between the plans of growing answers; None if no plan is known for all."""
+    if question.growth is None or len(cases) < len(question.cases):
+        return None
     first, last = question.growth
     configs = [merged(case.config, how.measured) for case in question.cases]
     (base, measured), *_ = configs
     phases = [_screened(config, measured) for config, _ in configs]
     known = {label: one for phase in phases for label, one in phase.items()}
-    throughout = set.intersection(*map(set, phases))
     planned = [case.report.recommended.label.removesuffix(" (run file)") for case in cases if case.report is not None]
-    best = sorted(throughout, key=lambda label: (sum(_answer_s(phase[label]) for phase in phases), label))
+    in_all = sorted(set.intersection(*map(set, phases)))
+    best = sorted(in_all, key=lambda label: sum(_answer_s(phase[label]) for phase in phases))
     labels = [label for label in dict.fromkeys([*planned, *best[:1]]) if label in known]
     choices = [known[label].candidate.choice for label in labels]
     ends = [round(base.optimizer_steps * (part + 1) / SLICES) for part in range(SLICES)]
@@ -56,8 +56,8 @@ def compare_phases(question: Question, cases: Sequence[PlannedCase], how: HowToP
     total_s, path = cheapest(seconds_CS, RESTART_S)
     return PhasesReport(
         restart_s=RESTART_S,
-        stretches=[
-            Stretch(label=labels[path[part]], step=ends[part], mean=first + (last - first) * (part + 1) / SLICES)
+        plans=[
+            (labels[path[part]], ends[part], first + (last - first) * (part + 1) / SLICES)
             for part in range(SLICES)
             if part == SLICES - 1 or path[part] != path[part + 1]
         ],
@@ -69,11 +69,7 @@ def compare_phases(question: Question, cases: Sequence[PlannedCase], how: HowToP
 
 
 def cheapest(seconds_CS: np.ndarray, restart_s: float) -> tuple[float, list[int]]:
-    """Return the least time of a run, and the candidate of each slice.
-
-    ``seconds_CS``: time of slice S with candidate C, infinite where it breaks a limit; ``restart_s`` between two slices
-    of different candidates.
-    """
+    """Return the least time of a run from those of slice S with candidate C, and the candidate of each slice."""
     total_C, before = seconds_CS[:, 0], list[np.ndarray]()
     for seconds_C in seconds_CS.T[1:]:
         other = int(total_C.argmin())

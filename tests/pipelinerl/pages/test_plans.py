@@ -18,7 +18,6 @@ from pipelinerl.records.plan_report import (
     MeasurementValue,
     PhasesReport,
     PlanReport,
-    Stretch,
 )
 
 DECIDES = "phase switch decides most, 40% of the difference"
@@ -229,29 +228,26 @@ def test_assumptions_and_the_differences_from_another_plan_are_listed() -> None:
 
 def test_answers_that_grow_have_plans_in_order_and_the_gain_of_switching() -> None:
     """10 h with two restarts of 10 min, where one plan takes 11 h: 10 %, or 13.8 % if a restart took no time."""
-    stretches = [
-        Stretch(label=label, step=step, mean=10.0 * step) for label, step in (("A", 100), ("B", 250), ("C", 400))
-    ]
+    plans = [("A", 100, 1000.0), ("B", 250, 2500.0), ("C", 400, 4000.0)]
     report = PhasesReport(
-        restart_s=600, stretches=stretches, hours=10, hours_without_restarts=10 - 1 / 3, single="B", single_hours=11
+        restart_s=600, plans=plans, hours=10, hours_without_restarts=10 - 1 / 3, single="B", single_hours=11
     )
     assert switching(report) == (
         "A at first; after step 100, with answers of 1,000 tokens, B; after step 250, with answers of 2,500 tokens, C. "
         "By the screening 10 h: 10.0% faster than B throughout, restarts (2 of 10 min, assumed) included; "
         "13.8% without them."
     )
-    one = report.model_copy(update={"stretches": stretches[2:], "hours": 11.0})
+    one = report.model_copy(update={"plans": plans[2:], "hours": 11.0})
     assert switching(one) == (
         "C throughout. By the screening 11 h: a switch gains too little, 13.8% at most, restarts "
         "(10 min, assumed) apart."
     )
-    assert switching(None).startswith("No plan keeps to the limits throughout")
 
 
 def test_costs_at_prices_that_nobody_gave_say_so_and_given_ones_do_not() -> None:
     given = priced_plan()
     line = "2.00 USD per H100-hour (on-demand, 2026-10; page)"
-    run = given.run.model_copy(update={"assumed_prices": [line], "unpriced": ["H20"]})
+    run = given.run.model_copy(update={"price_notes": [line, "no price of H20 is known"]})
     for report, said in ((given, False), (given.model_copy(update={"run": run}), True)):
         alone, cases = plan_page(report), cases_page({"4 GPUs": report, "8 GPUs": report})
         texts = [
@@ -261,9 +257,7 @@ def test_costs_at_prices_that_nobody_gave_say_so_and_given_ones_do_not() -> None
             *(page.tables[0].note for page in (alone, cases)),
         ]
         assert [" USD per million trained tokens at assumed prices" in f" {text}" for text in texts] == [said] * 5
-        facts = [
-            ("Assumed", f"{line}; --price sets yours"), ("No cost", "no price of H20 is known; --price sets yours"),
-        ]  # fmt: skip
+        facts = [("Assumed", f"{line}; no price of H20 is known; --price sets yours")]
         assert cases.facts == (facts if said else [])
         assert alone.facts[1:] == cases.facts
 

@@ -57,13 +57,14 @@ def test_a_price_that_nobody_gave_is_assumed_only_where_asked_and_says_its_sourc
     h100 = find_gpu("H100")
     assumed = Prices.of(mixed, assume=True)
     assert (assumed.gpu_usd, assumed.generation_usd) == (h100.price_per_hour, None)
-    assert assumed.assumed == (f"{h100.price_per_hour:.2f} USD per H100-hour ({h100.price_source})",)
-    assert assumed.unpriced == ("H20",)
+    assert assumed.notes == (
+        f"{h100.price_per_hour:.2f} USD per H100-hour ({h100.price_source})", "no price of H20 is known"
+    )  # fmt: skip
     recorded = Prices.of(mixed)
-    assert (recorded.gpu_usd, recorded.assumed) == (None, ())
+    assert (recorded.gpu_usd, recorded.generation_usd) == (None, None)
     given = mixed.model_copy(update={"price": PriceConfig(gpu_hour=2.5, generation_gpu_hour=1.0)})
     own = Prices.of(given, assume=True)
-    assert (own.gpu_usd, own.generation_usd, own.assumed, own.unpriced) == (2.5, 1.0, (), ())
+    assert (own.gpu_usd, own.generation_usd, own.notes) == (2.5, 1.0, ())
 
 
 def test_the_price_of_your_own_gpu_is_no_assumption(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_price_of_your_own_gpu_is_no_assumption(tmp_path: Path) -> None:
     run = named.model_copy(update={"hardware": named.hardware.model_copy(update={"gpu": str(file)})})
     for assume in (False, True):
         prices = Prices.of(run, assume=assume)
-        assert (prices.gpu_usd, prices.generation_usd, prices.assumed) == (1.5, 1.5, ())
+        assert (prices.gpu_usd, prices.generation_usd, prices.notes) == (1.5, 1.5, ())
 
 
 def test_gpus_of_another_kind_have_their_own_power_and_no_price_that_nobody_gave() -> None:

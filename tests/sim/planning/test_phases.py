@@ -111,17 +111,16 @@ def test_a_run_of_growing_answers_takes_the_time_of_its_slices(tmp_path: Path) -
         return sum(tokens_S) / harmonic_mean([one[label][1] for one in parts], tokens_S) / 3600
 
     assert (report.single, report.single_hours) == (LONG, pytest.approx(hours(LONG, slices)))
-    early, late = report.stretches
-    assert (early.label, late.label) == (SHORT, LONG)
-    number = round(early.step / config.optimizer_steps * SLICES)
+    (early, step, mean), late = report.plans
+    assert (early, late) == (SHORT, (LONG, config.optimizer_steps, 2400))
+    number = round(step / config.optimizer_steps * SLICES)
     assert all(one[SHORT][1] > one[LONG][1] for one in slices[:number])
     assert all(one[SHORT][1] < one[LONG][1] for one in slices[number:])
     both = hours(SHORT, slices[:number]) + hours(LONG, slices[number:])
     assert report.hours_without_restarts == pytest.approx(both)
     assert report.hours == pytest.approx(both + RESTART_S / 3600)
     assert report.hours < report.single_hours
-    assert early.mean == pytest.approx(100 + 2300 * early.step / config.optimizer_steps)
-    assert (late.step, late.mean) == (config.optimizer_steps, 2400)
+    assert mean == pytest.approx(100 + 2300 * step / config.optimizer_steps)
 
 
 def test_a_short_run_has_one_plan_also_where_no_phase_has_it(tmp_path: Path) -> None:
@@ -129,8 +128,7 @@ def test_a_short_run_has_one_plan_also_where_no_phase_has_it(tmp_path: Path) -> 
     question = question_of(tmp_path, "optimizer_steps=200")
     report = compare_phases(question, cases_of(question, [SHORT, None, None, None]), HowToPlan())
     assert report is not None
-    (alone,) = report.stretches
-    assert (alone.label, alone.step, report.single) == (LONG, 200, LONG)
+    assert (report.plans, report.single) == ([(LONG, 200, 2400)], LONG)
     assert report.hours_without_restarts < report.hours == pytest.approx(report.single_hours)
 
 
@@ -140,8 +138,9 @@ def test_limits_hold_in_every_part_of_the_run(tmp_path: Path) -> None:
     question = question_of(tmp_path, "plan.mean_lag_limit=7")
     report = compare_phases(question, cases_of(question, planned), HowToPlan())
     assert report is not None
-    assert (report.single, [one.label for one in report.stretches]) == (SHORT, [SHORT, LONG])
-    assert report.stretches[0].mean > 1200
+    (early, _, mean), (late, *_) = report.plans
+    assert (report.single, early, late) == (SHORT, SHORT, LONG)
+    assert mean > 1200
     question = question_of(tmp_path, "plan.mean_lag_limit=4")
     assert compare_phases(question, cases_of(question, planned), HowToPlan()) is None
     assert compare_phases(question, cases_of(question, [None] * PHASES), HowToPlan()) is None
