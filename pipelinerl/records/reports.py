@@ -287,9 +287,8 @@ class Prices:
         """
         price, hardware = config.price or PriceConfig(), config.hardware
         gpu = None if hardware.gpu is None else find_gpu(hardware.gpu)
-        other = gpu
-        if hardware.generation_gpu is not None:
-            other = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
+        second = hardware.generation_gpu
+        other = gpu if second is None else find_gpu(second, key="hardware.generation_gpu")
         notes = list[str]()
 
         def usd(kind: Gpu | None, given: float | None) -> float | None:
