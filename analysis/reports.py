@@ -115,6 +115,8 @@ def throughput_against_cost(reports: Mapping[str, PlanReport]) -> Chart:
     """Return throughput against cost: the recommendation of each case, with its band."""
     costs = {name: one.recommended.cost for name, one in reports.items()}
     priced = all(one.usd_per_million_tokens is not None for one in costs.values())
+    assumed = priced and any(one.run.price_notes for one in reports.values())
+    unit = f"{'USD' if priced else 'GPU-hours'} per million trained tokens{' at assumed prices' if assumed else ''}"
     styles = series_styles([one.recommended.family for one in reports.values()], range(len(reports)))
     series = list[Series]()
     for (name, report), style in zip(reports.items(), styles, strict=True):
@@ -125,7 +127,7 @@ def throughput_against_cost(reports: Mapping[str, PlanReport]) -> Chart:
     return Chart(
         title="Throughput against cost",
         caption="Higher is faster, further left is cheaper; a bar is 80 % of the draws.",
-        x=Axis(label="cost", unit=f"{'USD' if priced else 'GPU-hours'} per million trained tokens", values="0.000"),
+        x=Axis(label="cost", unit=unit, values="0.000"),
         y=RATE,
         series=series,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ from pipelinerl.cli import options
 from pipelinerl.cli.output import complain, draw_kept, print_json, print_line, stage_bars
 
 if TYPE_CHECKING:
-    from pipelinerl.records.plan_report import PlanReport
+    from pipelinerl.records.plan_report import PhasesReport, PlanReport
     from sim.planning.answer import PlannedCase
 
 INTERRUPTED = "interrupted; the simulations that had ended are kept"
@@ -23,7 +24,7 @@ def plan(
     run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="Model: name of the catalogue, or a file.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU: name of the catalogue, or a file; several: H100,H200.")] = None,
-    accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs; several: 64,96.")] = None,
+    accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs: 64,96, or H100=64,GB200=36.")] = None,
     engine: Annotated[str | None, typer.Option(metavar="NAME", help="Engine: vllm-0.32, sglang-0.5; several.")] = None,
     software: Annotated[
         str | None, typer.Option(metavar="NAME", help="Software of training: verl, nemo-rl, ours; several.")
@@ -33,7 +34,7 @@ def plan(
     ] = None,
     train_batch_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per optimizer step.")] = None,
     group_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per prompt.")] = None,
-    mean_length: Annotated[str | None, typer.Option(metavar="N", help="Mean answer (tokens).")] = None,
+    mean_length: Annotated[str | None, typer.Option(metavar="N", help="Mean answer (tokens), or 2000..10000.")] = None,
     max_length: Annotated[str | None, typer.Option(metavar="N", help="Longest answer (tokens).")] = None,
     max_lag: Annotated[
         str | None, typer.Option(metavar="N", help="Largest lag allowed of any token (optimizer steps).")
@@ -68,6 +69,7 @@ def plan(
     """Recommend split, batch sizes, engines and scheduler, for a run file or for the options below."""
     from pipelinerl.config.question import ask, save_question
     from sim.planning.answer import plan_cases
+    from sim.planning.phases import compare_phases
     from sim.planning.simulate import HowToPlan
 
     asked = {
@@ -92,28 +94,35 @@ def plan(
             against=other,
         )
         cases = plan_cases(question, how)
+        phases = compare_phases(question, cases, how)
     if run is None and save is None and out is not None:
         save_question(question, file)
-    status = _show(cases, file.name, out=out, as_json=as_json)
+    if question.growth is not None and phases is None:
+        complain("no plan is known to keep to the limits in every part of the run, as answers grow")
+    status = _show(cases, file.name, phases=phases, out=out, as_json=as_json)
     if run is None and not as_json:
         kept = "keep the question with --save" if save is None and out is None else "the question is in"
         print_line(f"{kept} {file}; change it, and ask: pipelinerl plan {shlex.quote(str(file))}")
     raise typer.Exit(status)
 
 
-def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json: bool) -> int:
+def _show(
+    cases: Sequence[PlannedCase], name: str, *, phases: PhasesReport | None, out: Path | None, as_json: bool
+) -> int:
     """Print and draw the plans of a question; return the exit status."""
     plans = {one.name: one.report for one in cases if one.report is not None}
     reports, several = [*plans.values()], len(cases) > 1
     if as_json:
         rows = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
-        print_json({"cases": rows} if several else reports[0].to_dict())
+        grown = {} if phases is None else {"phases": phases.to_dict()}
+        print_json({"cases": rows, **grown} if several else reports[0].to_dict())
     else:
-        from pipelinerl.pages.plans import cases_page, plan_page
+        from pipelinerl.pages.plans import cases_page, plan_page, switching
         from pipelinerl.pages.terminal import print_page
 
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
-        print_page(cases_page(plans, failures=failed) if several else plan_page(reports[0]), name)
+        page = cases_page(plans, failures=failed) if several else plan_page(reports[0])
+        print_page(page if phases is None else replace(page, answer=switching(phases)), name)
     if out is not None:
         for folder in (one.folder for one in cases if one.report is not None):
             draw_kept(out / folder if several else out, quiet=as_json)

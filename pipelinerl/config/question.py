@@ -39,10 +39,16 @@ OPTIONS = {
     "risk": "plan.risk",
 }
 """The key that each option of the command sets."""
+UNITS = {OPTIONS["accelerators"]: " GPUs", OPTIONS["mean_length"]: " tokens"}
+"""What follows a value in the name of a case."""
 SEVERAL = ("gpu", "accelerators", "engine", "software", "sync")
 """Options that take several values, each another case."""
 MOST_CASES = 24
 """Cases of one question (count)."""
+PER_KIND = ("price", "accelerators")
+"""Options that take a value per kind of GPU, by name."""
+PHASES = 4
+"""Plans of a run whose answers grow, each at the mean of an equal part of the run (count)."""
 LENGTH_RATIO = 8
 """Longest answer over the mean, if only one of them is given (no unit)."""
 FIXED: dict[str, Any] = {"workload": {"length": {"kind": "lognormal"}}, "plan": {"simulate": 8, "simulate_steps": 64}}
@@ -87,6 +93,8 @@ class Question:
     """The run file of the first case, as it was given."""
     cases: tuple[Case, ...]
     assumed: tuple[Assumption, ...] = ()
+    growth: tuple[float, float] | None = None
+    """Mean answer at first and at last, of which the cases are phases (tokens)."""
 
 
 def ask(
@@ -100,8 +108,8 @@ def ask(
     """Return the question that a command line asks.
 
     Args:
-        options: Values by the names of ``OPTIONS``; those of ``SEVERAL`` may be several, joined by commas. None: not
-            given. ``price`` may be one per kind of GPU: ``H100=2.5,GB200=6``.
+        options: Values by the names of ``OPTIONS``; those of ``SEVERAL`` may be several, joined by commas, those of
+            ``PER_KIND`` one per kind of GPU, ``H100=2.5,GB200=6``, and ``mean_length`` ``FIRST..LAST``. None: none.
         run: The run file that they change. None: assumptions take its place.
         overrides: ``a.b=value`` each, applied last.
         seed: Replaces ``seed``.
@@ -110,70 +118,105 @@ def ask(
     Raises:
         ConfigError: If anything is wrong, one line per fault.
     """
-    prices = _prices(str(options.get("price") or ""))
-    lists = [
-        _values(name, str(value))
-        for name, value in options.items()
-        if value is not None and not (prices and name == "price")
-    ]
+    per_kind = {name: _per_kind(name, str(options[name])) for name in PER_KIND if "=" in str(options.get(name))}
+    lists = [_values(name, str(value)) for name, value in options.items() if value is not None and name not in per_kind]
+    growth = _growth(str(options.get("mean_length") or ""))
     combinations = list(itertools.product(*lists))
     if len(combinations) > MOST_CASES:
         raise ConfigError(f"a question must have at most {MOST_CASES} cases, got {len(combinations)}")
     first = [f"{key}={value}" for key, value in combinations[0]]
-    given = flat(with_overrides({}, [*first, *overrides]))
+    given = flat(with_overrides({}, [*first, *overrides])) | {OPTIONS[name]: None for name in per_kind}
+    if growth is not None:  # the longest answer is that of the whole run
+        given[OPTIONS["mean_length"]] = max(growth)
     if hardware is not None:
         given |= flat({"hardware": read_hardware(hardware, "--hardware")})
     assumed = () if run is not None else _assumed(given)
     base = read_toml(run, "run file") if run is not None else _tables_of(assumed)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
     several = {values[0][0] for values in lists if len(values) > 1}
-    tables, cases = [], list[Case]()
+    if growth is not None:
+        base = with_value(base, "workload.length.growth", None)
+        if len(several) > 1:
+            raise ConfigError("--mean-length FIRST..LAST must be the only option with several values")
+    tables, cases, used = [], list[Case](), set[str]()
     for settings in combinations:
         sets = [f"{key}={value}" for key, value in settings]
         tables.append(completed(base, [*sets, *overrides], seed, folder=folder, hardware=hardware))
-        if prices:
-            sets += _price_sets(prices, tables[-1].get("hardware", {}))
+        if per_kind:
+            kinds = _kinds(tables[-1].get("hardware", {}))
+            used.update(kinds)
+            sets += _kind_sets(per_kind, kinds)
             tables[-1] = completed(base, [*sets, *overrides], seed, folder=folder, hardware=hardware)
-        resized = OPTIONS["accelerators"] in dict(settings)
+        resized = any(one.startswith(OPTIONS["accelerators"]) for one in sets)
         filled, whole = with_placeholders(tables[-1], resized=resized)
-        name = " ".join(
-            f"{value} GPUs" if key == OPTIONS["accelerators"] else value for key, value in settings if key in several
-        )
+        name = " ".join(f"{value}{UNITS.get(key, '')}" for key, value in settings if key in several)
+        if "accelerators" in per_kind and several:
+            name += f" {tables[-1]['cluster']['accelerators']} GPUs"
         own = [*sets, *overrides]
         if run is None:  # what the first case has is in the question's own file
             first = own if not cases else first
             own = [one for one in sets if one not in first]
         own = [one for one in own if not one.startswith("plan.")]
         cases.append(Case(name, parse_run(filled, title), whole, tuple(own)))
-    return Question(tables[0], tuple(cases), assumed)
+    if unused := [kind for kind in per_kind.get("accelerators", {}) if kind not in used]:
+        raise ConfigError(f"--accelerators must name kinds of GPU that --gpu asks for, got {unused[0]}")
+    return Question(tables[0], tuple(cases), assumed, growth)
 
 
 def _values(name: str, text: str) -> list[tuple[str, str]]:
     values = list(dict.fromkeys(one.strip() for one in text.split(","))) if name in SEVERAL else [text.strip()]
+    if name == "mean_length" and (growth := _growth(text)) is not None:
+        first, last = growth
+        values = [f"{first + (last - first) * (part + 0.5) / PHASES:.6g}" for part in range(PHASES)]
     if not all(values):
         raise ConfigError(f"--{name.replace('_', '-')} must have a value, got {text!r}")
     return [(OPTIONS[name], one) for one in values]
 
 
-def _prices(text: str) -> dict[str, str]:
-    """Return the price of each kind of GPU by its name in the catalogue; empty if there is one price for all."""
-    if "=" not in text:
-        return {}
+def _growth(text: str) -> tuple[float, float] | None:
+    """Return both ends of ``FIRST..LAST``; None for a single number."""
+    if ".." not in text:
+        return None
+    try:
+        first, last = (float(one) for one in text.split(".."))
+    except ValueError:
+        first = last = 0.0
+    if not (0 < first < math.inf and 0 < last < math.inf and first != last):
+        raise ConfigError(f"--mean-length must be tokens, or FIRST..LAST of answers that grow, got {text!r}")
+    return first, last
+
+
+def _per_kind(name: str, text: str) -> dict[str, str]:
+    """Return the value of each kind of GPU by its name in the catalogue."""
     pairs = [one.partition("=") for one in text.split(",")]
-    if not all(name.strip() and equals and usd.strip() for name, equals, usd in pairs):
-        raise ConfigError(f"--price must be a number, or one per kind of GPU as H100=2.5,GB200=6, got {text!r}")
-    return {find_gpu(name.strip(), key="--price").name: usd.strip() for name, _, usd in pairs}
+    if not all(kind.strip() and equals and value.strip() for kind, equals, value in pairs):
+        raise ConfigError(f"--{name} must be a number, or one per kind of GPU as H100=64,GB200=36, got {text!r}")
+    return {find_gpu(kind.strip(), key=f"--{name}").name: value.strip() for kind, _, value in pairs}
 
 
-def _price_sets(prices: Mapping[str, str], hardware: Mapping[str, Any]) -> list[str]:
-    """Return the overrides that give the kinds of GPU of a case their prices."""
+def _kinds(hardware: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of GPU of a case: that trains or does both, and of two the one that generates."""
+    keys = [key for key in ("gpu", "generation_gpu") if isinstance(hardware.get(key), str)]
+    return [find_gpu(hardware[key], key=f"hardware.{key}").name for key in keys]
+
+
+def _kind_sets(per_kind: Mapping[str, Mapping[str, str]], kinds: Sequence[str]) -> list[str]:
+    """Return the overrides that give the kinds of GPU of a case their values; of two kinds each has its side."""
     sets = []
-    for key, price in (("gpu", "price.gpu_hour"), ("generation_gpu", "price.generation_gpu_hour")):
-        if isinstance(name := hardware.get(key), str):
-            kind = find_gpu(name, key=f"hardware.{key}").name
-            if kind not in prices:
-                raise ConfigError(f"--price must have every kind of GPU that is asked for, got none for {kind}")
-            sets.append(f"{price}={prices[kind]}")
+    for name, values in per_kind.items():
+        if not kinds:
+            raise ConfigError(f"--{name} must be one number where no kind of GPU is named, got {', '.join(values)}")
+        if missing := [kind for kind in kinds if kind not in values]:
+            raise ConfigError(f"--{name} must have every kind of GPU that is asked for, got none for {missing[0]}")
+        each = [values[kind] for kind in kinds]
+        if name == "price":
+            sets += [f"price.{key}={usd}" for key, usd in zip(("gpu_hour", "generation_gpu_hour"), each, strict=False)]
+        elif not all(one.isdecimal() for one in each):
+            raise ConfigError(f"--accelerators must be whole numbers, got {', '.join(each)}")
+        else:
+            sets.append(f"{OPTIONS[name]}={sum(map(int, each))}")
+            sets += [f"cluster.generation_accelerators={one}" for one in each[1:]]
+            sets += [f"plan.generation_accelerators=[{one}]" for one in each[1:]]
     return sets
 
 

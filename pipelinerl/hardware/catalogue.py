@@ -362,6 +362,8 @@ class Gpu(Named):
     """Board power at full load (W). None: not known."""
     price_per_hour: float | None = Field(default=None, gt=0)
     """Rent of one accelerator (USD per hour). None: not known."""
+    price_source: str = ""
+    """Terms, month and page of a public price, which ``plan`` alone assumes. Empty: the price is yours."""
 
     @model_validator(mode="after")
     def _units_are_plausible(self) -> Self:

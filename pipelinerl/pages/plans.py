@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
@@ -12,6 +13,7 @@ from pipelinerl.records.plan_report import (
     CertaintyReport,
     Instead,
     MeasurementValue,
+    PhasesReport,
     PlannedCandidate,
     PlanReport,
     Threshold,
@@ -39,8 +41,8 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
     return Page(
         title=f"A plan for {setting}",
         question=f"How to train {setting} fastest{limit}?",
-        answer=choice(report.recommended),
-        facts=[("Cost", cost)],
+        answer=choice(report.recommended, prices=_prices([report])),
+        facts=[("Cost", cost), *price_facts([report])],
         sections=[
             Section("why", [why(report)], Place.ANSWER),
             Section("how sure", [how_sure(report)], Place.ANSWER),
@@ -79,8 +81,12 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
         title=f"Plans for {(config and config.hardware.model) or 'a model'}: {names}",
         question=f"Which is the best of these: {names}?",
         answer="\n".join(who_wins(plans)),
+        facts=price_facts(plans.values()),
         sections=[
-            *(Section(name, [choice(one.recommended), why(one)], Place.ANSWER) for name, one in plans.items()),
+            *(
+                Section(name, [choice(one.recommended, prices=_prices([one])), why(one)], Place.ANSWER)
+                for name, one in plans.items()
+            ),
             Section("next", following, Place.ANSWER),
             Section("what limits each", [*limits, *failures], Place.LINES),
             *what_if(with_effects),
@@ -94,8 +100,8 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
 # Answers
 
 
-def choice(best: PlannedCandidate) -> str:
-    """Return the choices of a candidate and its numbers in two sentences."""
+def choice(best: PlannedCandidate, *, prices: str = "") -> str:
+    """Return the choices of a candidate and its numbers in two sentences; ``prices`` says on which its cost rests."""
     cluster, scheduler = best.cluster, best.scheduler
     number, generate, schedule = cluster.accelerators, cluster.generation_accelerators, scheduler.schedule
     if schedule.colocated or generate is None:
@@ -117,7 +123,7 @@ def choice(best: PlannedCandidate) -> str:
     low, high = best.band_tokens_per_s
     band = f" ({low:,.0f} to {high:,.0f})" if low < high else ""
     usd = best.cost.usd_per_million_tokens
-    cost = "" if usd is None else f" for {short(usd)} USD per million trained tokens"
+    cost = "" if usd is None else f" for {short(usd)} USD per million trained tokens{prices}"
     lag = f"a mean lag of {best.lag_mean:.2f} optimizer steps, at most {best.lag_max}"
     words = sentence(f"{schedule.name} RL at {lag}: {'; '.join(parts)} ({best.label})")
     return (
@@ -217,7 +223,7 @@ def next_step(report: PlanReport) -> list[str]:
 def who_wins(plans: Mapping[str, PlanReport]) -> list[str]:
     """Return the fastest case, the cheapest, and the kind of scheduler that wins in each, in two lines."""
     priced = _priced(plans)
-    unit = f"{'USD' if priced else 'GPU-hours'} per million trained tokens"
+    unit = _unit(plans)
     fastest, its = max(plans.items(), key=lambda one: one[1].recommended.tokens_per_s)
     cheapest, other = min(plans.items(), key=lambda one: (_per_token(one[1], priced), -one[1].recommended.tokens_per_s))
     of_fastest, of_cheapest = _per_token(its, priced), _per_token(other, priced)
@@ -234,6 +240,20 @@ def who_wins(plans: Mapping[str, PlanReport]) -> list[str]:
     for name, report in plans.items():
         winners.setdefault(report.recommended.family, []).append(name)
     return [line, sentence("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))]
+
+
+def switching(report: PhasesReport) -> str:
+    """Return the plans of answers that grow, and the gain over one plan for the whole run."""
+    (first, *_), *others = report.plans
+    text = f"{first}{' at first' if others else ' throughout'}"
+    for (_, step, mean), (label, *_) in itertools.pairwise(report.plans):
+        text += f"; after step {step:,}, with answers of {mean:,.0f} tokens, {label}"
+    most, restart = report.single_hours / report.hours_without_restarts - 1, duration(report.restart_s)
+    gain = f"a switch gains too little, {most:.1%} at most, restarts ({restart}, assumed) apart"
+    if others:
+        gain = f"{report.single_hours / report.hours - 1:.1%} faster than {report.single} throughout, restarts "
+        gain += f"({len(others)} of {restart}, assumed) included; {most:.1%} without them"
+    return f"{sentence(text)} By the screening {duration(3600 * report.hours)}: {gain}."
 
 
 # Measurements
@@ -354,7 +374,7 @@ def _plan_table(report: PlanReport) -> Table:
     places += [(f"best {family}", one) for family, one in report.families.items() if one and one.label not in shown]
     places.append(("run file", report.own))
     hours = f"GPU-hours of {report.run.optimizer_steps:,} optimizer steps"
-    cost = "USD per million trained tokens" if priced else hours
+    cost = f"USD per million trained tokens{_prices([report])}" if priced else hours
     rows = [_row(place, one, priced=priced) for place, one in places if one is not None]
     return Table(
         title=f"{search.candidates:,} candidates screened, {report.certainty.compared} compared in "
@@ -390,12 +410,12 @@ def _cases_table(plans: Mapping[str, PlanReport]) -> Table:
         numbers = [f"{best.tokens_per_s:,.0f}", _band(best), f"{best.step_s:.4g}", short(_per_token(report, priced))]
         sure = ">0.99" if report.certainty.right >= ALMOST_ONE else f"{report.certainty.right:.2f}"
         rows.append([name, best.label, *numbers, f"{best.lag_mean:.2f}", sure])
-    per, cost = ("$/Mtok", "USD") if priced else ("GPU-h/Mtok", "GPU-hours")
+    per = "$/Mtok" if priced else "GPU-h/Mtok"
     return Table(
         title=f"the recommendation in each of {len(plans)} cases",
         columns=("", "candidate", "tok/s", "band", "s/step", per, "lag", "sure"),
         rows=rows,
-        note=f"{per}: {cost} per million trained tokens; mean lag in optimizer steps; band: 80 % of the draws; "
+        note=f"{per}: {_unit(plans)}; mean lag in optimizer steps; band: 80 % of the draws; "
         "sure: probability that it is the fastest of its case within a tie.",
         layout=Layout.STACKED,
     )
@@ -406,8 +426,24 @@ def _band(one: PlannedCandidate) -> str:
     return "-".join(f"{end:,.0f}" if end < 10_000 else f"{end / 1000:,.0f}k" for end in ends)
 
 
+def price_facts(reports: Iterable[PlanReport]) -> list[tuple[str, str]]:
+    """Return the prices that nobody gave, and the kinds of GPU without any."""
+    notes = dict.fromkeys(line for one in reports for line in one.run.price_notes)
+    return [("Assumed", f"{'; '.join(notes)}; --price sets yours")] if notes else []
+
+
+def _prices(reports: Iterable[PlanReport]) -> str:
+    return " at assumed prices" if any(one.run.price_notes for one in reports) else ""
+
+
 def _priced(plans: Mapping[str, PlanReport]) -> bool:
     return all(report.recommended.cost.usd is not None for report in plans.values())
+
+
+def _unit(plans: Mapping[str, PlanReport]) -> str:
+    """Return the unit of ``_per_token``."""
+    usd = "USD per million trained tokens" + _prices(plans.values())
+    return usd if _priced(plans) else "GPU-hours per million trained tokens"
 
 
 def _per_token(report: PlanReport, priced: bool) -> float:

@@ -192,6 +192,8 @@ class PlannedRun(Report):
     """Optimizer steps of the whole run (count)."""
     price_per_gpu_hour: float | None
     """Price of a GPU-hour (USD), where known."""
+    price_notes: list[str] = Field(default_factory=list)
+    """Prices that nobody gave, on which all costs rest, with their source, and kinds of GPU without any."""
     lag_limit: int | None
     """Largest lag allowed of any trained token (optimizer steps). None: unbounded."""
     mean_lag_limit: float | None = None
@@ -414,3 +416,20 @@ class PlanReport(Report):
         if not set(front) <= set(known):
             raise ValueError(f"labels must be those of simulated candidates, got {front}")
         return front
+
+
+class PhasesReport(Report):
+    """Plans of a run whose answers grow linearly, by the screening."""
+
+    restart_s: float
+    """Assumed time of a switch (seconds)."""
+    plans: list[tuple[str, int, float]]
+    """The plans in order: label, last optimizer step, and mean answer then (tokens)."""
+    hours: float
+    """Hours of the run, restarts included."""
+    hours_without_restarts: float
+    """Hours if a switch took no time."""
+    single: str
+    """The best plan for the whole run."""
+    single_hours: float
+    """Hours with it."""

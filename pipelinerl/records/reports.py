@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ConfigDict, PrivateAttr
 
 from pipelinerl.config.run import PriceConfig, RunConfig
-from pipelinerl.hardware.catalogue import find_gpu
+from pipelinerl.hardware.catalogue import Gpu, find_gpu
 from pipelinerl.records.steps import STEPS_FILE, as_records, read_steps
 from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
@@ -276,19 +276,34 @@ class Prices:
     """Of a GPU that generates, where others train."""
     generation_watts: float | None
     environment_usd: float
+    notes: tuple[str, ...] = ()
+    """Prices that nobody gave, with their source, and kinds of GPU without any."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """Return the prices of ``[price]`` or the catalogue; ConfigError if a GPU of ``[hardware]`` is unknown."""
+    def of(cls, config: RunConfig, *, assume: bool = False) -> Self:
+        """Return the prices of ``[price]`` or your own GPU's file; ConfigError if a GPU of ``[hardware]`` is unknown.
+
+        ``assume``: else the public price in the catalogue. A run's records have none, as it changes.
+        """
         price, hardware = config.price or PriceConfig(), config.hardware
         gpu = None if hardware.gpu is None else find_gpu(hardware.gpu)
-        own_usd, watts = (None, None) if gpu is None else (gpu.price_per_hour, gpu.watts)
-        usd = price.gpu_hour or own_usd
-        others_usd, others_watts = usd, watts
-        if hardware.generation_gpu is not None:
-            other = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
-            others_usd, others_watts = other.price_per_hour, other.watts
-        return cls(usd, watts, price.generation_gpu_hour or others_usd, others_watts, price.environment_hour)
+        second = hardware.generation_gpu
+        other = gpu if second is None else find_gpu(second, key="hardware.generation_gpu")
+        notes = list[str]()
+
+        def usd(kind: Gpu | None, given: float | None) -> float | None:
+            if given is not None or kind is None:
+                return given
+            if kind.price_per_hour is None:
+                notes.append(f"no price of {kind.name} is known")
+            elif kind.price_source and assume:
+                notes.append(f"{kind.price_per_hour:.2f} USD per {kind.name}-hour ({kind.price_source})")
+            return kind.price_per_hour if assume or not kind.price_source else None
+
+        own = usd(gpu, price.gpu_hour)
+        others = price.generation_gpu_hour or (own if other is gpu else usd(other, None))
+        watts, others_watts = (None if one is None else one.watts for one in (gpu, other))
+        return cls(own, watts, others, others_watts, price.environment_hour, tuple(notes))
 
     def rates(self, config: RunConfig) -> Rates:
         """Return the resources of a run per hour: all accelerators and environments, in use or not."""

@@ -192,7 +192,7 @@ class _Search:
     ) -> None:
         self.config, self.run_file, self.whole, self.assumed = config, run_file, whole, assumed
         self.space = SearchSpace.of(config, measured)
-        self.plan, self.limits, self.prices = self.space.plan, self.space.limits, Prices.of(config)
+        self.plan, self.limits, self.prices = self.space.plan, self.space.limits, Prices.of(config, assume=True)
         self.choices = all_choices(self.space)
         check_lists(self.space, self.choices)
         self.screener = Screener(config, self.space.answers)
@@ -286,6 +286,7 @@ class _Search:
                 accelerators=self.config.cluster.accelerators,
                 optimizer_steps=self.config.optimizer_steps,
                 price_per_gpu_hour=self.limits.price,
+                price_notes=list(self.prices.notes),
                 lag_limit=self.limits.lag,
                 mean_lag_limit=self.limits.mean_lag,
                 risk_averse=self.plan.risk == "averse",

@@ -242,7 +242,7 @@ def _turns_of(config: RunConfig, episodes: Episodes) -> LengthStatistics:
 
 def limits_of(config: RunConfig, plan: PlanConfig) -> Limits:
     """Return the limits of a plan; ConfigError if there is a budget and no price."""
-    prices = Prices.of(config)
+    prices = Prices.of(config, assume=True)
     price = prices.rates(config).usd_per_gpu_hour
     if plan.budget is not None and price is None:
         missing = "price.gpu_hour" if prices.gpu_usd is None else "price.generation_gpu_hour"

@@ -13,6 +13,7 @@ from command_line import Command, assert_fails, sets
 from tiny_plan import TINY, priced_plan, unknown_run
 
 from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config, dump_run, load_run, parse_run, with_overrides
+from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
@@ -46,6 +47,21 @@ def test_a_question_of_two_sizes_is_one_table_and_saves_the_file(
     kept = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert kept["cluster"] == {"accelerators": 2}
     assert kept["price"] == {"gpu_hour": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
+def test_answers_that_grow_are_one_answer_of_when_to_switch(command: Command, tmp_path: Path) -> None:
+    """Eight short steps are worth no restart; without a price the public one is assumed in every phase."""
+    run = tmp_path / "run.toml"
+    run.write_text(tomli_w.dumps(TINY))
+    result = command("plan", run, "--mean-length", "20..100", *FEW)
+    assert result.status == 0, result.err
+    words = " ".join(result.out.split())
+    assert re.match(r"answer Pipeline \d/\d H=8 throughout\. By the screening .* restarts \(10 min, assumed\)", words)
+    assert all(f" {mean} tokens Pipeline RL at a mean lag of " in words for mean in (30, 50, 70, 90))
+    assert words.count("USD per million trained tokens at assumed prices") == 5
+    assert words.count(f"assumed: {find_gpu('H100').price_per_hour:.2f} USD per H100-hour (on-demand, ") == 1
 
 
 @pytest.mark.slow

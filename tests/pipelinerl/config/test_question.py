@@ -131,6 +131,56 @@ def test_a_price_per_kind_of_gpu_is_that_of_each_case() -> None:
     assert message(ask, {**asked, "price": "H1O0=2.5"}).startswith("--price must be")
 
 
+def test_each_kind_of_gpu_has_its_own_number_and_two_kinds_in_one_run_their_sides() -> None:
+    """Numbers go with the kinds, and are no further cases."""
+    asked = {"model": "Qwen3-8B", "gpu": "H100,GB200", "price": "2.5"}
+    one, two = ask({**asked, "accelerators": "H100=64,GB200=36"}).cases
+    assert (one.name, two.name) == ("H100 64 GPUs", "GB200 36 GPUs")
+    assert [case.config.cluster.accelerators for case in (one, two)] == [64, 36]
+    assert two.sets == ("hardware.gpu=GB200", "cluster.accelerators=36")
+    assert "cluster.accelerators" not in {one.key for one in ask({**asked, "accelerators": "H100=64,GB200=36"}).assumed}
+    mixed = {"model": "Qwen3-8B", "gpu": "H100", "accelerators": "H100=16,H20=24"}
+    (case,) = ask(mixed, None, ["hardware.generation_gpu=H20"]).cases
+    assert (case.name, case.config.cluster.accelerators, case.config.generation_accelerators) == ("", 40, 24)
+    assert case.config.plan is not None
+    assert case.config.plan.generation_accelerators == [24]
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        ("H100=64", "--accelerators must have every kind of GPU that is asked for, got none for GB200"),
+        ("H100=64,GB200=36,H20=8", "--accelerators must name kinds of GPU that --gpu asks for, got H20"),
+        ("H100=64,36", "--accelerators must be a number, or one per kind of GPU as H100=64,GB200=36, got 'H100=64,36'"),
+        ("H100=64,GB200=x", "--accelerators must be whole numbers, got x"),
+    ],
+)
+def test_wrong_numbers_per_kind_are_one_line(number: str, line: str) -> None:
+    assert message(ask, {"model": "Qwen3-8B", "gpu": "H100,GB200", "accelerators": number}) == line
+
+
+def test_numbers_per_kind_need_kinds(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(tomli_w.dumps({**OPEN, "hardware": {"training": {"token_s": 1e-4}}}))
+    refused = message(ask, {"accelerators": "H100=8"}, run)
+    assert refused == "--accelerators must be one number where no kind of GPU is named, got H100"
+
+
+def test_a_growing_mean_is_phases_of_one_run(tmp_path: Path) -> None:
+    """Each at the middle of an equal part; the longest answer is that of the whole run, whose growth is no other."""
+    question = ask({"model": "Qwen3-8B", "mean_length": "2000..10000"})
+    assert question.growth == (2000, 10_000)
+    assert [one.name for one in question.cases] == ["3000 tokens", "5000 tokens", "7000 tokens", "9000 tokens"]
+    lengths = [one.config.workload.length for one in question.cases]
+    assert [(one.mean, one.max) for one in lengths] == [(mean, 80_000) for mean in (3000, 5000, 7000, 9000)]
+    assert "workload.length.mean" not in {one.key for one in question.assumed}
+    run = tmp_path / "run.toml"
+    length = {"kind": "lognormal", "mean": 10, "cv": 1, "max": 100, "growth": 2.0}
+    run.write_text(tomli_w.dumps({**OPEN, "workload": {"length": length}}))
+    assert {one.config.workload.length.growth for one in ask({"mean_length": "20..10"}, run).cases} == {1.0}
+    assert ask({"model": "Qwen3-8B", "mean_length": "2000"}).growth is None
+
+
 def test_a_limit_on_the_largest_lag_takes_the_place_of_the_assumed_one_on_the_mean() -> None:
     plan = ask({"model": "Qwen3-8B", "max_lag": "4"}).cases[0].config.plan
     assert plan is not None
@@ -150,6 +200,18 @@ NO_MODEL = "plan needs a run file, or a model: --model NAME"
         ({"model": "m", "accelerators": "64,,96"}, "--accelerators must have a value, got '64,,96'"),
         ({"model": "m", "train_batch_size": "9", "group_size": "4"}, "question: scheduler.train_batch_size must be a"),
         ({"model": "m", "mean_length": "0"}, "question: workload.length.mean must be above 0, got 0"),
+        (
+            {"model": "m", "mean_length": "2000.."},
+            "--mean-length must be tokens, or FIRST..LAST of answers that grow, got",
+        ),
+        (
+            {"model": "m", "mean_length": "9..9"},
+            "--mean-length must be tokens, or FIRST..LAST of answers that grow, got",
+        ),
+        (
+            {"model": "m", "mean_length": "1..9", "gpu": "H100,H200"},
+            "--mean-length FIRST..LAST must be the only option",
+        ),
         ({"model": "m", "accelerators": SIZES}, "a question must have at most 24 cases, got 25"),
     ],
 )

@@ -1,13 +1,14 @@
 """The catalogue: names are found, shipped entries are sound, and wrong files are refused in one line."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from refusals import message
 
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, gpu_of_device
 
 DATA = Path(__file__).parents[3] / "pipelinerl" / "hardware" / "data"
 
@@ -30,6 +31,10 @@ def test_no_name_stands_for_two_entries(file):
         ("L40S", 419),
         ("B200", 292),
         ("MI300X", 247),
+        ("B300", 290),
+        ("GB300", 312),
+        ("RTX PRO 6000", 293),
+        ("MI355X", 315),
     ],
 )
 def test_gpus_have_the_balance_of_their_data_sheets(name, flops_per_byte):
@@ -38,17 +43,37 @@ def test_gpus_have_the_balance_of_their_data_sheets(name, flops_per_byte):
     assert gpu.fp8_flops is None or gpu.fp8_flops == pytest.approx(2 * gpu.bf16_flops, rel=0.02)
 
 
-def test_every_gpu_has_a_source_and_no_price():
-    """Prices change by the week; the user gives his."""
-    assert len(gpu_names()) == 9
-    assert all(find_gpu(name).source and find_gpu(name).price_per_hour is None for name in gpu_names())
+def test_every_gpu_has_a_source_and_every_price_its_terms_month_and_page():
+    gpus = [find_gpu(name) for name in gpu_names()]
+    assert len(gpus) == 13
+    assert all(one.source for one in gpus)
+    assert {one.name for one in gpus if one.price_per_hour is None} == {"H20", "H800", "GB300", "MI355X"}
+    for one in gpus:
+        dated = re.fullmatch(r"on-demand, 20[23]\d-[01]\d; \w+\.\w+\S*(, .+)?", one.price_source)
+        assert (dated is not None) == (one.price_per_hour is not None), one.name
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("AMD Instinct MI355X", "MI355X"),
+    ],
+)
+def test_a_driver_names_the_newest_gpus(device, name):
+    found = gpu_of_device(device)
+    assert found is not None
+    assert found.name == name
 
 
 def test_watts_are_those_of_the_data_sheets():
     watts = {name: find_gpu(name).watts for name in gpu_names()}
-    assert watts == {"A100": 400, "B200": 1000, "GB200": 1200, "L40S": 350, "H20": 400, "MI300X": 750} | dict.fromkeys(
-        ("H100", "H200", "H800"), 700
-    )
+    assert watts == {
+        "A100": 400, "B200": 1000, "GB200": 1200, "L40S": 350, "H20": 400, "MI300X": 750, "B300": 1100, "GB300": 1400,
+        "RTX PRO 6000": 600, "MI355X": 1400, "H100": 700, "H200": 700, "H800": 700,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["H100", "h100", "H100 SXM", "h100_sxm"])

@@ -219,7 +219,8 @@ def page_rows():
         fp8 = "–" if gpu.fp8_flops is None else f"{gpu.fp8_flops / 1e12:g}"
         cells = (gpu.memory_bytes / 1e9, gpu.bandwidth / 1e12, gpu.nvlink / 1e9, gpu.network / 1e9, gpu.gpus_per_node)
         numbers = " | ".join(f"{cell:.4g}" for cell in cells)
-        rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.watts:g} |")
+        usd = "–" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
+        rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.watts:g} | {usd} |")
     for (model_name, system, size), errors in kernel_errors().items():
         rows.append(f"| {model_name}, {system.removesuffix('_sxm').upper()}, TP {size} | {percent(errors)} |")
     rows.append(f"| all kernel points | {percent(np.concatenate(list(kernel_errors().values())))} |")

@@ -7,7 +7,7 @@ from tiny_plan import priced_plan
 
 from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.pages.page import Page
-from pipelinerl.pages.plans import cases_page, choice, plan_page, probability
+from pipelinerl.pages.plans import cases_page, choice, plan_page, probability, switching
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -17,6 +17,7 @@ from pipelinerl.records.plan_report import (
     Changed,
     Instead,
     MeasurementValue,
+    PhasesReport,
     PlanReport,
     Safest,
     Threshold,
@@ -242,6 +243,42 @@ def test_assumptions_and_the_differences_from_another_plan_are_listed() -> None:
     same = other.model_copy(update={"changed": [], "complete": True})
     *_, against = plan_page(report.model_copy(update={"against": same})).sections
     assert (against.title, against.lines[0]) == ("against old", "the same question")
+
+
+def test_answers_that_grow_have_plans_in_order_and_the_gain_of_switching() -> None:
+    """10 h with two restarts of 10 min, where one plan takes 11 h: 10 %, or 13.8 % if a restart took no time."""
+    plans = [("A", 100, 1000.0), ("B", 250, 2500.0), ("C", 400, 4000.0)]
+    report = PhasesReport(
+        restart_s=600, plans=plans, hours=10, hours_without_restarts=10 - 1 / 3, single="B", single_hours=11
+    )
+    assert switching(report) == (
+        "A at first; after step 100, with answers of 1,000 tokens, B; after step 250, with answers of 2,500 tokens, C. "
+        "By the screening 10 h: 10.0% faster than B throughout, restarts (2 of 10 min, assumed) included; "
+        "13.8% without them."
+    )
+    one = report.model_copy(update={"plans": plans[2:], "hours": 11.0})
+    assert switching(one) == (
+        "C throughout. By the screening 11 h: a switch gains too little, 13.8% at most, restarts "
+        "(10 min, assumed) apart."
+    )
+
+
+def test_costs_at_prices_that_nobody_gave_say_so_and_given_ones_do_not() -> None:
+    given = priced_plan()
+    line = "2.00 USD per H100-hour (on-demand, 2026-10; page)"
+    run = given.run.model_copy(update={"price_notes": [line, "no price of H20 is known"]})
+    for report, said in ((given, False), (given.model_copy(update={"run": run}), True)):
+        alone, cases = plan_page(report), cases_page({"4 GPUs": report, "8 GPUs": report})
+        texts = [
+            alone.answer,
+            cases.answer,
+            cases.sections[0].lines[0],
+            *(page.tables[0].note for page in (alone, cases)),
+        ]
+        assert [" USD per million trained tokens at assumed prices" in f" {text}" for text in texts] == [said] * 5
+        facts = [("Assumed", f"{line}; no price of H20 is known; --price sets yours")]
+        assert cases.facts == (facts if said else [])
+        assert alone.facts[1:] == cases.facts
 
 
 def test_the_page_of_cases_names_the_fastest_the_cheapest_and_the_winners() -> None:

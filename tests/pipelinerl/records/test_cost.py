@@ -1,10 +1,13 @@
 """Cost: hand-computed hours, money and electricity, of one kind of GPU and of two, with environments."""
 
+from pathlib import Path
+
 import pytest
 from derived import by_name
 from run_tables import tiny
 
 from pipelinerl.config.run import PriceConfig
+from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.records.reports import CostReport, Prices, Rates
 
 BOTH = Prices(gpu_usd=2.0, gpu_watts=700.0, generation_usd=0.5, generation_watts=400.0, environment_usd=0.1)
@@ -47,6 +50,33 @@ def test_a_run_file_may_give_the_price_of_each_kind() -> None:
     prices = Prices.of(tiny("price.gpu_hour=2.5", "price.generation_gpu_hour=1.5", "price.environment_hour=0.2"))
     assert (prices.gpu_usd, prices.generation_usd, prices.environment_usd) == (2.5, 1.5, 0.2)
     assert Prices.of(tiny("price.gpu_hour=2.5")).generation_usd == 2.5
+
+
+def test_a_price_that_nobody_gave_is_assumed_only_where_asked_and_says_its_source() -> None:
+    mixed = by_name(generation_gpu="H20")
+    h100 = find_gpu("H100")
+    assumed = Prices.of(mixed, assume=True)
+    assert (assumed.gpu_usd, assumed.generation_usd) == (h100.price_per_hour, None)
+    assert assumed.notes == (
+        f"{h100.price_per_hour:.2f} USD per H100-hour ({h100.price_source})", "no price of H20 is known"
+    )  # fmt: skip
+    recorded = Prices.of(mixed)
+    assert (recorded.gpu_usd, recorded.generation_usd) == (None, None)
+    given = mixed.model_copy(update={"price": PriceConfig(gpu_hour=2.5, generation_gpu_hour=1.0)})
+    own = Prices.of(given, assume=True)
+    assert (own.gpu_usd, own.generation_usd, own.notes) == (2.5, 1.0, ())
+
+
+def test_the_price_of_your_own_gpu_is_no_assumption(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        "bf16_flops = 500e12\nmemory_bytes = 64e9\nbandwidth = 2e12\nnetwork = 25e9\nprice_per_hour = 1.5\n"
+    )
+    named = by_name()
+    run = named.model_copy(update={"hardware": named.hardware.model_copy(update={"gpu": str(file)})})
+    for assume in (False, True):
+        prices = Prices.of(run, assume=assume)
+        assert (prices.gpu_usd, prices.generation_usd, prices.notes) == (1.5, 1.5, ())
 
 
 def test_gpus_of_another_kind_have_their_own_power_and_no_price_that_nobody_gave() -> None:
