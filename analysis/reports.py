@@ -48,8 +48,8 @@ def throughput_against_lag(report: PlanReport) -> Chart:
     if report.run.mean_lag_limit is not None:
         series.append(rule("mean_lag_limit", report.run.mean_lag_limit, color=INK, dash=":"))
     caption = (
-        "Small: screened, large: simulated, both with central values; the line is their Pareto front. Recommendation and "
-        "run file are means of the draws, with a bar of 80 % of them."
+        "Small: screened, large: simulated, both with central values; the line is their Pareto front. Recommendation "
+        "and run file are means of the draws, with a bar of 80 % of them."
     )
     return Chart(
         title="Throughput against mean lag of all candidates",

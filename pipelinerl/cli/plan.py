@@ -64,6 +64,10 @@ def plan(
     ] = None,
     hardware: options.HardwareOption = None,
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
+    decode_table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Decode steps by batch and context, as AIConfigurator exports them."),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler, for a run file or for the options below."""
@@ -89,7 +93,7 @@ def plan(
             workers=workers,
             ray_address=ray,
             on_progress=on_progress,
-            measured=measured,
+            measured=[*measured, *filter(None, [decode_table])],
             run_file=(str(file), *([] if run is None or hardware is None else ["--hardware", str(hardware)])),
             against=other,
         )
