@@ -1,7 +1,9 @@
 """Faults in a run with parts in memory: what they cost, and what they do not."""
 
 import asyncio
+import itertools
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -429,3 +431,18 @@ def test_a_disk_that_is_full_at_the_end_keeps_no_part_from_being_shut_down(out, 
     with pytest.raises(RunFailedError, match=rf"^cannot write {out / TRACE_FILE}: No space left on device$"):
         run(config, out, parts)
     assert Counter(ended) == {FakeEngine: 2, FakeTrainer: 1, FakeReference: 1}
+
+
+def test_a_trace_that_cannot_be_brought_to_disk_ends_the_run_with_the_error_of_the_disk(out, monkeypatch):
+    """At the second checkpoint; the end records the rollouts in progress, after it."""
+    fsync, calls = os.fsync, itertools.count(1)
+
+    def failing(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(out / TRACE_FILE) and next(calls) >= 3:
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    config = config_of(train={"checkpoint": {"every": 2}})
+    with pytest.raises(RunFailedError, match=rf"^cannot write {out / TRACE_FILE}: Input/output error$"):
+        run(config, out, parts_of(config))
