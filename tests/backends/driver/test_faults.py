@@ -1,7 +1,6 @@
 """Faults in a run with parts in memory: what they cost, and what they do not."""
 
 import asyncio
-import itertools
 import math
 import os
 import threading
@@ -434,15 +433,16 @@ def test_a_disk_that_is_full_at_the_end_keeps_no_part_from_being_shut_down(out, 
 
 
 def test_a_trace_that_cannot_be_brought_to_disk_ends_the_run_with_the_error_of_the_disk(out, monkeypatch):
-    """At the second checkpoint; the end records the rollouts in progress, after it."""
-    fsync, calls = os.fsync, itertools.count(1)
+    """The end records the rollouts of a slow engine, after it."""
+    fsync, config = os.fsync, config_of(group=1, train={"checkpoint": {"every": 2}})
 
     def failing(descriptor):
-        if os.readlink(f"/proc/self/fd/{descriptor}") == str(out / TRACE_FILE) and next(calls) >= 3:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(out / TRACE_FILE):
             raise OSError(5, "Input/output error")
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    config = config_of(train={"checkpoint": {"every": 2}})
+    parts = parts_of(config)
+    parts.engines[1] = FakeEngine(num_slots=6, step_s=60.0)
     with pytest.raises(RunFailedError, match=rf"^cannot write {out / TRACE_FILE}: Input/output error$"):
-        run(config, out, parts_of(config))
+        run(config, out, parts)
