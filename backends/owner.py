@@ -75,12 +75,8 @@ def _owner_of(folder: Path) -> Owner | None:
     return None
 
 
-def _as_json(owner: Owner) -> bytes:
-    return json.dumps(owner._asdict()).encode()
-
-
 def _write_owner(folder: Path, owner: Owner) -> None:
-    (folder / OWNER_FILE).write_bytes(_as_json(owner))
+    (folder / OWNER_FILE).write_text(json.dumps(owner._asdict()), encoding="utf-8")
 
 
 class DriverLock:
@@ -151,9 +147,10 @@ class DriverLock:
 
     def check(self) -> None:
         """Give a sign of life, and look; ``RunFailedError`` if another driver has taken over."""
+        me = json.dumps(self._me._asdict()).encode()
         try:
             os.utime(self._own)
-            if self._numbers()[-1] == self._number and (self._own / OWNER_FILE).read_bytes() == _as_json(self._me):
+            if self._numbers()[-1] == self._number and (self._own / OWNER_FILE).read_bytes() == me:
                 return
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # it may pass: the next look will tell

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TextIO, TypeVar, cast, get_args, get_type_hint
 
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig, parse_run
-from pipelinerl.errors import ConfigError, RunFailedError, SchedulerError, TraceError
+from pipelinerl.errors import ConfigError, SchedulerError, TraceError
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
@@ -110,7 +110,6 @@ class TraceWriter:
         self._time_s, self._time_text = math.nan, ""  # of the last line: an event and its commands share them
         self._all = path.open("w") if file is None else file
         self._raw = self._all.buffer
-        self._fault: RunFailedError | None = None  # of a mark, which leaves no file to write to
         goes_on = self._raw.tell() > 0
         self._file = self._member()
         if goes_on:
@@ -125,8 +124,6 @@ class TraceWriter:
 
     def event(self, time_s: float, content: Event | Command) -> None:
         """Write a line: a quarter of the time of ``json.dumps``, the same bytes."""
-        if self._fault is not None:
-            raise self._fault
         if time_s != self._time_s:
             self._time_s, self._time_text = time_s, _float_text(time_s)
         try:
@@ -138,15 +135,13 @@ class TraceWriter:
 
     def mark(self) -> None:
         """Have all so far on disk, readable without the rest."""
-        try:
-            with writing(self._path):
+        with writing(self._path):
+            try:
                 self._file.close()
                 self._raw.flush()
                 os.fsync(self._raw.fileno())
+            finally:  # an event after an error must not hide it
                 self._file = self._member()
-        except RunFailedError as error:
-            self._fault = error
-            raise
 
     def _member(self) -> BufferedWriter:
         # No file name and no time in the gzip header: the same run must give the same bytes.

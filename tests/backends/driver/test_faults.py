@@ -405,13 +405,13 @@ def test_an_engine_that_is_lost_before_the_end_is_not_started_again(monkeypatch)
     assert engine.num_started == 1
 
 
-def test_a_rollout_that_waits_until_its_engine_is_open_keeps_it_idle_even_if_it_ends_meanwhile():
-    handle, idle = EngineHandle(0, FakeEngine()), []
-    for change in (partial(handle.count, 1), partial(handle.hold, 1), partial(handle.count, -1)):
-        change()
-        idle.append(handle.idle.is_set())
-    handle.hold(-1)
-    assert [*idle, handle.idle.is_set(), handle.num_in_flight] == [False, True, True, True, 0]
+def test_an_engine_that_drains_for_two_ids_is_open_after_both():
+    handle, is_open = EngineHandle(0, FakeEngine()), []
+    with handle.closed():
+        with handle.closed():
+            is_open.append(handle.open.is_set())
+        is_open.append(handle.open.is_set())
+    assert [*is_open, handle.open.is_set()] == [False, False, True]
 
 
 def test_a_disk_that_is_full_at_the_end_keeps_no_part_from_being_shut_down(out, monkeypatch):
