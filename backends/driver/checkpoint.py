@@ -144,6 +144,7 @@ class CheckpointKeeper:
                 sync(path)
             seal(partial)
             self._folder.mkdir(exist_ok=True)
+            sync(self._lock.folder)  # has the names of this folder, and of the files that grow
             self._lock.check()
             before = whole.with_suffix(_BEFORE)
             try:

@@ -6,17 +6,18 @@ again. Calls wait until their engine is up; rollouts also until its version is *
 scheduler knows the weights of an engine only from the first publication on.
 
 An engine that cannot be started is given up: the engine that serves the fewest ids serves its id, too. For the
-scheduler nothing changes; rollouts beyond an engine's room wait in it. While it drains for an update of one id, new
-rollouts of all its ids wait until it is *open*. Without any engine the run fails.
+scheduler nothing changes; rollouts beyond an engine's room wait in it. While an engine drains, requests of all its ids,
+and of evaluations, wait until it is *open*. Without any engine the run fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
@@ -37,13 +38,13 @@ class EngineHandle:
         self.engine = engine
         self.version = 0  # that it has loaded
         self.up = asyncio.Event()  # it answers
-        self.idle = asyncio.Event()  # no rollout is in progress
+        self.idle = asyncio.Event()  # no request is in progress
         self.idle.set()
-        self.open = asyncio.Event()  # new rollouts may begin: it is not drained
+        self.open = asyncio.Event()  # it may be asked: it is not drained
         self.open.set()
+        self._num_asked = self._num_closed = 0
         self.changing = asyncio.Lock()
         """Held while it starts, loads or sleeps."""
-        self.num_in_flight = self.num_held = 0
 
     async def load(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """Load a version; ``changing`` is held."""
@@ -55,21 +56,28 @@ class EngineHandle:
         """Return whether it is up with older weights."""
         return self.up.is_set() and self.version < weights.version
 
-    def count(self, change: int) -> None:
-        """Count rollouts in progress."""
-        self.num_in_flight += change
-        self._see_if_idle()
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Generate one answer; ``serving`` has just returned this engine."""
+        self._num_asked += 1
+        self.idle.clear()
+        try:
+            return await self.engine.generate(request)
+        finally:
+            self._num_asked -= 1
+            if not self._num_asked:
+                self.idle.set()
 
-    def hold(self, change: int) -> None:
-        """Count rollouts in progress that wait until it is open."""
-        self.num_held += change
-        self._see_if_idle()
-
-    def _see_if_idle(self) -> None:
-        if self.num_in_flight > self.num_held:
-            self.idle.clear()
-        else:
-            self.idle.set()
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Let nothing new begin inside the block."""
+        self._num_closed += 1
+        self.open.clear()
+        try:
+            yield
+        finally:
+            self._num_closed -= 1
+            if not self._num_closed:
+                self.open.set()
 
 
 class EnginePool:
@@ -93,7 +101,8 @@ class EnginePool:
         self._losses_s: deque[float] = deque()  # the times of those within an hour
         self._spawn, self._bring_back = spawn, bring_back
         self.newest: Weights | None = None
-        self._closing = False
+        self.closing = False
+        self._ending = asyncio.Lock()
 
     def __getitem__(self, engine_id: int) -> EngineHandle:
         return self._serving[engine_id]
@@ -122,34 +131,27 @@ class EnginePool:
             await self._give_up(handle, error)
 
     async def serving(self, engine_id: int) -> EngineHandle:
-        """Wait until the engine of an id is up; return it."""
+        """Wait until the engine of an id is up and open; return it."""
         while True:
             handle = self._serving[engine_id]
             await handle.up.wait()
-            if handle is self._serving[engine_id]:
+            await handle.open.wait()
+            if handle.up.is_set() and handle.open.is_set() and handle is self._serving[engine_id]:
                 return handle
 
     async def generating(self, engine_id: int) -> EngineHandle:
-        """Wait until the engine of an id, of whose rollouts one is to begin, is up and has a confirmed version."""
-        while True:
-            await self._confirmed[engine_id].wait()
-            handle = await self.serving(engine_id)
-            if handle.open.is_set():
-                return handle
-            handle.hold(+1)
-            try:
-                await handle.open.wait()
-            finally:
-                handle.hold(-1)
+        """Wait until the engine of an id, of whose rollouts one is to begin, is up, open and its version confirmed."""
+        await self._confirmed[engine_id].wait()
+        return await self.serving(engine_id)
 
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
         while True:
             handle = await self.serving(handle.engine_id)
             try:
-                return await handle.engine.generate(request)
+                return await handle.generate(request)
             except EngineLostError as error:
-                if self._closing:
+                if self.closing:
                     raise
                 self.lost(handle, error)
 
@@ -157,18 +159,15 @@ class EnginePool:
         """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
         if weight_update is not WeightUpdate.WAIT:
             return await self._load(engine_id, weights, weight_update)
-        handle = self._serving[engine_id]
-        handle.open.clear()  # the scheduler starts nothing for this id meanwhile, but for others of its engine
-        try:
-            await self.drained([engine_id], without=weights)
+        with self._serving[engine_id].closed():  # the scheduler starts rollouts of its other ids meanwhile
+            while not (handle := self._serving[engine_id]).idle.is_set() and handle.lacks(weights):
+                await handle.idle.wait()
             return await self._load(engine_id, weights, weight_update)
-        finally:
-            handle.open.set()
 
     async def _load(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
         if (handle := self._serving[engine_id]).up.is_set():
             async with handle.changing:
-                if handle.lacks(weights) and not self._closing:
+                if handle.lacks(weights) and not self.closing:
                     try:
                         return await handle.load(weights, weight_update)
                     except EngineLostError as error:
@@ -179,39 +178,38 @@ class EnginePool:
         """Confirm the version of an id, which generates from now on: its engine has it whenever it is up."""
         self._confirmed[engine_id].set()
 
-    async def drained(self, engine_ids: Iterable[int] | None = None, *, without: Weights | None = None) -> None:
-        """Wait until nothing is in progress on the confirmed engines of some ids, or of all (None), that are up.
-
-        ``without``: only on those that lack these weights: another id of the engine may go on with them.
-        """
-        for engine_id in self.engine_ids if engine_ids is None else engine_ids:
-            while self._confirmed[engine_id].is_set() and (handle := self._serving[engine_id]).up.is_set():
-                if handle.idle.is_set() or (without is not None and not handle.lacks(without)):
-                    break
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Wait until no engine has a request in progress; none gets one inside the block."""
+        with contextlib.ExitStack() as stack:
+            for handle in (handles := list(self)):
+                stack.enter_context(handle.closed())
+            for handle in handles:
                 await handle.idle.wait()
+            yield
 
     def lost(self, handle: EngineHandle, error: EngineLostError) -> None:
         """Restart a lost engine; further reports of the same loss do nothing."""
-        if not handle.up.is_set() or self._closing or self._serving[handle.engine_id] is not handle:
+        if not handle.up.is_set() or self.closing or self._serving[handle.engine_id] is not handle:
             return
         handle.up.clear()
         LOG.warning("engine %d lost: %s", handle.engine_id, error)
         self._spawn(self._restart(handle, error))
 
     async def _restart(self, handle: EngineHandle, error: EngineLostError) -> None:
-        while True:
+        while not self.closing:
             self._count_loss(error)
             async with handle.changing:
                 await handle.engine.shutdown()
-                if self._closing:
+                if self.closing:
                     return
                 try:
                     await handle.engine.start()
                 except EngineLostError as again:
-                    if not self._closing:
+                    if not self.closing:
                         await self._give_up(handle, again)
                     return
-                if self._closing:
+                if self.closing:
                     await handle.engine.shutdown()
                     return
                 handle.version = -1  # older than any published
@@ -240,8 +238,6 @@ class EnginePool:
         host = min(others, key=lambda one: (not one.up.is_set(), served.count(one)))
         LOG.warning("engine %d given up, engine %d serves its id: %s", handle.engine_id, host.engine_id, error)
         self._serving = {engine_id: host if its is handle else its for engine_id, its in self._serving.items()}
-        host.count(handle.num_in_flight)
-        handle.count(-handle.num_in_flight)
         handle.up.set()  # wakes the calls that wait for it: ``serving`` returns the new engine
         await handle.engine.shutdown()
 
@@ -255,7 +251,8 @@ class EnginePool:
             await handle.engine.sleep()
         except EngineLostError as error:
             self.lost(handle, error)
-            await handle.engine.shutdown()  # it gives up its memory
+            async with self._ending:
+                await handle.engine.shutdown()  # it gives up its memory
 
     async def wake(self) -> None:
         """Have all engines take their memory back; lost ones start again."""
@@ -270,14 +267,15 @@ class EnginePool:
 
     def close(self) -> None:
         """Start no engine again from now on."""
-        self._closing = True
+        self.closing = True
 
     async def shutdown(self) -> None:
-        """End all engines; log failures to end."""
+        """End all engines; log failures to end. A second call waits for the first."""
         self.close()
-        for result in await asyncio.gather(*(handle.engine.shutdown() for handle in self), return_exceptions=True):
-            if isinstance(result, BaseException):
-                LOG.warning("an engine could not be shut down: %s", result)
+        async with self._ending:
+            for result in await asyncio.gather(*(handle.engine.shutdown() for handle in self), return_exceptions=True):
+                if isinstance(result, BaseException):
+                    LOG.warning("an engine could not be shut down: %s", result)
 
 
 async def _start(handles: Iterable[EngineHandle]) -> dict[EngineHandle, EngineLostError]:

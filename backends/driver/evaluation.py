@@ -2,7 +2,7 @@
 
 Theory of operation. An evaluation is *due* when its optimizer step is done, and begins when all engines have loaded
 the weights of that step or newer ones. Its requests run beside the rollouts in slots of their own
-(``evaluation_slots``): no scheduler and no ledger counts them, no rollout waits for one, nothing is trained on them.
+(``evaluation_slots``): no scheduler and no ledger counts them, nothing is trained on them, only a drain waits for one.
 Engines load new weights meanwhile, as always: an evaluation reports the versions that sampled its answers. Where
 engines and trainer take turns, the next training waits for the evaluation. Ctrl-C drops one in progress.
 """
@@ -72,6 +72,11 @@ class Evaluation:
         """Wait for the running evaluation."""
         while self._running is not None:
             await asyncio.wait({self._running})
+
+    def drop(self) -> None:
+        """End the running evaluation."""
+        if self._running is not None:
+            self._running.cancel()
 
     async def _beside(self, step: int) -> None:
         try:

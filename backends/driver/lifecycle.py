@@ -245,9 +245,9 @@ class Driver:
             self._tasks.ended.clear()
         await self._tasks.unless_ended(self._evaluation.finished(), after)
         if self._trial is None:
-            if self._checkpoint is not None:  # else the trainer has the memory
+            async with self._sync.trainer_turn:
                 await self._tasks.unless_ended(self._sync.to_training(), after)
-            await self._export(self._lock.folder / MODEL_FOLDER)
+                await self._export(self._lock.folder / MODEL_FOLDER)
         if self._train.evaluation.problems:
             await self._tasks.unless_ended(self._sync.load_trained(self._state.version), after)
             self._state.evaluation["success_after"] = await self._tasks.unless_ended(
@@ -287,27 +287,32 @@ class Driver:
         waits, well = self._config.colocated, isinstance(failure, ReferenceLostError | TransferError)
         if not well and (waits or not isinstance(failure, EngineLostError)):
             return
+        await self._end_generation()
         if self._loop.trainer_task is not None:
             limit_s = self._train.trainer.step_timeout_s if waits else None
             _, unfinished = await asyncio.wait({self._loop.trainer_task}, timeout=limit_s)
             if unfinished:  # an engine was lost, too
                 return
         with contextlib.suppress(BackendError):
-            await self._sync.to_training(engines_end=True)
             await self._keep()
             await self._kept()
 
+    async def _end_generation(self) -> None:
+        """Colocated: end all that the trainer may wait for."""
+        if self._config.colocated:
+            self._evaluation.drop()
+            await self._pool.shutdown()
+
     async def _freeze(self) -> None:
-        """Deliver no more events, and wait until the trainer is done; colocated, it gets the memory to save from."""
+        """Deliver no more events, and wait until the trainer is done."""
         self._loop.frozen = True
+        if self._state.scheduler.stopped is None:
+            await self._end_generation()
         if self._loop.trainer_task is not None:
             done: set[asyncio.Task[None]] = set()
             # After a failure the trainer may wait for an engine that is lost.
             while not done and (self._tasks.failure is None or self._state.scheduler.stopped is not None):
                 done, _ = await asyncio.wait({self._loop.trainer_task}, timeout=TRAINER_POLL_S)
-        if self._tasks.failure is None:
-            async with self._sync.trainer_turn:
-                await self._sync.to_training(engines_end=True)
 
     async def _shut_down(self) -> None:
         self._pool.close()
@@ -325,7 +330,9 @@ class Driver:
         if self._keeper is None:
             return
         await self._kept()
-        await self._trainer.snapshot()
+        async with self._sync.trainer_turn:
+            await self._sync.to_training()
+            await self._trainer.snapshot()
         self._state.time_s = self._loop.now()
         writing = self._write(self._keeper, self._state.version, self._keeper.copy(self._state))
         self._writing = self._tasks.spawn(writing)

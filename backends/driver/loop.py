@@ -122,11 +122,10 @@ class EventLoop:
     async def _resume(self) -> None:
         state = self._state
         published = state.scheduler.published  # the answer to the last report may be a publication
-        for engine in state.in_flight.values():
-            self._pool[engine].count(+1)
-        for micro_batch in state.micro_batches:  # of an unfinished step: a checkpoint holds no gradients
-            await self._sync.to_training()
-            await self._trainer.train(self._samples_of(micro_batch), completes_step=False)
+        async with self._sync.trainer_turn:
+            for micro_batch in state.micro_batches:  # of an unfinished step: a checkpoint holds no gradients
+                await self._sync.to_training()
+                await self._trainer.train(self._samples_of(micro_batch), completes_step=False)
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
         for rollout_id in sorted(state.scoring):
             self._tasks.spawn(self._score(rollout_id))
@@ -153,9 +152,7 @@ class EventLoop:
         begin_s = time.perf_counter()
         if isinstance(event, RolloutFinished | TurnFinished | RolloutAborted | RolloutFailed):
             self._state.aborting.discard(event.rollout_id)
-            engine = self._state.in_flight.pop(event.rollout_id, None)
-            if engine is not None:
-                self._pool[engine].count(-1)
+            self._state.in_flight.pop(event.rollout_id, None)
         self._recorder.event(self.now(), event)
         try:
             self._carry_out_all(self._state.scheduler.handle(event))
@@ -180,7 +177,6 @@ class EventLoop:
                 if command.rollout_id not in state.rollouts:  # here: a checkpoint may come before its task begins
                     state.rollouts[command.rollout_id] = self._client.begin(command.prompt_id)
                 state.in_flight[command.rollout_id] = command.engine
-                self._pool[command.engine].count(+1)
                 self._tasks.spawn(self._generate(command))
             case OpenEnvironment():
                 assert self._turns is not None
@@ -220,7 +216,7 @@ class EventLoop:
             return
         self._submitted.add(rollout_id)
         try:
-            generated = await handle.engine.generate(self._client.request(rollout_id, data))
+            generated = await handle.generate(self._client.request(rollout_id, data))
         except EngineLostError as error:
             self._pool.lost(handle, error)
             self._aborted(rollout_id, command.engine)
@@ -360,20 +356,20 @@ class EventLoop:
             begin_s = time.monotonic()
             result = await self._trainer.train(samples, completes_step=command.completes_step)
             train_s = time.monotonic() - begin_s
-            state.count_trained(samples, result, command.version, turns=self._turns is not None)
-            state.micro_batches.append(command)
-            if command.completes_step:
-                state.version = command.version + 1
-                self._evaluation.step_done(state.version)
-                self._samples.trained(state.version, state.take_trained())
-            event = TrainingFinished(state.version, train_s)
-            every = self._checkpoint_every
-            if command.completes_step and every is not None and state.version % every == 0:
-                state.pending = event
-                await self._keep_checkpoint()
-                state.pending = None
-            self._deliver(event)
-            state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
+        state.count_trained(samples, result, command.version, turns=self._turns is not None)
+        state.micro_batches.append(command)
+        if command.completes_step:
+            state.version = command.version + 1
+            self._evaluation.step_done(state.version)
+            self._samples.trained(state.version, state.take_trained())
+        event = TrainingFinished(state.version, train_s)
+        every = self._checkpoint_every
+        if command.completes_step and every is not None and state.version % every == 0:
+            state.pending = event
+            await self._keep_checkpoint()
+            state.pending = None
+        self._deliver(event)
+        state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
 
     def _samples_of(self, command: StartTraining) -> list[Sample]:
         return samples_of(self._state.rollouts, command.rollout_ids, self._group_size)

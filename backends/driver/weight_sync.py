@@ -138,7 +138,7 @@ class WeightSync:
         self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
         self.trainer_turn = asyncio.Lock()
-        """Held while the trainer trains or publishes, but for the bring-up and the end of a run."""
+        """Held while the trainer trains, publishes, copies its state or exports, but for the bring-up."""
         self._num_damaged = 0  # publications found damaged since an engine loaded one
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
@@ -174,8 +174,9 @@ class WeightSync:
                     continue
                 try:
                     async with handle.changing:
-                        await handle.load(newest, WeightUpdate.KEEP)
-                    self._num_damaged = 0
+                        if newest is self._pool.newest:  # else another has come while it slept
+                            await handle.load(newest, WeightUpdate.KEEP)
+                            self._num_damaged = 0
                 except TransferError as damage:
                     await self._publish_anew(newest, damage)
             handle.up.set()
@@ -204,10 +205,9 @@ class WeightSync:
 
     async def _publish_anew(self, damaged: Weights, damage: TransferError) -> Weights:
         """Publish a version once more for all engines that find it damaged; return the newest weights."""
-        if self.takes_turns:
-            await self._pool.drained()  # not in the trainer's turn: nothing ends any more after Ctrl-C
-        async with self.trainer_turn:
-            if self._pool.newest is damaged:  # else another engine has found it, or a later version has replaced it
+        async with self._pool.quiet() if self.takes_turns else contextlib.nullcontext(), self.trainer_turn:
+            # Else another engine has found it, a later version has replaced it, or nobody needs it any more.
+            if self._pool.newest is damaged and not self._pool.closing:
                 self._num_damaged += 1
                 if self._num_damaged >= PUBLICATIONS:
                     raise TransferError(
@@ -257,20 +257,20 @@ class WeightSync:
         if self._group is None:
             await self._trainer.send(weights)
             return times
-        if self._standing_still and weight_update is WeightUpdate.WAIT:
-            await self._pool.drained()
         num_failed, sent = 0, False
-        while not sent and num_failed < TRANSFER_ATTEMPTS:
-            async with self._turn:
-                takers = [one for one in self._pool if one.lacks(weights)]
-                if not takers:
-                    break
-                loaded, lost, sent = await self._send_once(takers, weights, weight_update)
-            times |= loaded
-            for handle in takers:
-                if handle.engine_id in lost:
-                    self._pool.lost(handle, lost[handle.engine_id])
-            num_failed += all(one.up.is_set() for one in takers)
+        waits = self._standing_still and weight_update is WeightUpdate.WAIT
+        async with self._pool.quiet() if waits else contextlib.nullcontext():
+            while not sent and num_failed < TRANSFER_ATTEMPTS:
+                async with self._turn:
+                    takers = [one for one in self._pool if one.lacks(weights)]
+                    if not takers:
+                        break
+                    loaded, lost, sent = await self._send_once(takers, weights, weight_update)
+                times |= loaded
+                for handle in takers:
+                    if handle.engine_id in lost:
+                        self._pool.lost(handle, lost[handle.engine_id])
+                num_failed += all(one.up.is_set() for one in takers)
         for handle in self._pool if self._standing_still else ():
             if handle.lacks(weights):  # it stands still, with a mixture
                 self._pool.lost(handle, _incomplete(handle, weights))
@@ -305,10 +305,10 @@ class WeightSync:
 
     # ------------------------------------------------------------------------- memory, where it is shared
 
-    async def to_training(self, *, engines_end: bool = False) -> None:
-        """Colocated: have the engines give their memory to the trainer; ``engines_end``: nothing generates any more."""
+    async def to_training(self) -> None:
+        """Colocated: have the engines give their memory to the trainer, for ever if the pool is closing."""
         if self.takes_turns and self._engines_have_memory:
-            await (self._pool.shutdown() if engines_end else self._pool.sleep())
+            await (self._pool.shutdown() if self._pool.closing else self._pool.sleep())
             await self._trainer.reload()
             self._engines_have_memory = False
 

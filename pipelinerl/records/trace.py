@@ -136,10 +136,12 @@ class TraceWriter:
     def mark(self) -> None:
         """Have all so far on disk, readable without the rest."""
         with writing(self._path):
-            self._file.close()
-            self._raw.flush()
-            os.fsync(self._raw.fileno())
-        self._file = self._member()
+            try:
+                self._file.close()
+                self._raw.flush()
+                os.fsync(self._raw.fileno())
+            finally:  # an event after an error must not hide it
+                self._file = self._member()
 
     def _member(self) -> BufferedWriter:
         # No file name and no time in the gzip header: the same run must give the same bytes.

@@ -6,6 +6,7 @@ import os
 import pickle
 import pickletools
 import shutil
+import stat
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -121,16 +122,20 @@ def test_there_is_no_checkpoint(tmp_path):
 
 def test_every_file_and_folder_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     fsync, rename = os.fsync, Path.rename
-    settled, kept = set(), []
+    settled, names, kept = set(), {}, []
 
     def noted(descriptor):
-        settled.add(os.fstat(descriptor).st_ino)
+        found = os.fstat(descriptor)
+        settled.add(found.st_ino)
+        if stat.S_ISDIR(found.st_mode):
+            names[found.st_ino] = os.listdir(descriptor)
         fsync(descriptor)
 
     def checked(path, target):
         if path.name == "checkpoint":
             all_of_it = [path, *path.rglob("*"), *(tmp_path / "run" / name for name in GROWING_FILES)]
             assert {one.stat().st_ino for one in all_of_it} <= settled
+            assert {FOLDER, *GROWING_FILES} <= set(names.get((tmp_path / "run").stat().st_ino, ()))
             kept.append(target)
         return rename(path, target)
 

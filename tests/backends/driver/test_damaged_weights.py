@@ -2,18 +2,20 @@
 
 import asyncio
 import re
+import threading
 
 import pytest
-from in_memory import Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
+from in_memory import Killer, Letters, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked, turns_of
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
 
-from backends.fake import FakeEngine  # noqa: E402
+from backends.driver.checkpoint import read_newest  # noqa: E402
+from backends.fake import FakeEngine, FakeReference  # noqa: E402
 from backends.interface import PUBLICATIONS  # noqa: E402
 from backends.transfer.file import FILE  # noqa: E402
 from backends.transfer.transport import SenderContext  # noqa: E402
-from pipelinerl.errors import TransferError  # noqa: E402
+from pipelinerl.errors import ReferenceLostError, TransferError  # noqa: E402
 
 
 class Source:
@@ -180,6 +182,165 @@ def test_ctrl_c_ends_a_run_whose_engines_finish_their_rollouts_before_a_file_is_
     interrupted(config, out, parts)
     assert parts.trainer.published == [1]
     run_checked(config, out, parts_of(config), resume=True)
+
+
+def test_engines_sleep_while_a_file_is_published_anew_although_an_evaluation_goes_on(out, tmp_path):
+    """Engine 1 is lost in the evaluation after the run; engine 0 has more problems to answer."""
+    config = config_of(kind="conventional", steps=2, longest=40, train={"evaluation": {"problems": 40}})
+    newest = []
+
+    def dies():
+        if after := newest[-1:] and newest[-1].version == 2:
+            flip(newest[-1])
+        return after
+
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights))
+    parts.engines[1].dies = dies
+    summary = run_checked(config, out, parts)
+    assert parts.trainer.published == [1, 2, 2]
+    assert summary.engine_restarts == 1
+    assert summary.evaluation.success_after is not None
+
+
+def test_engines_sleep_while_a_file_is_published_anew_although_an_observation_comes(out, tmp_path):
+    """All rollouts wait for their environments when the engines begin to sleep; the second publication lasts longer."""
+    newest = []
+
+    def dies():
+        if newest:
+            flip(newest[-1])
+        return bool(newest)
+
+    config = turns_of(kind="conventional", steps=2, settings={"delay_s": 0.05}, slots=4, count=4)
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights))
+    publish = parts.trainer.publish
+
+    async def slow(version):
+        if newest:
+            await asyncio.sleep(0.3)
+        return await publish(version)
+
+    parts.trainer.publish, parts.engines[1].dies = slow, dies
+    assert run_checked(config, out, parts).engine_restarts == 1
+    assert parts.trainer.published == [1, 1]
+
+
+def test_nothing_is_published_anew_once_ctrl_c_ends_the_engines(out, tmp_path):
+    """Engine 1 comes back when engine 0 has nothing to do, and finds the file damaged while the engines end."""
+    config = config_of(kind="conventional", steps=4, longest=40)
+    newest, ending, read = [], asyncio.Event(), asyncio.Event()
+
+    def dies():
+        if newest:
+            flip(newest[-1])
+        return bool(newest)
+
+    class Ends(Engine):
+        async def shutdown(self):
+            ending.set()
+            await super().shutdown()
+
+    class Late(Engine):
+        async def update(self, weights, weight_update):
+            if self.num_started == 1 or ending.is_set():
+                return await super().update(weights, weight_update)
+            while parts.engines[0]._sequences:
+                await asyncio.sleep(0.001)
+            interrupt()
+            await ending.wait()
+            try:
+                return await super().update(weights, weight_update)
+            finally:
+                read.set()
+
+        async def shutdown(self):
+            if ending.is_set() and not self._lost:
+                await read.wait()
+            await super().shutdown()
+
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights))
+    parts.engines = [kind(num_slots=6, receiver=FILE.receiver(str(tmp_path))) for kind in (Ends, Late)]
+    parts.engines[1].dies = dies
+    interrupted(config, out, parts)
+    assert parts.trainer.published == [1]
+    run_checked(config, out, parts_of(config), resume=True)
+
+
+def test_a_checkpoint_waits_for_a_file_that_is_published_anew_when_the_reference_model_is_lost(out, tmp_path):
+    config = config_of(kind="conventional", steps=4, longest=40, train={"loss": {"kl_coefficient": 0.1}})
+    newest, anew = [], threading.Event()
+
+    class Busy(Writer):
+        publishing = False
+
+        async def publish(self, version):
+            self.publishing = True
+            if newest:
+                anew.set()
+                await asyncio.sleep(0.2)  # else all is over before the loss is noticed
+            self.publishing = False
+            return await super().publish(version)
+
+        async def snapshot(self):
+            assert not self.publishing
+            await super().snapshot()
+
+    class Gone(FakeReference):
+        async def logprobs(self, samples):
+            if anew.is_set():
+                raise ReferenceLostError("reference model lost: it does not run")
+            return await super().logprobs(samples)
+
+    def dies():
+        if newest:
+            flip(newest[-1])
+        return bool(newest)
+
+    def reward(problem):
+        return float(not newest or anew.wait(20.0))
+
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights))
+    settings = {"train_batch_size": 8, "kl_coefficient": 0.1}
+    parts.trainer = Busy(tmp_path / "weights", parts.trainer.damage, **settings)
+    parts.engines[0].trainer = parts.engines[1].trainer = parts.trainer
+    parts.engines[1].dies, parts.reference, parts.task = dies, Gone(), Letters(reward=reward)
+    with pytest.raises(ReferenceLostError):
+        run(config, out, parts)
+    assert anew.is_set()
+    run_checked(config, out, parts_of(config), resume=True)
+
+
+def test_a_resumed_run_trains_its_unfinished_step_and_publishes_a_damaged_file_anew_one_after_the_other(out, tmp_path):
+    """Engine 1 is lost while it loads, and comes back to a changed file when the trainer has begun."""
+    config = config_of(steps=6, longest=40, micro_batch_size=4, publish_every=2)
+    interrupted(config, out, parts_of(config, trainer=Killer(train_batch_size=8, train_s=0.05, at=3, do=interrupt)))
+    assert len(read_newest(out, config).state.micro_batches) == 1
+    begun, newest = asyncio.Event(), []
+
+    class Slow(Writer):
+        async def train(self, samples, *, completes_step):
+            self.training = True
+            begun.set()
+            await asyncio.sleep(0.1)
+            return await super().train(samples, completes_step=completes_step)
+
+    class LostOnce(Engine):
+        async def start(self):
+            if self.num_started:
+                await asyncio.wait_for(begun.wait(), 20.0)
+                flip(newest[-1])
+            await super().start()
+
+        async def update(self, weights, weight_update):
+            if self.num_started == 1:
+                self.die()
+            return await super().update(weights, weight_update)
+
+    parts = parts_with(config, tmp_path, lambda weights, version, number: newest.append(weights))
+    parts.trainer = Slow(tmp_path / "weights", parts.trainer.damage, train_batch_size=8)
+    parts.engines[1] = LostOnce(num_slots=6, receiver=FILE.receiver(str(tmp_path)))
+    assert run_checked(config, out, parts, resume=True).engine_restarts == 1
+    assert parts.trainer.published[:2] == [2, 2]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -214,6 +214,21 @@ def test_a_driver_whose_lock_was_removed_does_not_take_that_of_the_next_for_its_
             second.check()
 
 
+@pytest.mark.parametrize("place", ["driver-1/owner.json", "driver-1", "."])
+def test_a_file_system_that_fails_for_a_moment_does_not_end_a_driver_and_one_that_forgets_does(out, place):
+    """Meanwhile a place is a link to itself, which nobody can follow."""
+    with driving(out) as lock:
+        path, away = out / place, out.with_name("away")
+        path.rename(away)
+        path.symlink_to(path.name)
+        lock.check()
+        path.unlink()
+        with pytest.raises(RunFailedError, match="has another driver"):
+            lock.check()
+        away.rename(path)
+        lock.check()
+
+
 def test_a_driver_that_wakes_too_late_gives_way_and_its_taker_never_does(out, monkeypatch):
     """It wakes between its taker's judgement and the take-over."""
     with driving(out) as first:

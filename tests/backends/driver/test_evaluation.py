@@ -20,7 +20,7 @@ from in_memory import (
 from ledger_check import metrics_of, records
 from refusals import message
 
-from backends.driver.evaluation import evaluation_slots
+from backends.driver.evaluation import Evaluation, evaluation_slots
 from backends.driver.metrics import PER_STEP
 from backends.preflight import evaluation_task
 from pipelinerl.rl.problems import Problem
@@ -134,6 +134,33 @@ def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it
     assert 1 <= sum(len(engine.held_out) for engine in resumed.engines) / 8 - len(during) < 3  # none before
     assert evaluation.success_before == evaluation.success_after == 0.5
     assert {one.step for one in during} <= {6, 9}
+
+
+def test_ctrl_c_ends_a_run_whose_training_waits_for_an_evaluation_that_does_not_end(out, monkeypatch):
+    config, finished = config_of(kind="conventional", steps=8, train=EVERY_3), Evaluation.finished
+    parts = seen(config, trainer=Shared(train_batch_size=8))
+
+    class Hangs(Seen):
+        hangs = False
+
+        async def generate(self, request):
+            if request.rollout_id < 0 and len(self.held_out) >= 4 and not self.hangs:  # 4 before the run
+                self.hangs = True
+                await asyncio.wait_for(asyncio.Event().wait(), 20.0)
+            return await super().generate(request)
+
+    async def is_waited_for(evaluation):
+        if parts.engines[0].hangs:
+            interrupt()
+        await finished(evaluation)
+
+    parts.engines[0] = Hangs(num_slots=6)
+    monkeypatch.setattr(Evaluation, "finished", is_waited_for)
+    interrupted(config, out, parts)
+    monkeypatch.undo()
+    assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
+    assert parts.trainer.version == 4
+    run_checked(config, out, seen(config, trainer=Shared(train_batch_size=8)), resume=True)
 
 
 def test_engines_have_an_eighth_more_slots_for_evaluations_beside_the_run():

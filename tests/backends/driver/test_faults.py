@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -404,13 +405,13 @@ def test_an_engine_that_is_lost_before_the_end_is_not_started_again(monkeypatch)
     assert engine.num_started == 1
 
 
-def test_a_rollout_that_waits_until_its_engine_is_open_keeps_it_idle_even_if_it_ends_meanwhile():
-    handle, idle = EngineHandle(0, FakeEngine()), []
-    for change in (partial(handle.count, 1), partial(handle.hold, 1), partial(handle.count, -1)):
-        change()
-        idle.append(handle.idle.is_set())
-    handle.hold(-1)
-    assert [*idle, handle.idle.is_set(), handle.num_in_flight] == [False, True, True, True, 0]
+def test_an_engine_that_drains_for_two_ids_is_open_after_both():
+    handle, is_open = EngineHandle(0, FakeEngine()), []
+    with handle.closed():
+        with handle.closed():
+            is_open.append(handle.open.is_set())
+        is_open.append(handle.open.is_set())
+    assert [*is_open, handle.open.is_set()] == [False, False, True]
 
 
 def test_a_disk_that_is_full_at_the_end_keeps_no_part_from_being_shut_down(out, monkeypatch):
@@ -429,3 +430,19 @@ def test_a_disk_that_is_full_at_the_end_keeps_no_part_from_being_shut_down(out, 
     with pytest.raises(RunFailedError, match=rf"^cannot write {out / TRACE_FILE}: No space left on device$"):
         run(config, out, parts)
     assert Counter(ended) == {FakeEngine: 2, FakeTrainer: 1, FakeReference: 1}
+
+
+def test_a_trace_that_cannot_be_brought_to_disk_ends_the_run_with_the_error_of_the_disk(out, monkeypatch):
+    """The end records the rollouts of a slow engine, after it."""
+    fsync, config = os.fsync, config_of(group=1, train={"checkpoint": {"every": 2}})
+
+    def failing(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(out / TRACE_FILE):
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    parts = parts_of(config)
+    parts.engines[1] = FakeEngine(num_slots=6, step_s=60.0)
+    with pytest.raises(RunFailedError, match=rf"^cannot write {out / TRACE_FILE}: Input/output error$"):
+        run(config, out, parts)

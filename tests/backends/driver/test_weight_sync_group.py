@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
+from functools import partial
 
 import pytest
 from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import records
 
+import backends.driver.lifecycle
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import GroupMembers
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
@@ -299,3 +302,14 @@ def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
     parts.trainer.when = ("publish", 2, interrupt)
     interrupted(config, out, parts)
     run_checked(config, out, wired(config), resume=True)
+
+
+def test_ctrl_c_ends_a_stream_that_waits_for_engines_to_drain(out, monkeypatch):
+    """All parts would be lost after a while, if the run did not end before."""
+    monkeypatch.setattr(backends.driver.lifecycle, "LOST_POLL_S", 0.1)
+    config = config_of(weight_update="wait", longest=40, slots=16, steps=8, max_lag=2)
+    parts, seconds = wired(config, Streaming, partial(Loading, step_s=0.005, endless=True)), itertools.count()
+    parts.trainer.when = ("publish", 2, interrupt)
+    parts.lost = lambda: "gone" if next(seconds) > 100 else None
+    interrupted(config, out, parts)
+    run_checked(config, out, wired(config, Streaming, Loading), resume=True)

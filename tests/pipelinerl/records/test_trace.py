@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import lines_of, recorded, rewritten, run
 
-from pipelinerl.errors import TraceError
+from pipelinerl.errors import RunFailedError, TraceError
 from pipelinerl.records.trace import Record, Trace, TraceWriter
 from pipelinerl.scheduler import events as ev
 from pipelinerl.scheduler.events import Command, Event, VersionSpans
@@ -260,3 +260,12 @@ def test_a_reward_that_is_no_number_is_written_as_json_has_it(tmp_path: Path) ->
     assert json.loads(line)["reward"] != json.loads(line)["reward"]
     assert '"t":Infinity' in line
     assert '"engine":null' in line
+
+
+def test_after_a_mark_on_a_full_disk_an_event_does_not_hide_it() -> None:
+    trace = TraceWriter(Path("/dev/full"), run())
+    for write in (trace.mark, trace.close):
+        with pytest.raises(RunFailedError, match=r"^cannot write /dev/full: No space left on device$"):
+            write()
+        if write == trace.mark:
+            trace.event(1.0, ev.RolloutFailed(9))
