@@ -358,6 +358,8 @@ class Gpu(Named):
     """Speed of attention in training, where a kernel is faster than FlashAttention 2 (no unit)."""
     training_factor: float = Field(default=1.0, gt=0)
     """Share of peak that training reaches, over the share on an H100 (no unit)."""
+    expert_training_factor: float | None = Field(default=None, gt=0)
+    """The same for models with routed experts. None: ``training_factor``."""
     watts: float | None = Field(default=None, gt=0)
     """Board power at full load (W). None: not known."""
     price_per_hour: float | None = Field(default=None, gt=0)

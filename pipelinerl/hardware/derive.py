@@ -291,7 +291,8 @@ def derive_training(
     """
     passes = 3 + coefficients.recomputation + coefficients.log_probability_cost * coefficients.extra_forward_passes
     small = coefficients.expert_mfu_factor if model.experts else 1.0
-    flops = gpu.bf16_flops * coefficients.training_mfu * gpu.training_factor
+    factor = (gpu.expert_training_factor if model.experts else None) or gpu.training_factor
+    flops = gpu.bf16_flops * coefficients.training_mfu * factor
     products_s = 2 * model.active_parameters / flops
     moved = BF16_BYTES * kept_numbers(model) * model.layers * coefficients.activation_traffic
     kernel_flops = coefficients.attention_flops_per_byte * gpu.attention_factor * gpu.bandwidth

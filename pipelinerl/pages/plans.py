@@ -456,6 +456,8 @@ def _reasons(report: PlanReport) -> list[str]:
     best, other, own = report.recommended, report.runner_up, report.own
     lines = [f"warning: {warning}" for warning in report.warnings]
     lines.append(f"bottleneck: {best.verdict}")
+    charged = (f"{name} {duration(seconds)}" for name, seconds in report.stages.items() if seconds > 0)
+    lines.append(f"charged, at central values: {', '.join(charged)}")
     if other is not None:
         lines.append(f"runner-up ({other.label}): {other.why}")
     if own is not None:

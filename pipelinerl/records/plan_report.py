@@ -404,6 +404,9 @@ class PlanReport(Report):
     """Effect of each unknown, the largest first."""
     splits: SplitCurve
     """Throughput of the recommendation at every split."""
+    stages: dict[str, float]
+    """Seconds charged for the recommendation, by stage, at central values: of a decode step, an optimizer step, a
+    weight update, an RL step."""
 
     def to_frame(self) -> Any:
         """Return a pandas data frame: a row per simulated candidate, the fastest first; ConfigError without pandas."""

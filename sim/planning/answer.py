@@ -50,6 +50,7 @@ from sim.planning.choose import (
 from sim.planning.explain import (
     not_tried,
     screened_columns,
+    stages_of,
     synchronous_is_faster,
     verdict,
     why_infeasible,
@@ -323,6 +324,7 @@ class _Search:
             screened=screened_columns(self.kept),
             sensitivity=sensitivity(drawn, best.candidate.label, least=CHANGE),
             splits=split_curve(self.space, best.candidate, self.screener, draws),
+            stages=stages_of(self.space, best.candidate, self.screener),
         )
         return report, best.candidate
 

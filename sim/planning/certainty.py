@@ -35,7 +35,7 @@ from pipelinerl.config.resolve import stated_coefficients, transport_of
 from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config
 from pipelinerl.hardware import prior
 from pipelinerl.hardware.coefficients import Level, coefficient_table
-from pipelinerl.hardware.costs import PhaseSwitchConfig, ResolvedHardware, batch_s, context_token_s, training_cost
+from pipelinerl.hardware.costs import PhaseSwitchConfig, ResolvedHardware
 from pipelinerl.hardware.prior import CERTAIN, between_levels
 from pipelinerl.hardware.stack import stack_levels
 from pipelinerl.hardware.transport import ROOT_LAW, WeightTransferConfig, WeightTransport
@@ -54,7 +54,17 @@ from pipelinerl.records.plan_report import (
 from pipelinerl.theory.lengths import Lengths, LengthStatistics
 from pipelinerl.util.arrays import FloatArray, IntArray
 from sim.planning.choose import TIE
-from sim.planning.explain import NOTHING, screened_synchronous
+from sim.planning.explain import (
+    DECODE,
+    LOG_PROBABILITIES,
+    NOTHING,
+    SWITCH,
+    TRAIN,
+    UPDATE,
+    screened_synchronous,
+    stages_of,
+    step_times,
+)
 from sim.planning.screen import Candidate, Screener
 from sim.planning.simulate import Outcome
 from sim.planning.space import AXES, Limits, SearchSpace, choice_of
@@ -586,18 +596,9 @@ def observations(
 
 def _step_times(space: SearchSpace, draws: Draws, recommended: Candidate) -> dict[Unknown, FloatArray]:
     """Return the logs of the seconds of a decode step and of an optimizer step of the recommendation, by draw."""
-    timed, answers = recommended.config, space.answers
-    size, batch = timed.cluster.tensor_parallel, float(timed.scheduler.generation_batch_size)
-    decode_D, train_D = np.empty((2, draws.number))
-    for draw in range(draws.number):
-        hardware = draws.screener(draw, space).resolved(timed)
-        context_s = context_token_s(hardware.decode, size) * batch * answers.context
-        decode_D[draw] = batch_s(hardware.decode, size, np.array([batch]))[0] + context_s
-        train_D[draw] = answers.training_s(
-            training_cost(hardware.training, training_accelerators=timed.training_accelerators),
-            sequences=timed.scheduler.train_batch_size,
-            micro_batch=timed.scheduler.micro_batch,
-        )
+    config = recommended.config
+    screeners = (draws.screener(draw, space) for draw in range(draws.number))
+    decode_D, train_D = np.array([step_times(config, space.answers, one.resolved(config)) for one in screeners]).T
     shortest = np.finfo(float).tiny  # a run file may have a step last no time
     times = {Unknown.GENERATION: decode_D, Unknown.TRAINING: train_D}
     return {name: np.log(np.maximum(time_D, shortest)) for name, time_D in times.items()}
@@ -731,27 +732,18 @@ def in_units(
     space: SearchSpace, chosen: Candidate, arms: Mapping[bool, Candidate], screener: Screener
 ) -> dict[Unknown, tuple[float, str]]:
     """Return the central value of unknowns that a user may know, each with its unit and meaning in words."""
-    config = chosen.config
-    size, batch, answers = config.cluster.tensor_parallel, config.scheduler.generation_batch_size, space.answers
-    hardware = screener.resolved(config)
-    step_s = batch_s(hardware.decode, size, np.array([float(batch)]))[0]
-    step_s += context_token_s(hardware.decode, size) * batch * answers.context
-    train_s = answers.training_s(
-        training_cost(hardware.training, training_accelerators=config.training_accelerators),
-        sequences=config.scheduler.train_batch_size,
-        micro_batch=config.scheduler.micro_batch,
-    )
+    config, stages = chosen.config, stages_of(space, chosen, screener)
     values: dict[Unknown, tuple[float, str]] = {
-        Unknown.GENERATION: (float(step_s) * 1e3, f"ms per decode step of {batch} sequences"),
-        Unknown.TRAINING: (train_s, "s of training per optimizer step"),
-        Unknown.ANSWERS: (answers.mean, "tokens per answer"),
-    }
+        Unknown.GENERATION: (
+            stages[DECODE] * 1e3, f"ms per decode step of {config.scheduler.generation_batch_size} sequences"
+        ),
+        Unknown.TRAINING: (stages[TRAIN] + stages[LOG_PROBABILITIES], "s of training per optimizer step"),
+        Unknown.ANSWERS: (space.answers.mean, "tokens per answer"),
+    }  # fmt: skip
     if True in arms:
-        switch = screener.resolved(arms[True].config).switch
-        values[Unknown.SWITCH] = (switch.to_training_s + switch.to_generation_s, "s of phase switches per RL step")
+        values[Unknown.SWITCH] = (stages_of(space, arms[True], screener)[SWITCH], "s of phase switches per RL step")
     if False in arms:
-        weights = screener.resolved(arms[False].config).weights
-        total_s = max(weights.publish_s, weights.transfer_s + weights.pause_s)
+        total_s = stages_of(space, arms[False], screener)[UPDATE]
         values[Unknown.WEIGHTS_APART] = (total_s, "s per weight update of asynchronous RL")
     return {name: (value, unit) for name, (value, unit) in values.items() if value > 0}
 

@@ -9,14 +9,17 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any, assert_never
 
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
+from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware, loading_s, training_cost
 from pipelinerl.records.plan_report import NotTried, ScreenedColumns
 from pipelinerl.records.reports import Bottleneck
 from pipelinerl.records.step_ledger import BALANCED_SHARE
 from pipelinerl.scheduler.kinds import CONVENTIONAL
+from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.util.strict_model import MOST_ROLLOUTS
 from sim.planning.choose import TIE, Rank
-from sim.planning.screen import Candidate, Rejected, Screened, Screener, within_limits
+from sim.planning.screen import Candidate, Rejected, Screened, Screener, with_values, within_limits
 from sim.planning.simulate import Outcome
 from sim.planning.space import (
     ENGINE,
@@ -215,6 +218,46 @@ def screened_columns(kept: Sequence[Screened]) -> ScreenedColumns:
         lag_mean=[float(f"{one.estimate.lag_mean:.4g}") for one in kept],
         lag_max=[int(one.estimate.lag_max) for one in kept],
     )
+
+
+# ------------------------------------------------------------------------------------------- seconds by stage
+
+DECODE, TRAIN, LOG_PROBABILITIES = "decode step", "training", "log-probabilities"
+UPDATE, PAUSE, SWITCH = "weight update", "pause of an engine", "phase switch"
+"""Stages of a run, in seconds."""
+
+
+def step_times(config: RunConfig, answers: LengthStatistics, hardware: ResolvedHardware) -> tuple[float, float]:
+    """Return the seconds of a decode step with full slots, and of the training of an optimizer step."""
+    size, batch = config.cluster.tensor_parallel, config.scheduler.generation_batch_size
+    step = DecodeStep(hardware.decode, tensor_parallel=size, most=batch)
+    train_s = answers.training_s(
+        training_cost(hardware.training, training_accelerators=config.training_accelerators),
+        sequences=config.scheduler.train_batch_size,
+        micro_batch=config.scheduler.micro_batch,
+    )
+    return step.of(batch, batch * answers.context), train_s
+
+
+def stages_of(space: SearchSpace, candidate: Candidate, screener: Screener) -> dict[str, float]:
+    """Return the seconds that are charged for a candidate, by stage, at central values.
+
+    A decode step of full slots; training and log-probabilities of an optimizer step; a weight update until engines have
+    it, and their pause; both phase switches of an RL step.
+    """
+    config, answers = candidate.config, space.answers
+    hardware = screener.resolved(config)
+    weights, switch = hardware.weights, hardware.switch
+    decode_s, train_s = step_times(config, answers, hardware)
+    passes_s = 0.0
+    if config.hardware.by_name and config.hardware.training is None:
+        passed = {**config.hardware.coefficients, "extra_forward_passes": 0.0}
+        without = with_values(config, hardware={"coefficients": passed})
+        passes_s = train_s - step_times(config, answers, resolved_hardware(without))[1]
+    stages = {DECODE: decode_s, TRAIN: train_s - passes_s, LOG_PROBABILITIES: passes_s, UPDATE: loading_s(weights)}
+    if candidate.schedule.colocated:
+        return {**stages, SWITCH: switch.to_training_s + switch.to_generation_s}
+    return {**stages, PAUSE: weights.pause_s}
 
 
 # ------------------------------------------------------------------------- synchronous against asynchronous RL
