@@ -303,6 +303,9 @@ def described_run(
     """
     mean, workload = log.mean, dict[str, Any]()
     assumed = list[str]()
+    if log.num_runs > 1:
+        last = ", the last" if log.number == log.num_runs else ""
+        assumed.append(f"the log holds {log.num_runs} runs: run {log.number}{last}; --run N takes another")
     if mean.length_mean is None:
         assumed.append("lengths: not in the log, those that were given")
     else:

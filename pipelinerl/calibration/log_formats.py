@@ -430,7 +430,9 @@ def _from_csv(path: Path, format_: Format, wanted: Wanted) -> Iterator[tuple[int
         for cells in kept:
             pairs = ((name, _number(cells[column])) for column, name in columns if column < len(cells))
             step = _number(cells[place]) if place < len(cells) else None
-            if step is not None and ((values := {name: one for name, one in pairs if one is not None}) or len(runs) < 2):
+            if step is not None and (
+                (values := {name: one for name, one in pairs if one is not None}) or len(runs) < 2
+            ):
                 yield int(step), values
 
 

@@ -11,7 +11,6 @@ class GpuTime(Report):
 
     part: str
     gpu_s: float
-    """GPU-seconds of a step."""
     share: float
     """Share of all GPU-seconds; those of all parts make 1."""
     source: str
@@ -22,7 +21,6 @@ class Gain(Report):
     """One change, made alone, against the job as it is."""
 
     change: str
-    """In words."""
     set: list[str]
     """Keys of the run file, ``key=value`` each."""
     times: float
@@ -43,13 +41,10 @@ class DiagnosisReport(Report):
     step_s: float
     """Seconds of a step, by the log."""
     accelerators: int
-    """Accelerators of the job (count)."""
     gpu_time: list[GpuTime]
-    """Where the GPU-seconds of a step go."""
     asynchronous: Gain | None
-    """The best asynchronous RL within the limits, as ``plan`` of the calibrated run file finds it; null: none, or it is
-    the job itself."""
+    """The best asynchronous RL within the limits, of ``plan`` of the calibrated run file; null: none but the job."""
     gains: list[Gain]
-    """The three changes that gain most, the largest first; fewer if others gain no more than a tie."""
+    """At most three, the largest first; none that is a tie with the job."""
     notes: list[str]
     """What the log does not tell, and what is taken instead."""
