@@ -42,19 +42,19 @@ class LoggedStep(StrictModel):
     step_s: float | None = Field(default=None, gt=0)
     """Seconds of the step, from its start to the next one's."""
     generation_s: float | None = Field(default=None, ge=0)
-    """Seconds in which the engines generated the answers of the step, from the first request to the last token."""
+    """Seconds of generation, from the first request to the last token."""
     training_s: float | None = Field(default=None, ge=0)
     """Seconds in which the trainer worked: its update, log-probabilities, values, advantages."""
     logprob_s: float | None = Field(default=None, ge=0)
-    """The part of ``training_s`` that log-probabilities took."""
+    """Log-probabilities' part of ``training_s``."""
     sync_s: float | None = Field(default=None, ge=0)
     """Seconds of the weight synchronization."""
     switch_s: float | None = Field(default=None, ge=0)
     """Seconds between the phases of a synchronous job."""
     reward_s: float | None = Field(default=None, ge=0)
-    """Seconds of rewards and environments, apart from generation and training."""
+    """Seconds of rewards and environments alone."""
     wait_s: float | None = Field(default=None, ge=0)
-    """Asynchronous jobs: seconds in which the trainer waited for answers."""
+    """Asynchronous jobs: seconds in which the trainer waited."""
     tokens: float | None = Field(default=None, gt=0)
     """Tokens of the step's answers, prompts not counted."""
     total_tokens: float | None = Field(default=None, gt=0)
@@ -68,13 +68,13 @@ class LoggedStep(StrictModel):
     length_mean: float | None = Field(default=None, gt=0)
     """Mean answer (tokens)."""
     length_p90: float | None = Field(default=None, gt=0)
-    """Length that 90 % of the answers do not exceed (tokens)."""
+    """90 % of the answers are no longer (tokens)."""
     length_p95: float | None = Field(default=None, gt=0)
-    """Length that 95 % of the answers do not exceed (tokens)."""
+    """95 % of the answers are no longer (tokens)."""
     length_max: float | None = Field(default=None, gt=0)
     """Longest answer (tokens)."""
     clipped_share: float | None = Field(default=None, ge=0, le=1)
-    """Share of the answers that were cut at the longest allowed length."""
+    """Share of answers cut at the longest allowed length."""
     prompt_mean: float | None = Field(default=None, ge=0)
     """Mean prompt (tokens)."""
     sequence_mean: float | None = Field(default=None, gt=0)

@@ -285,13 +285,14 @@ def read_log(paths: Sequence[Path], name: str) -> list[LoggedStep]:
     runs: list[Metrics] = []
     wanted = _wanted(format_)
     for path in paths:
-        place, seen = -1, dict[int, set[str]]()
+        place, first, last, names = -1, math.inf, -math.inf, set[str]()  # of the run in this file; names: in its first
         for number, values in _numbers(path, format_, wanted):
-            if place < 0 or (number <= min(seen) and number < max(seen) and seen.get(number, set()) & values.keys()):
-                place, seen = place + 1, {}
+            if place < 0 or (number == first < last and names & values.keys()):
+                place, first, last = place + 1, math.inf, -math.inf
                 runs += [defaultdict(dict)] if place == len(runs) else []
-            if values or not seen:
-                seen.setdefault(number, set()).update(values)
+            if values:
+                names = {*values} if number < first else names | values.keys() if number == first else names
+                first, last = min(first, number), max(last, number)
             runs[place][number].update(values)
             if sum(map(len, runs)) > MOST_STEPS:
                 raise ConfigError(f"{path} must hold at most {MOST_STEPS:,} steps")

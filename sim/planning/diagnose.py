@@ -42,13 +42,13 @@ def gpu_time(log: LoggedStep, simulated: LoggedStep, run: RunConfig, *, busy: fl
     ``simulated`` is a step of the calibrated job, ``busy`` the share of the time in which its engines generate. Parts
     that last longer than the step together are all shortened alike.
     """
-    told = log.model_dump(exclude_none=True)
-    its = {**simulated.model_dump(), **told}
+    logged = log.model_dump(exclude_none=True)
+    its = {**simulated.model_dump(), **logged}
     step_s = its["step_s"]
     training_s, sync_s, generation_s = (its[name] or 0.0 for name in ("training_s", "sync_s", "generation_s"))
 
     def source(name: str) -> str:
-        return "log" if name in told else "simulation"
+        return "log" if name in logged else "simulation"
 
     logprob_s, sync = min(log.logprob_s or 0.0, training_s), "weight synchronization"
     trainer = [
