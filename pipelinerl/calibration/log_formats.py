@@ -285,13 +285,13 @@ def read_log(paths: Sequence[Path], name: str) -> list[LoggedStep]:
     runs: list[Metrics] = []
     wanted = _wanted(format_)
     for path in paths:
-        place, first, last, names = -1, math.inf, -math.inf, set[str]()  # of the run in this file; names: in its first
+        place, first, last, seen = -1, math.inf, -math.inf, set[str]()  # of the run in this file; seen: in its first
         for number, values in _numbers(path, format_, wanted):
-            if place < 0 or (number == first < last and names & values.keys()):
+            if place < 0 or (number == first < last and seen & values.keys()):
                 place, first, last = place + 1, math.inf, -math.inf
                 runs += [defaultdict(dict)] if place == len(runs) else []
             if values:
-                names = {*values} if number < first else names | values.keys() if number == first else names
+                seen = {*values} if number < first else seen | values.keys() if number == first else seen
                 first, last = min(first, number), max(last, number)
             runs[place][number].update(values)
             if sum(map(len, runs)) > MOST_STEPS:

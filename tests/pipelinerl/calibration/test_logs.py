@@ -370,9 +370,12 @@ def test_parts_that_a_log_lacks_are_those_of_the_hardware_model() -> None:
     result = calibrate_log(LoggedRun(9, 1, mean, 8000.0), run, [], MODELS)
     lacking = [line.partition(":")[0] for line in result.assumed]
     assert lacking == ["training", "weight synchronization", "phase switch", "generation"]
-    factors = {name: math.exp(1.2816 * sd) for name, sd in zip(lacking, (0.5, math.hypot(1.1, 1.1), 0, 0.35))}
+    factors = {
+        name: math.exp(1.2816 * sd) for name, sd in zip(lacking, (0.5, math.hypot(1.1, 1.1), 0, 0.35), strict=True)
+    }
     costs = [
-        f"which holds to a factor of {factors[name]:.2g} (80 %)" in line for name, line in zip(lacking, result.assumed)
+        f"which holds to a factor of {factors[name]:.2g} (80 %)" in line
+        for name, line in zip(lacking, result.assumed, strict=True)
     ]
     assert costs == [True, True, False, True]
     assert result.run == run

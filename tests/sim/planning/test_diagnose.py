@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 from calibrated import CONVENTIONAL, NAMED, RUN, run_of, traced
