@@ -40,12 +40,15 @@ def gpu_time(log: LoggedStep, simulated: LoggedStep, run: RunConfig, *, busy: fl
     """Return the parts of a step's GPU-seconds; they add up to all of them.
 
     ``simulated`` is a step of the calibrated job, ``busy`` the share of the time in which its engines generate. Parts
-    that last longer than the step together are all shortened alike.
+    that the log lacks have the time that it leaves at most; logged ones longer than the step are shortened alike.
     """
     logged = log.model_dump(exclude_none=True)
-    its = {**simulated.model_dump(), **logged}
-    step_s = its["step_s"]
-    training_s, sync_s, generation_s = (its[name] or 0.0 for name in ("training_s", "sync_s", "generation_s"))
+    step_s = logged["step_s"]
+    names = ("training_s", "sync_s", "generation_s" if run.colocated else "wait_s")
+    lacking = {name: getattr(simulated, name) or 0.0 for name in names if name not in logged}
+    left_s = max(0.0, step_s - sum(logged.get(name, 0.0) for name in (*names, "reward_s", "switch_s")))
+    fitting = min(1.0, left_s / max(sum(lacking.values()), 1e-9))
+    training_s, sync_s, other_s = (logged.get(name, fitting * lacking.get(name, 0.0)) for name in names)
 
     def source(name: str) -> str:
         return "log" if name in logged else "simulation"
@@ -58,9 +61,8 @@ def gpu_time(log: LoggedStep, simulated: LoggedStep, run: RunConfig, *, busy: fl
         ("rewards and environments", log.reward_s or 0.0, "log"),
     ]
     if run.colocated:
-        generating_s = busy * (simulated.step_s or 0.0) / (simulated.generation_s or step_s) * generation_s
-        tail_s = max(0.0, generation_s - generating_s)
-        engines = [("generation", generation_s - tail_s, source("generation_s")), ("tail", tail_s, "simulation")]
+        tail_s = other_s * max(0.0, 1 - busy * (simulated.step_s or 0.0) / (simulated.generation_s or step_s))
+        engines = [("generation", other_s - tail_s, source("generation_s")), ("tail", tail_s, "simulation")]
         rest = "phase switch and unexplained" if log.switch_s is None else "unexplained"
         parts = [*engines, *trainer, ("phase switch", log.switch_s or 0.0, "log")]
         sides = [(run.cluster.accelerators, parts, rest)]
@@ -68,7 +70,7 @@ def gpu_time(log: LoggedStep, simulated: LoggedStep, run: RunConfig, *, busy: fl
         weights = resolved_hardware(run).weights
         pause_s = sync_s * min(1.0, weights.pause_s / (weights.publish_s or 1.0))
         engines = [("generation", busy * step_s, "simulation"), (sync, pause_s, source("sync_s"))]
-        waits = [*trainer, ("trainer waits", log.wait_s or 0.0, "log")]
+        waits = [*trainer, ("trainer waits", other_s, source("wait_s"))]
         sides = [
             (run.generation_accelerators, engines, "engines idle"),
             (run.training_accelerators, waits, "trainer: unexplained"),

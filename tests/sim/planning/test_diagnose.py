@@ -86,6 +86,9 @@ def test_a_part_that_is_not_in_the_log_is_that_of_the_simulation() -> None:
         "training": (24, "simulation"),
         "weight synchronization": (8, "simulation"),
     }
+    log = LoggedStep(step=1, step_s=10.0, generation_s=8.0, training_s=1.75)  # leaves 0.25 s, and not the simulated 0.5
+    left = shown(gpu_time(log, SIMULATED, TOGETHER, busy=0.8))
+    assert left == {"generation": (128, "log"), "training": (28, "log"), "weight synchronization": (4, "simulation")}
 
 
 # ------------------------------------------------------------------------------------------------------ changes
