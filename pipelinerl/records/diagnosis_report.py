@@ -24,7 +24,7 @@ class Gain(Report):
     set: list[str]
     """Keys of the run file, ``key=value`` each."""
     times: float
-    """Throughput over that of the job (ratio of tokens/s), simulated."""
+    """Throughput over that of the job, each as ``plan`` gives it (ratio of tokens/s)."""
     band: Band
     """Its range over draws of all that is not measured, the same draws for both (ratio)."""
     lag_mean: float

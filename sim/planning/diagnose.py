@@ -148,9 +148,11 @@ def _alone(run: RunConfig, runner: Runner) -> Iterator[Gain]:
     for words, its, candidate in others:
         outcome = outcomes.get(candidate.label)
         if own is not None and outcome is not None and outcome.rejected(space.limits) is None:
-            band = band_of(_rates(its, outcome) / _rates(space, own))
-            times = outcome.tokens_per_s / own.tokens_per_s
-            yield _gain(words, run, candidate.config, times=times, band=band, lag_mean=outcome.lag_mean)
+            rate_D, own_D = _rates(its, outcome), _rates(space, own)
+            times = float(rate_D.mean() / own_D.mean())
+            yield _gain(
+                words, run, candidate.config, times=times, band=band_of(rate_D / own_D), lag_mean=outcome.lag_mean
+            )
 
 
 def _rates(space: SearchSpace, outcome: Outcome) -> FloatArray:
