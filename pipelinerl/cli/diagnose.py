@@ -9,7 +9,7 @@ import typer
 
 from pipelinerl.cli import options
 from pipelinerl.cli.calibrate import calibrated, run_and_number, run_file
-from pipelinerl.cli.output import print_report, stage_bars
+from pipelinerl.cli.output import complain, print_report, stage_bars
 from pipelinerl.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def diagnose(
     as_json: options.JsonOption = False,
 ) -> None:
     """Show where the GPU time of a logged job goes, and the three changes that gain most."""
-    from pipelinerl.calibration.calibrate import calibrate_run
+    from pipelinerl.calibration.calibrate import calibrate_run, doubts
     from pipelinerl.config.run import load_run
     from pipelinerl.pages.evidence import diagnosis_page
     from pipelinerl.records.run_folder import DIAGNOSIS_FILE, RUN_FILE, check_vacant, make_folder, write_json
@@ -48,6 +48,8 @@ def diagnose(
         raise ConfigError("diagnose takes one run folder alone, or logs with --from FORMAT")
     else:
         job = calibrate_run(sources[0], measured_steps)
+    for doubt in doubts(job.fit):
+        complain(f"warning: {doubt}")
     with stage_bars() as on_progress:
         report = find(job, HowToPlan(workers=workers, on_progress=on_progress))
     name = ", ".join(source.name for source in sources)

@@ -54,8 +54,9 @@ def gpu_time(log: LoggedStep, simulated: LoggedStep, run: RunConfig, *, busy: fl
         return "log" if name in logged else "simulation"
 
     logprob_s, sync = min(log.logprob_s or 0.0, training_s), "weight synchronization"
+    training = "training" if log.logprob_s is not None else "training, log-probabilities included"
     trainer = [
-        ("training", training_s - logprob_s, source("training_s")),
+        (training, training_s - logprob_s, source("training_s")),
         ("log-probabilities", logprob_s, "log"),
         (sync, sync_s, source("sync_s")),
         ("rewards and environments", log.reward_s or 0.0, "log"),

@@ -73,7 +73,7 @@ def test_the_gpu_seconds_of_an_asynchronous_step_by_hand() -> None:
         "generation": (144, "simulation"),
         "weight synchronization": (8 + 16, "log"),
         "engines idle": (8, "rest"),
-        "training": (80, "log"),
+        "training, log-probabilities included": (80, "log"),
         "trainer waits": (40, "log"),
         "trainer: unexplained": (24, "rest"),
     }
@@ -83,12 +83,16 @@ def test_a_part_that_is_not_in_the_log_is_that_of_the_simulation() -> None:
     found = shown(gpu_time(LoggedStep(step=1, step_s=10.0), SIMULATED, TOGETHER, busy=0.8))
     assert found == {
         "generation": (128, "simulation"),
-        "training": (24, "simulation"),
+        "training, log-probabilities included": (24, "simulation"),
         "weight synchronization": (8, "simulation"),
     }
     log = LoggedStep(step=1, step_s=10.0, generation_s=8.0, training_s=1.75)  # leaves 0.25 s, and not the simulated 0.5
     left = shown(gpu_time(log, SIMULATED, TOGETHER, busy=0.8))
-    assert left == {"generation": (128, "log"), "training": (28, "log"), "weight synchronization": (4, "simulation")}
+    assert left == {
+        "generation": (128, "log"),
+        "training, log-probabilities included": (28, "log"),
+        "weight synchronization": (4, "simulation"),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ changes
