@@ -6,6 +6,7 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig, SchedulerConfig
 from pipelinerl.hardware.costs import PhaseSwitchConfig, TrainingConfig, training_cost
 from pipelinerl.hardware.transport import WeightTransferConfig
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.steps import StepRow
 from sim.run import simulate
 from sim.workload import Workload
@@ -62,6 +63,18 @@ def train_step_s(config: RunConfig) -> float:
 
 def measured_steps(config: RunConfig) -> list[StepRow]:
     """Return the steps of a short run without its start; the first only dates the second. Raises as ``simulate``."""
+    rows: list[StepRow] = []
+    start = _short_run(config, rows)[1]
+    return rows[start - 1 :]
+
+
+def busy_engines(config: RunConfig) -> float:
+    """Return the share of a short run in which an engine generates, mean over engines; raises as ``simulate``."""
+    return _short_run(config, [])[0].utilisation.generation
+
+
+def _short_run(config: RunConfig, rows: list[StepRow]) -> tuple[RunReport, int]:
+    """Simulate a short run, adding its steps to ``rows``; return its report, and the steps of its start (count)."""
     scheduler = config.scheduler
     rl_step = scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else 1
     start, steady, rollouts = STEADY_FROM, STEADY, rl_step * scheduler.train_batch_size
@@ -69,6 +82,5 @@ def measured_steps(config: RunConfig) -> list[StepRow]:
         in_flight = 0 if config.colocated else config.num_engines * scheduler.generation_batch_size
         start = min(start, 1 + -(-2 * in_flight // rollouts))
         steady = min(steady, max(4 if in_flight else 1, MOST_ROLLOUTS // rollouts - start))
-    rows: list[StepRow] = []
-    simulate(config.model_copy(update={"optimizer_steps": (start + steady) * rl_step}), on_step=rows.append)
-    return rows[start * rl_step - 1 :]
+    short = config.model_copy(update={"optimizer_steps": (start + steady) * rl_step})
+    return simulate(short, on_step=rows.append), start * rl_step

@@ -5,7 +5,7 @@ The result is the table ``[hardware]`` as a file, its errors and doubts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,17 @@ import numpy as np
 import tomli_w
 
 from pipelinerl.calibration.least_squares import Fit
+from pipelinerl.calibration.log import CalibratedLog, LoggedRun, simulated_step
 from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients, rounded
 from pipelinerl.calibration.table import Rows, read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK
 from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.records.reports import DecodeSteps, RunReport
 from pipelinerl.records.run_folder import RUN_FILE, SUMMARY_FILE, TRACE_FILE
+from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Trace
 from pipelinerl.util.arrays import FloatArray, ratio
 
@@ -209,6 +211,21 @@ def _engine_sizes(source: Path, rows: Rows, result: HardwareFit) -> FloatArray:
             f"{source} holds engines of {sizes} accelerators: give --run RUN.toml with hardware.gpu and hardware.model"
         )
     return rows.accelerators
+
+
+def calibrate_run(folder: Path, steps: Callable[[RunConfig], Sequence[StepRow]]) -> CalibratedLog:
+    """Return a run folder with a trace as a calibrated log; ``steps`` as of ``Models``.
+
+    Raises as ``calibrate_trace``, and ConfigError without two RL steps, of which the first is left out.
+    """
+    fit, run = calibrate_trace(folder), load_run(folder / RUN_FILE)
+    now = run.model_copy(update={"hardware": HardwareConfig.model_validate(fit.table)})
+    per = run.scheduler.optimizer_steps_per_rl_step if run.scheduler.schedule.has_rl_steps else 1
+    rows = [StepRow(**dict(zip(COLUMNS, row.tolist(), strict=True))) for row in read_steps(folder / STEPS_FILE)]
+    if len(rows) < 2 * per:
+        raise ConfigError(f"{folder} must hold 2 RL steps, {2 * per} optimizer steps, got {len(rows)}")
+    mean, again = (simulated_step(now, some, per) for some in (rows[per - 1 :], steps(now)))
+    return CalibratedLog(LoggedRun(len(rows) - per, per, mean, None), now, fit, again, again, tuple(fit.notes))
 
 
 # ----------------------------------------------------------------------------------------- results

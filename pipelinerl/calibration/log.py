@@ -17,6 +17,7 @@ from pipelinerl.config.question import MEAN_LAG_LIMIT
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import LengthConfig, RunConfig, make_paths_absolute, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import prior
 from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import PUBLISHED
 from pipelinerl.records.steps import StepRow
@@ -41,13 +42,19 @@ class LoggedStep(StrictModel):
     step_s: float | None = Field(default=None, gt=0)
     """Seconds of the step, from its start to the next one's."""
     generation_s: float | None = Field(default=None, ge=0)
-    """Seconds in which the engines generated the answers of the step, from the first request to the last token."""
+    """Seconds of generation, from the first request to the last token."""
     training_s: float | None = Field(default=None, ge=0)
     """Seconds in which the trainer worked: its update, log-probabilities, values, advantages."""
+    logprob_s: float | None = Field(default=None, ge=0)
+    """Log-probabilities' part of ``training_s``."""
     sync_s: float | None = Field(default=None, ge=0)
     """Seconds of the weight synchronization."""
+    switch_s: float | None = Field(default=None, ge=0)
+    """Seconds between the phases of a synchronous job."""
+    reward_s: float | None = Field(default=None, ge=0)
+    """Seconds of rewards and environments alone."""
     wait_s: float | None = Field(default=None, ge=0)
-    """Asynchronous jobs: seconds in which the trainer waited for answers."""
+    """Asynchronous jobs: seconds in which the trainer waited."""
     tokens: float | None = Field(default=None, gt=0)
     """Tokens of the step's answers, prompts not counted."""
     total_tokens: float | None = Field(default=None, gt=0)
@@ -61,13 +68,13 @@ class LoggedStep(StrictModel):
     length_mean: float | None = Field(default=None, gt=0)
     """Mean answer (tokens)."""
     length_p90: float | None = Field(default=None, gt=0)
-    """Length that 90 % of the answers do not exceed (tokens)."""
+    """90 % of the answers are no longer (tokens)."""
     length_p95: float | None = Field(default=None, gt=0)
-    """Length that 95 % of the answers do not exceed (tokens)."""
+    """95 % of the answers are no longer (tokens)."""
     length_max: float | None = Field(default=None, gt=0)
     """Longest answer (tokens)."""
     clipped_share: float | None = Field(default=None, ge=0, le=1)
-    """Share of the answers that were cut at the longest allowed length."""
+    """Share of answers cut at the longest allowed length."""
     prompt_mean: float | None = Field(default=None, ge=0)
     """Mean prompt (tokens)."""
     sequence_mean: float | None = Field(default=None, gt=0)
@@ -131,6 +138,10 @@ class LoggedRun:
     """Means over the steps; ``step`` is the last one, ``lag_max`` the largest."""
     longest: float | None
     """Of all steps (tokens)."""
+    number: int = 1
+    """Which run of its log it is, counted from 1."""
+    num_runs: int = 1
+    """Runs in its log (count)."""
 
     @property
     def asynchronous(self) -> bool:
@@ -138,8 +149,20 @@ class LoggedRun:
         return self.mean.wait_s is not None or (self.mean.lag_max or 0.0) >= 1
 
 
-def logged_run(steps: Sequence[LoggedStep]) -> LoggedRun:
-    """Return the run of these steps, at least one, in order; ConfigError if none has seconds."""
+def logged_run(steps: Sequence[LoggedStep], number: int | None = None) -> LoggedRun:
+    """Return one run of these steps, at least one, in order; ConfigError if it is not there, or has no seconds.
+
+    Where the steps begin anew, another run begins. ``number`` counts runs from 1; None: the last.
+    """
+    runs = [[steps[0]]]
+    for step in steps[1:]:
+        if step.step <= runs[-1][0].step < runs[-1][-1].step:
+            runs.append([])
+        runs[-1].append(step)
+    number = number or len(runs)
+    if number > len(runs):
+        raise ConfigError(f"--run must be at most {len(runs)}, the runs in the log, got {number}")
+    steps = runs[number - 1]
     whole = [step.completed() for step in steps]
     timed = [step for step in whole if step.step_s is not None]
     if not timed:
@@ -160,7 +183,8 @@ def logged_run(steps: Sequence[LoggedStep]) -> LoggedRun:
     if "tokens" in means:
         means["tokens_per_s"] = means["tokens"] / means["step_s"]
     mean = LoggedStep(step=kept[-1].step, **means)
-    return LoggedRun(len(kept), len(steps) - len(kept), mean, max(values["length_max"], default=None))
+    left_out, longest = len(steps) - len(kept), max(values["length_max"], default=None)
+    return LoggedRun(len(kept), left_out, mean, longest, number, len(runs))
 
 
 # Distribution of answer lengths: from mean, a quantile or the share cut, and the longest.
@@ -279,6 +303,9 @@ def described_run(
     """
     mean, workload = log.mean, dict[str, Any]()
     assumed = list[str]()
+    if log.num_runs > 1:
+        last = ", the last" if log.number == log.num_runs else ""
+        assumed.append(f"the log holds {log.num_runs} runs: run {log.number}{last}; --run N takes another")
     if mean.length_mean is None:
         assumed.append("lengths: not in the log, those that were given")
     else:
@@ -402,11 +429,12 @@ def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models
     if training_s:
         fit_factor(fit, run, "training", training_s / per, models.train_step_s, name="training_s of the log")
     else:
-        notes.append("training: not in the log, that of the hardware model")
+        notes.append(f"training: not in the log, that of the hardware model{_known_to(prior.TRAINING_SD)}")
     if mean.sync_s:
         take_weight_sync(fit, run, mean.sync_s, name="sync_s of the log")
     else:
-        notes.append("weight synchronization: not in the log, that of the hardware model")
+        within = _known_to(math.hypot(prior.SYNC_SD, prior.SYNC_ARM_SD)) if run.hardware.weight_sync is None else ""
+        notes.append(f"weight synchronization: not in the log, that of the hardware model{within}")
     if not log.asynchronous:
         _take_rest(fit, log, notes)
     _fit_generation(fit, log, _with_hardware(run, fit.table), simulated, notes)
@@ -448,15 +476,20 @@ def _fit_generation(
     column = "step_s" if log.asynchronous else "generation_s"
     goal_s = getattr(log.mean, column)
     if not goal_s:
-        notes.append("generation: not in the log, that of the hardware model")
+        notes.append(f"generation: not in the log, that of the hardware model{_known_to(prior.GENERATION_SD)}")
     elif log.asynchronous and not _waits(log.mean) and not _waits(simulated(run)):
         notes.append(
             "generation: the trainer hardly ever waits, so the log says only that generation keeps up; that of the "
-            "hardware model is taken"
+            f"hardware model is taken{_known_to(prior.GENERATION_SD)}"
         )
     else:
         name = f"{column} of the log"
         fit_factor(fit, run, "generation", goal_s, lambda config: getattr(simulated(config), column), name=name)
+
+
+def _known_to(sd: float) -> str:
+    """Return the factor within which 80 % of the systems are, from the standard deviation of the log."""
+    return f", which holds to a factor of {math.exp(prior.END_SDS * sd):.2g} (80 %)"
 
 
 def _waits(step: LoggedStep) -> bool:
@@ -495,6 +528,7 @@ def simulated_step(run: RunConfig, rows: Sequence[StepRow], per: int = 1) -> Log
         step=rows[-1].step,
         step_s=step_s,
         training_s=total("train_s"),
+        switch_s=switch.to_training_s + switch.to_generation_s if run.colocated else None,
         sync_s=total("publish_s"),
         tokens=tokens,
         samples=samples,

@@ -71,7 +71,9 @@ VERL = Format(
             ("timing_s/update_actor", "timing_s/old_log_prob", "timing_s/ref", "timing_s/values", "timing_s/adv",
              "timing_s/update_critic"),
         ),
+        "logprob_s": (("timing_s/old_log_prob", "timing_s/ref"), ("timing_s/ref",)),
         "sync_s": (("timing_s/update_weights",), ("timing_s/sync_rollout_weights",), ("timing_s/param_sync",)),
+        "reward_s": (("timing_s/reward",),),
         "total_tokens": (("perf/total_num_tokens",),),
         "length_mean": (("response_length/mean",),),
         "length_max": (("response_length/max",),),
@@ -104,7 +106,9 @@ NEMO_RL = Format(
              "timing/train/training_prep", "timing/train/logprob_inference_prep",
              "timing/train/advantage_calculation"),
         ),
+        "logprob_s": (("timing/train/policy_and_reference_logprobs", "timing/train/logprob_inference_prep"),),
         "sync_s": (("timing/train/weight_sync",), ("timing/train/prepare_for_generation/total",)),
+        "reward_s": (("timing/train/reward_calculation",),),
         "total_tokens": (("train/total_num_tokens",),),
         "samples_per_s": (("performance/samples_per_sec",),),
         "length_mean": (("train/mean_gen_tokens_per_sample",), ("train/gen_tokens_per_sample/mean",)),
@@ -187,6 +191,7 @@ SLIME = Format(
         "step_s": (("perf/step_time",), ("perf/total_train_time",)),
         "generation_s": (("perf/rollout_time",),),
         "training_s": (("perf/train_time",),),
+        "logprob_s": (("perf/log_probs_time", "perf/ref_log_probs_time"), ("perf/ref_log_probs_time",)),
         "sync_s": (("perf/update_weights_time",),),
         "length_mean": (("rollout/response_len/mean",), ("rollout/response_lengths",)),
         "length_max": (("rollout/response_len/max",),),
@@ -220,6 +225,7 @@ AREAL = Format(
         ),
         "generation_s": (("timeperf/rollout",), ("train.rollout",)),
         "training_s": (AREAL_PARTS, TRACED_PARTS),
+        "logprob_s": (AREAL_PARTS[1:4], TRACED_PARTS[1:4]),
         "sync_s": (("timeperf/update_weights",), ("train.update_weights",)),
         "samples": (("ppo_actor/n_seqs",),),
         "prompt_mean": (("ppo_actor/prompt_len/avg",),),
@@ -263,6 +269,9 @@ MAY_BE_0 = ("generation_s", "training_s", "sync_s", "wait_s", "clipped_share", "
 def read_log(paths: Sequence[Path], name: str) -> list[LoggedStep]:
     """Return the steps of a log, in order; several files of one job are put together step by step.
 
+    A file begins another run where it comes back to the first step of a run with metrics that this step has already;
+    the steps of all runs are returned one after the other. A job that goes on from a checkpoint is one run.
+
     Raises ConfigError if ``name`` is not of ``FORMATS`` nor ``csv``, a file cannot be read, or holds no step.
     """
     names = [one.name for one in FORMATS] + [PLAIN]
@@ -273,18 +282,24 @@ def read_log(paths: Sequence[Path], name: str) -> list[LoggedStep]:
     if name == PLAIN:
         return [row for path in paths for _, row in read_table(path, "log").rows(LoggedStep)]
     format_ = FORMATS[names.index(name)]
-    metrics: Metrics = defaultdict(dict)
+    runs: list[Metrics] = []
     wanted = _wanted(format_)
     for path in paths:
-        found = False
+        place, first, last, seen = -1, math.inf, -math.inf, set[str]()  # of the run in this file; seen: in its first
         for number, values in _numbers(path, format_, wanted):
-            metrics[number].update(values)
-            found = True
-            if len(metrics) > MOST_STEPS:
+            if place < 0 or (number == first < last and seen & values.keys()):
+                place, first, last = place + 1, math.inf, -math.inf
+                runs += [defaultdict(dict)] if place == len(runs) else []
+            if values:
+                seen = {*values} if number < first else seen | values.keys() if number == first else seen
+                first, last = min(first, number), max(last, number)
+            runs[place][number].update(values)
+            if sum(map(len, runs)) > MOST_STEPS:
                 raise ConfigError(f"{path} must hold at most {MOST_STEPS:,} steps")
-        if not found:
+        if place < 0:
             raise ConfigError(f"{path} must hold steps as {name} logs them, got none; is it of another system?")
-    steps = [step for number in sorted(metrics) if (step := _step(number, metrics[number], format_)) is not None]
+    numbered = ((number, run[number]) for run in runs for number in sorted(run))
+    steps = [step for number, metrics in numbered if (step := _step(number, metrics, format_)) is not None]
     if not steps:
         columns = (format_.columns.get(name) for name in ("step_s", "training_s", "length_mean"))
         examples = ", ".join(alternatives[0][0] for alternatives in columns if alternatives)
@@ -400,18 +415,26 @@ def _seconds(text: str) -> float:
 
 def _from_csv(path: Path, format_: Format, wanted: Wanted) -> Iterator[tuple[int, dict[str, float]]]:
     rows = (cells for _, cells in read_rows(path, "log"))
-    header = [name.rpartition(RUN_PREFIX)[2] for name in next(rows, [])]
+    given = [name.rpartition(RUN_PREFIX) for name in next(rows, [])]
+    header = [name for _, _, name in given]
     place = next((header.index(name) for name in (*format_.steps, "Step") if name in header), None)
     if place is None:
         raise ConfigError(
             f"{path} must number its steps in a column {', '.join(format_.steps)} or Step, got none of them"
         )
-    columns = [(column, name) for column, name in enumerate(header) if wanted(name)]
-    for cells in rows:
-        pairs = ((name, _number(cells[column])) for column, name in columns if column < len(cells))
-        step = _number(cells[place]) if place < len(cells) else None
-        if step is not None:
-            yield int(step), {name: value for name, value in pairs if value is not None}
+    runs: dict[str, list[tuple[int, str]]] = {}
+    for column, (run, _, name) in enumerate(given):
+        if wanted(name):
+            runs.setdefault(run, []).append((column, name))
+    kept = list(rows) if len(runs) > 1 else rows
+    for columns in runs.values() or [[]]:  # a chart of several runs has a column of each: one run after the other
+        for cells in kept:
+            pairs = ((name, _number(cells[column])) for column, name in columns if column < len(cells))
+            step = _number(cells[place]) if place < len(cells) else None
+            if step is not None and (
+                (values := {name: one for name, one in pairs if one is not None}) or len(runs) < 2
+            ):
+                yield int(step), values
 
 
 def _from_json(path: Path, format_: Format, wanted: Wanted) -> Iterator[tuple[int, dict[str, float]]]:

@@ -17,6 +17,7 @@ import typer
 import pipelinerl
 from pipelinerl.cli.calibrate import calibrate
 from pipelinerl.cli.compare import compare
+from pipelinerl.cli.diagnose import diagnose
 from pipelinerl.cli.drift import drift
 from pipelinerl.cli.environments import environments
 from pipelinerl.cli.measure import measure
@@ -73,6 +74,7 @@ for command in (
     drift,
     validate,
     calibrate,
+    diagnose,
     measure,
 ):
     app.command(short_help=(inspect.getdoc(command) or "").partition("\n\n")[0])(command)  # else it is cut

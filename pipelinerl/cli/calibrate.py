@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelinerl.cli.options import HardwareOption, JsonOption, SetOption
+from pipelinerl.cli import options
 from pipelinerl.cli.output import complain, print_json, print_line, status
 from pipelinerl.errors import ConfigError
 
@@ -27,28 +27,13 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
-    format_: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="FORMAT",
-            help="Read SOURCE as logs of verl, nemo-rl, prime-rl, slime or areal, or as csv: a table of logged steps.",
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--run", metavar="RUN.toml", help="Run file; if it names gpu and model: fit coefficients, else tables."
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Model of the logged job.")] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="GPU of the logged job.")] = None,
-    accelerators: Annotated[
-        int | None,
-        typer.Option("--accelerators", metavar="N", min=1, help="Number of GPUs of the logged job, if not in the log."),
-    ] = None,
-    overrides: SetOption = [],  # noqa: B006 - typer copies it
-    hardware: HardwareOption = None,
+    format_: options.FromOption = None,
+    runs: options.LogRunOption = [],  # noqa: B006 - typer copies it
+    model: options.ModelOption = None,
+    gpu: options.GpuOption = None,
+    accelerators: options.AcceleratorsOption = None,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    hardware: options.HardwareOption = None,
     train_step_s: Annotated[
         float | None, typer.Option("--train-step-s", metavar="S", help="Seconds of an optimizer step.")
     ] = None,
@@ -66,7 +51,7 @@ def calibrate(
             help="Write hardware.toml (of a log also run.toml) into this folder; or the hardware to NAME.toml.",
         ),
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Fit the hardware model to a trace, a log, a table of step times, or three numbers; print the [hardware] table."""
     from pipelinerl.calibration.calibrate import as_json as fit_as_json
@@ -77,13 +62,14 @@ def calibrate(
     given = {name: value for name, value in numbers.items() if value is not None}
     named = {"model": model, "gpu": gpu, "accelerators": accelerators}
     described = [name for name, value in named.items() if value is not None]
+    run, number = run_and_number(runs, named)
+    if number is not None and format_ is None:
+        raise ConfigError(f"--run {number} is a run of a log: it needs --from FORMAT")
     if run is None and hardware is not None:
         raise ConfigError("--hardware takes the place of a table of --run RUN.toml, which is missing")
     if format_ is not None:
         if given:
             raise ConfigError("calibrate takes --from with logs, or numbers, got both")
-        if run is not None and described:
-            raise ConfigError("--model, --gpu and --accelerators describe a job without --run RUN.toml, got both")
     elif described:
         raise ConfigError(f"--{described[0]} describes the job of a log: it needs --from FORMAT")
     elif run is None and overrides:
@@ -92,7 +78,7 @@ def calibrate(
     if format_ is None:
         fit, name = _fit_of(files, config, given)
     else:
-        log = _log_of(files, format_, config, named, overrides)
+        log = calibrated(files, format_, config, named, overrides, number)
         fit, name = log.fit, ", ".join(source.name for source in files)
     text = hardware_toml(fit, name)
     for doubt in doubts(fit):
@@ -100,7 +86,7 @@ def calibrate(
     if out is not None:
         whole = None
         if log is not None and out.suffix != ".toml":
-            whole = _run_file(log, f"{name} by pipelinerl calibrate --from {format_}")
+            whole = run_file(log, f"{name} by pipelinerl calibrate --from {format_}")
         write_hardware(out, text, run=whole)
     if as_json:
         print_json(fit_as_json(fit) | ({} if log is None else _log_as_json(log)))
@@ -138,22 +124,39 @@ def _fit_of(sources: list[Path], config: RunConfig | None, numbers: dict[str, fl
     return fit, ", ".join(f"{key}={value:g}" for key, value in numbers.items())
 
 
-def _log_of(
-    sources: list[Path], format_: str, config: RunConfig | None, named: dict[str, Any], overrides: list[str]
+def run_and_number(runs: list[str], named: dict[str, Any]) -> tuple[Path | None, int | None]:
+    """Return the run file among the values of ``--run``, and the number of a run in a log."""
+    numbers, files = [one for one in runs if one.isdecimal()], [one for one in runs if not one.isdecimal()]
+    if len(numbers) > 1 or len(files) > 1 or "0" in numbers:
+        raise ConfigError(f"--run must be one run file, one number from 1, or one of each, got {', '.join(runs)}")
+    if files and any(value is not None for value in named.values()):
+        raise ConfigError("--model, --gpu and --accelerators describe a job without --run RUN.toml, got both")
+    return Path(files[0]) if files else None, int(numbers[0]) if numbers else None
+
+
+def calibrated(
+    sources: list[Path],
+    format_: str,
+    config: RunConfig | None,
+    named: dict[str, Any],
+    overrides: list[str],
+    number: int | None,
 ) -> CalibratedLog:
+    """Return the calibration of one run of a log; ``number`` counts from 1, None: the last."""
     from pipelinerl.calibration.log import Models, calibrate_log, described_run, logged_run
     from pipelinerl.calibration.log_formats import read_log
     from sim.batch import measured_steps, train_step_s
 
     if not sources:
-        raise ConfigError(f"--from {format_} needs the log: calibrate --from {format_} FILE...")
-    log = logged_run(read_log(sources, format_))
+        raise ConfigError(f"--from {format_} needs the log: --from {format_} FILE...")
+    log = logged_run(read_log(sources, format_), number)
     described, assumed = described_run(log, run=config, named=named, overrides=overrides)
     with status("fitting"):
         return calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
 
 
-def _run_file(log: CalibratedLog, source: str) -> str:
+def run_file(log: CalibratedLog, source: str) -> str:
+    """Return the run file of a calibrated log, its assumptions as comments."""
     from pipelinerl.config.run import dump_run
 
     return "".join(f"# {line}\n" for line in (f"Made from {source}.", *log.assumed)) + "\n" + dump_run(log.run)
@@ -166,8 +169,8 @@ def _print_log(log: CalibratedLog, name: str, text: str, out: Path | None) -> No
     print_page(log_page(log), name)
     if out is None:
         print_line(f"\n{text}", nl=False)
-    elif out.suffix != ".toml" and not log.log.asynchronous:
-        print_line(f"what if asynchronous: {_asynchronous(log.run, out / 'run.toml')}")
+    elif out.suffix != ".toml":
+        print_line(f"what would make it faster: {shlex.join(['pipelinerl', 'plan', str(out / 'run.toml')])}")
 
 
 def _log_as_json(result: CalibratedLog) -> dict[str, Any]:
@@ -180,11 +183,3 @@ def _log_as_json(result: CalibratedLog) -> dict[str, Any]:
         "assumed": list(result.assumed),
         "run": result.run.model_dump(mode="json", exclude_none=True, exclude_unset=True),
     }
-
-
-def _asynchronous(run: RunConfig, path: Path) -> str:
-    """Return the command that simulates a synchronous job with staleness 2, half of its accelerators generating."""
-    size = run.cluster.tensor_parallel
-    generating = max(size, run.cluster.accelerators // (2 * size) * size)
-    sets = ("scheduler.kind=pipeline", "scheduler.max_lag=2", f"cluster.generation_accelerators={generating}")
-    return shlex.join(["pipelinerl", "simulate", str(path), *(word for one in sets for word in ("--set", one))])

@@ -34,6 +34,30 @@ WorkersOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="FORMAT",
+        help="Read SOURCE as logs of verl, nemo-rl, prime-rl, slime or areal, or as csv: a table of logged steps.",
+    ),
+]
+LogRunOption = Annotated[
+    list[str],
+    typer.Option(
+        "--run",
+        "--run-file",
+        metavar="RUN.toml|N",
+        help="Run file; if it names gpu and model: fit coefficients, else tables. N: Nth run of a log; else the last.",
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Model of the logged job.")]
+GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="GPU of the logged job.")]
+AcceleratorsOption = Annotated[
+    int | None,
+    typer.Option("--accelerators", metavar="N", min=1, help="Number of GPUs of the logged job, if not in the log."),
+]
+
 
 def refuse_no_file(out: Path) -> None:
     """Check ``--out FILE`` before anything is computed; ConfigError if it is a folder, or in no folder."""

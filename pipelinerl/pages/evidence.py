@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from pipelinerl.calibration.log import CalibratedLog, quantile
 from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.pages.page import Page, Place, Section, Table, markdown_table, short
+from pipelinerl.records.diagnosis_report import DiagnosisReport, Gain
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
 
 TABLE_FILE = "validation.md"
@@ -165,6 +167,43 @@ def log_page(result: CalibratedLog) -> Page:
         ],
         tables=[Table(title="your run beside its simulation", columns=columns, rows=rows, sortable=False)],
     )
+
+
+def diagnosis_page(report: DiagnosisReport) -> Page:
+    """Return the page of a job's GPU time, and of the changes that gain most."""
+    rows = [[one.part, f"{one.gpu_s:,.4g}", f"{one.share:.1%}", one.source] for one in report.gpu_time]
+    changes = [line for one in report.gains for line in _gain_lines(one)] or [
+        "none gains more than a tie within the limits"
+    ]
+    if report.asynchronous is not None and report.asynchronous not in report.gains:
+        changes += _gain_lines(report.asynchronous)
+    left_out = f", {report.num_left_out} left out (start, evaluations, checkpoints)" if report.num_left_out else ""
+    return Page(
+        title="A job's GPU time",
+        question="Where does a job's GPU time go, and what would change it?",
+        answer="",
+        sections=[
+            Section("changes that gain most, each alone (band: 80 % of the draws)", changes, Place.LIST),
+            Section("steps", [f"{report.num_steps} steps read{left_out}"], Place.LINES),
+            Section("notes", [f"- {line}" for line in report.notes], Place.LINES),
+        ],
+        tables=[
+            Table(
+                title=f"GPU-seconds of a step: {report.step_s:.4g} s on {report.accelerators} GPUs",
+                columns=("", "GPU-s", "share", "source"),
+                rows=rows,
+                note="source: the log, the simulation of the calibrated job, or the rest; the tail is a part of the "
+                "generation in the log",
+                sortable=False,
+            )
+        ],
+    )
+
+
+def _gain_lines(one: Gain) -> list[str]:
+    sets = " ".join(f"--set {shlex.quote(key)}" for key in one.set)
+    times = f"{one.times:.2f} times as fast ({one.band.low:.2f} to {one.band.high:.2f})"
+    return [f"{one.change}: {times}, mean lag {one.lag_mean:.2f}", f"  {sets}"]
 
 
 def _log_cells(result: CalibratedLog) -> Iterator[list[str]]:

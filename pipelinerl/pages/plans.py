@@ -461,10 +461,14 @@ def _reasons(report: PlanReport) -> list[str]:
     if other is not None:
         lines.append(f"runner-up ({other.label}): {other.why}")
     if own is not None:
+        over = best.over_own
+        band = "" if over is None else f" ({over.low:.2f} to {over.high:.2f})"
         breaks = "" if own.keeps_to_limits else " (it breaks a limit)"
         if not own.among_schedulers:
             breaks = f" (only to compare with: plan.schedulers has no {own.family})"
-        lines.append(f"run file{breaks}: recommended is {own.recommended_over_own:.2f} times as fast; {own.verdict}")
+        lines.append(
+            f"run file{breaks}: recommended is {own.recommended_over_own:.2f} times as fast{band}; {own.verdict}"
+        )
     search = report.search
     if search.within_limits < search.simulated:
         ratios = ", ".join(f"{family} {ratio:.2f}" for family, ratio in search.lag_ratios.items())

@@ -280,6 +280,8 @@ class PlannedCandidate(CandidateNumbers):
     """Accelerators that are paid for and stand idle, as they make no whole engine (count). Absent where none does."""
     band: Band
     """Its throughput in the draws (tokens/s)."""
+    over_own: Band | None = None
+    """Its throughput over that of the unchanged run file in the draws (ratio). Absent where that cannot run."""
     verdict: str
     """Its bottleneck, and the gain of more GPUs."""
 

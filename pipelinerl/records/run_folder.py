@@ -25,6 +25,7 @@ SAMPLES_FILE = "samples.jsonl"
 LOGS_FOLDER = "logs"
 COMPARISON_FILE = "comparison.json"
 PLAN_FILE = "plan.json"
+DIAGNOSIS_FILE = "diagnosis.json"
 ENVIRONMENTS_FILE = "environments.json"
 RECOMMENDED_FILE = "recommended.toml"
 VALIDATION_FILE = "validation.json"
@@ -35,6 +36,7 @@ _FILES = (
     RUN_FILE,
     COMPARISON_FILE,
     PLAN_FILE,
+    DIAGNOSIS_FILE,
     ENVIRONMENTS_FILE,
     RECOMMENDED_FILE,
     VALIDATION_FILE,

@@ -275,7 +275,7 @@ class _Search:
         left_out = [own.candidate] if own is not None and own.candidate.label not in drawn.shares else []
         known = drawn.with_candidates(self.space, left_out) if left_out else drawn
         described = {
-            one.candidate.label: self._described(one, known)
+            one.candidate.label: self._described(one, known, own)
             for one in (best, other, own, *families.values())
             if one is not None
         }
@@ -376,7 +376,7 @@ class _Search:
         pairs = zip(outcomes, screened, strict=True)
         return replace(drawn, factors={one.candidate.label: one.tokens_per_s / rate for one, rate in pairs})
 
-    def _described(self, outcome: Outcome, drawn: DrawnCandidates) -> PlannedCandidate:
+    def _described(self, outcome: Outcome, drawn: DrawnCandidates, own: Outcome | None) -> PlannedCandidate:
         config, label = outcome.candidate.config, outcome.candidate.label
         faster = drawn.expected(label) / outcome.tokens_per_s
         expected = replace(
@@ -393,6 +393,7 @@ class _Search:
             environments=None if config.environment is None else config.environment.count,
             idle=outcome.candidate.idle or None,
             band=drawn.band(label),
+            over_own=None if own is None else drawn.over(label, own.candidate.label),
             verdict=verdict(outcome, self.screener, self.limits),
         )
 

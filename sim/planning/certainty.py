@@ -354,8 +354,11 @@ class DrawnCandidates:
 
     def band(self, label: str) -> Band:
         """Return the band of a candidate's throughput (tokens/s)."""
-        low, high = np.quantile(np.exp(self.log_rates[:, self.place(label)]), PERCENTILES)
-        return Band(low=float(low), high=float(high))
+        return band_of(np.exp(self.log_rates[:, self.place(label)]))
+
+    def over(self, label: str, other: str) -> Band:
+        """Return the band of a candidate's throughput over that of another (ratio)."""
+        return band_of(np.exp(self.log_rates[:, self.place(label)] - self.log_rates[:, self.place(other)]))
 
     def keeps(self, label: str, limits: Limits, *, staler: float) -> float | None:
         """Return the probability that a simulated candidate keeps to the limits; None if none depends on the draws.
@@ -368,6 +371,12 @@ class DrawnCandidates:
         limits = limits.at(self.candidates[place].rented)
         broken = [limits.broken(lag * staler, hours * slower) for lag, hours in self.numbers_3DC[1:, :, place].T]
         return broken.count(None) / len(broken)
+
+
+def band_of(value_D: FloatArray) -> Band:
+    """Return the range of 80 % of the draws."""
+    low, high = np.quantile(value_D, PERCENTILES)
+    return Band(low=float(low), high=float(high))
 
 
 def mean_shares(log_DC: FloatArray) -> list[float]:

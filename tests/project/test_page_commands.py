@@ -64,7 +64,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
 """Overrides that make a run smaller, by the end of the path of the run file."""
 SMALLER_PLAN = ("plan.simulate=1", "plan.simulate_steps=4", "plan.generation_batch_size=[32]", "plan.publish_every=[1]")
 """Overrides of every plan."""
-OF_A_RUN_FILE = ("simulate", "compare", "plan", "environments", "train")
+OF_A_RUN_FILE = ("simulate", "compare", "plan", "environments", "train", "diagnose")
 """Commands with ``--set``."""
 MEASUREMENTS = "docs/measurements/"
 RUN = {page: text for page, text in PAGES.items() if not page.startswith(MEASUREMENTS)}
@@ -146,7 +146,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
 def smaller(name: str, words: list[str]) -> list[str]:
     """Return the options that make a command smaller."""
     files = [values for end, values in SMALLER.items() for word in words if word.endswith(f"/{end}") or word == end]
-    sets = [one for values in files for one in values] + [*(SMALLER_PLAN if name == "plan" else ())]
+    sets = [one for values in files for one in values] + [*(SMALLER_PLAN if name in ("plan", "diagnose") else ())]
     return [part for one in sets for part in ("--set", one)] if name in OF_A_RUN_FILE else []
 
 

@@ -374,6 +374,14 @@ def test_parts_that_a_log_lacks_are_those_of_the_hardware_model() -> None:
     result = calibrate_log(LoggedRun(9, 1, mean, 8000.0), run, [], MODELS)
     lacking = [line.partition(":")[0] for line in result.assumed]
     assert lacking == ["training", "weight synchronization", "phase switch", "generation"]
+    factors = {
+        name: math.exp(1.2816 * sd) for name, sd in zip(lacking, (0.5, math.hypot(1.1, 1.1), 0, 0.35), strict=True)
+    }
+    costs = [
+        f"which holds to a factor of {factors[name]:.2g} (80 %)" in line
+        for name, line in zip(lacking, result.assumed, strict=True)
+    ]
+    assert costs == [True, True, False, True]
     assert result.run == run
 
 
@@ -458,6 +466,42 @@ def test_metrics_of_one_step_may_come_in_several_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("step:4 - timing_s/step:10.0 - timing_s/gen:6.0\nstep:4 - timing_s/update_actor:2.5\n")
     assert read_log([path], "verl") == [LoggedStep(step=4, step_s=10.0, generation_s=6.0, training_s=2.5)]
+
+
+def console(*steps: tuple[int, float]) -> str:
+    return "".join(f"step:{step} - timing_s/step:{seconds}\n" for step, seconds in steps)
+
+
+def test_a_log_holds_another_run_where_its_steps_begin_anew(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(console((1, 10.0), (2, 10.0), (3, 10.0), (1, 7.0), (2, 7.0)))
+    steps = read_log([tmp_path / "a.log"], "verl")
+    assert [step.step for step in steps] == [1, 2, 3, 1, 2]
+    runs = [logged_run(steps, number) for number in (1, 2, None)]
+    assert [(run.number, run.num_runs, run.mean.step_s) for run in runs] == [(1, 2, 10.0), (2, 2, 7.0), (2, 2, 7.0)]
+    with pytest.raises(ConfigError, match="--run must be at most 2, the runs in the log, got 3"):
+        logged_run(steps, 3)
+
+
+def test_a_job_that_goes_on_from_a_checkpoint_is_one_run(tmp_path: Path) -> None:
+    """Steps that it makes again count as they were made last."""
+    (tmp_path / "a.log").write_text(console((1, 10.0), (2, 10.0), (3, 10.0), (2, 8.0), (3, 8.0), (4, 8.0)))
+    steps = read_log([tmp_path / "a.log"], "verl")
+    assert [(step.step, step.step_s) for step in steps] == [(1, 10.0), (2, 8.0), (3, 8.0), (4, 8.0)]
+    assert logged_run(steps).num_runs == 1
+
+
+def test_a_chart_of_several_runs_has_them_one_after_the_other(tmp_path: Path) -> None:
+    """A second chart has its metric of the same runs."""
+    (tmp_path / "a.csv").write_text("Step,one - timing_s/step,two - timing_s/step\n1,10,7\n2,10,\n3,,7\n")
+    (tmp_path / "b.csv").write_text("Step,one - timing_s/gen,two - timing_s/gen\n1,5,3\n2,5,\n3,,3\n")
+    steps = read_log([tmp_path / "a.csv", tmp_path / "b.csv"], "verl")
+    found = [(step.step, step.step_s, step.generation_s) for step in steps]
+    assert found == [(1, 10, 5), (2, 10, 5), (1, 7, 3), (3, 7, 3)]
+
+
+def test_rows_of_a_plain_table_that_begin_anew_are_another_run(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,step_s\n0,5\n1,5\n0,6\n1,6\n")
+    assert logged_run(read_log([tmp_path / "a.csv"], "csv"), 1).mean.step_s == 5
 
 
 def test_one_step_off_in_verl_is_an_asynchronous_job_with_seconds_of_generation(tmp_path: Path) -> None:

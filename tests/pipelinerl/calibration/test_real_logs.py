@@ -35,25 +35,26 @@ def read(name: str, system: str) -> list[LoggedStep]:
         # verl 0.7: the number of accelerators is tokens / (tokens per second and accelerator) / seconds.
         ("verl_c550_tp4.log", "verl", {"step_s": 1268.488, "generation_s": 698.880, "training_s": 569.270,
                                        "total_tokens": 5_322_462, "length_mean": 4003.341, "length_max": 4096,
-                                       "clipped_share": 0.896875, "prompt_mean": 154.832, "accelerators": 8}),
+                                       "clipped_share": 0.896875, "prompt_mean": 154.832, "accelerators": 8,
+                                       "logprob_s": 143.3216061 + 98.1364644, "reward_s": 0.000155381858}),
         # A terminal broke names and numbers; evaluation and checkpoint were timed, but not as parts of the step.
         ("verl_wrapped.log", "verl", {"step_s": 7725.571, "generation_s": 4191.591, "training_s": 3531.701,
                                       "total_tokens": 38_357_151, "length_mean": 4352.70458984375,
                                       "length_max": 10_240, "clipped_share": 0.0328369, "prompt_mean": 329.564,
-                                      "accelerators": 8}),
+                                      "accelerators": 8, "logprob_s": 769.5199340535, "reward_s": 0.016539367848}),
         # verl of April 2025: three decimals, no update_weights.
         ("verl_gh200.log", "verl", {"step_s": 96.551, "generation_s": 74.02, "training_s": 22.455,
                                     "length_mean": 324.958, "length_max": 1024, "clipped_share": 0.004,
-                                    "prompt_mean": 102.534}),
+                                    "prompt_mean": 102.534, "logprob_s": 3.566 + 3.42}),
         ("nemo_rl_async.log", "nemo-rl", {"step_s": 66.55, "wait_s": 32.52, "training_s": 32.23, "sync_s": 0.13,
-                                          "lag_mean": 1}),
+                                          "lag_mean": 1, "logprob_s": 6.12}),
         ("prime_rl_minutes.log", "prime-rl", {"step_s": 956, "lag_max": 0}),
         ("slime.log", "slime", {"generation_s": 872.248, "length_mean": 2395.802, "length_max": 13_349,
                                 "clipped_share": 0.0295653}),
         # slime of January 2026, a dictionary over several lines: other names for length and the share that was cut.
         ("slime_older.log", "slime", {"step_s": 412.324, "training_s": 64.718, "sync_s": 2.530,
                                       "total_tokens": 351_790, "length_mean": 12_245.5, "clipped_share": 0.03125,
-                                      "sequence_mean": 13_109.75}),
+                                      "sequence_mean": 13_109.75, "logprob_s": 17.1816488}),
         ("areal.log", "areal", {"step_s": 223.746, "generation_s": 88.992, "training_s": 31.464, "sync_s": 103.29}),
     ],
 )  # fmt: skip
