@@ -370,6 +370,8 @@ class PlanReport(Report):
     """Effect of each unknown, the largest first."""
     splits: SplitCurve
     """Throughput of the recommendation at every split."""
+    made: str | None = None
+    """Date, version and command. Absent from a plan that no command made."""
 
     def to_frame(self) -> Any:
         """Return a pandas data frame: a row per simulated candidate, the fastest first; ConfigError without pandas."""
