@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelinerl import __version__
+import pipelinerl
 from pipelinerl.cli import options
 from pipelinerl.cli.output import complain, draw_kept, print_json, print_line, stage_bars
 
@@ -85,7 +85,7 @@ def plan(
             measured=measured,
             run_file=(str(file), *([] if run is None or hardware is None else ["--hardware", str(hardware)])),
             against=other,
-            made=f"{date.today()}, pipelinerl {__version__}: {shlex.join(['pipelinerl', *sys.argv[1:]])}",
+            made=f"{date.today()}, pipelinerl {pipelinerl.__version__}: {shlex.join(['pipelinerl', *sys.argv[1:]])}",
         )
         cases = plan_cases(question, how)
     status = _show(cases, file.name, out=out, as_json=as_json)
