@@ -371,7 +371,7 @@ class PlanReport(Report):
     splits: SplitCurve
     """Throughput of the recommendation at every split."""
     made: str | None = None
-    """Date, version and command. Absent from a plan that no command made."""
+    """Date, version and command. Absent if no command made it."""
 
     def to_frame(self) -> Any:
         """Return a pandas data frame: a row per simulated candidate, the fastest first; ConfigError without pandas."""
