@@ -82,9 +82,9 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
         answer="\n".join(who_wins(plans)),
         sections=[
             *(Section(name, [choice(one.recommended)], Place.ANSWER) for name, one in plans.items()),
-            Section("why", said_once({name: [why(one)] for name, one in plans.items()}), Place.ANSWER),
+            Section("why", merged_lines({name: [why(one)] for name, one in plans.items()}), Place.ANSWER),
             Section("how sure", [f"{name}: {how_sure(one)}" for name, one in plans.items()]),
-            Section("next", said_once({name: next_step(one) for name, one in plans.items()}), Place.ANSWER),
+            Section("next", merged_lines({name: next_step(one) for name, one in plans.items()}), Place.ANSWER),
             Section("what limits each", [*limits, *failures], Place.LINES),
             *what_if(with_effects),
         ],
@@ -96,19 +96,19 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
     )
 
 
-def said_once(lines: Mapping[str, Sequence[str]]) -> list[str]:
+def merged_lines(lines: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the lines of cases by name; lines that differ only in percentages are one, with the percentages of all."""
     alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name, some in lines.items():
         for line in some:
             parts = re.split(r"(\d[\d.]*%)", line)
             alike.setdefault(tuple(parts[::2]), {})[name] = parts[1::2]
-    said = []
+    texts = []
     for words, by_name in alike.items():
         values = [each[0] if len({*each}) == 1 else ", ".join(each) for each in zip(*by_name.values(), strict=True)]
         line = "".join(word + value for word, value in zip(words, [*values, ""], strict=True))
-        said.append(line if line.startswith(COMMAND) else f"{', '.join(by_name)}: {line}")
-    return said
+        texts.append(line if line.startswith(COMMAND) else f"{', '.join(by_name)}: {line}")
+    return texts
 
 
 # Answers
