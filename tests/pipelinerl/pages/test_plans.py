@@ -7,7 +7,7 @@ from tiny_plan import priced_plan
 
 from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.pages.page import Page
-from pipelinerl.pages.plans import cases_page, choice, plan_page, probability, merged_lines
+from pipelinerl.pages.plans import cases_page, choice, merged_lines, plan_page, probability
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -248,7 +248,7 @@ def test_the_page_of_cases_names_the_fastest_the_cheapest_and_the_winners() -> N
     assert alone.startswith(f"Fastest and cheapest: 4 GPUs, {best.tokens_per_s:,.0f} tokens/s for ")
 
 
-def test_lines_of_cases_that_differ_in_percentages_are_merged_lines() -> None:
+def test_lines_of_cases_that_differ_in_percentages_are_merged() -> None:
     lines = {
         "A": ["loses 12.5% of 24", "$ measure"], "B": ["loses 7% of 24", "$ measure"], "C": ["loses 7% of 23", "$ run"],
     }  # fmt: skip
