@@ -23,7 +23,7 @@ from analysis.figures import lag_by_position, mean_lag_by_step, samples_against_
 from analysis.learning import ess, reward
 from analysis.read import Run
 from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
-from pipelinerl.pages.page import Page, Table, sort_values
+from pipelinerl.pages.page import Page, Table, short, sort_values
 from pipelinerl.records.comparison_report import ComparisonReport
 
 HEIGHT, ROW_HEIGHT_OF_CHART = 360, 26
@@ -65,7 +65,7 @@ def page_html(page: Page, charts: Sequence[Chart]) -> str:
         model.name = f"figure{number}"
     link = "data:text/plain;base64," + b64encode((page.run_file or "").encode()).decode()
     words = {"page": page, "figures": charts, "run_file_link": link, "version": pipelinerl.__version__}
-    words |= {"hashes": _hashes, "ranked": _ranked}
+    words |= {"hashes": _hashes, "ranked": _ranked, "brief": short}
     text: str = file_html(models, INLINE, page.title, template=template, template_variables=words)
     return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -111,26 +112,10 @@ def plan_charts(report: PlanReport) -> dict[str, Chart]:
     return charts
 
 
-def throughput_against_cost(reports: Mapping[str, PlanReport]) -> Chart:
-    """Return throughput against cost: the recommendation of each case, with its band."""
-    costs = {name: one.recommended.cost for name, one in reports.items()}
-    priced = all(one.usd_per_million_tokens is not None for one in costs.values())
-    assumed = priced and any(one.run.price_notes for one in reports.values())
-    unit = f"{'USD' if priced else 'GPU-hours'} per million trained tokens{' at assumed prices' if assumed else ''}"
-    styles = series_styles([one.recommended.family for one in reports.values()], range(len(reports)))
-    series = list[Series]()
-    for (name, report), style in zip(reports.items(), styles, strict=True):
-        best, cost = report.recommended, costs[name]
-        per_token = cost.usd_per_million_tokens if priced else cost.gpu_hours_per_million_tokens
-        look = {"color": style.color, "marker": style.marker, "size": 7.0}
-        series += _with_band(f"{name}: {best.family}", best, per_token or 0.0, **look)
-    return Chart(
-        title="Throughput against cost",
-        caption="Higher is faster, further left is cheaper; a bar is 80 % of the draws.",
-        x=Axis(label="cost", unit=unit, values="0.000"),
-        y=RATE,
-        series=series,
-    )
+def cases_charts(reports: Mapping[str, PlanReport]) -> list[Chart]:
+    """Return the charts of the plans of several cases by name, with the name in each title."""
+    charts = ((name, chart) for name, one in reports.items() for chart in plan_charts(one).values())
+    return [replace(chart, title=f"{name}: {chart.title}") for name, chart in charts]
 
 
 def environments_charts(report: EnvironmentsReport) -> list[Chart]:

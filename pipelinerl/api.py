@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipelinerl.config.question import OPTIONS, ask
 from pipelinerl.config.run import RunConfig, load_run
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.recording import replay_run
@@ -92,6 +92,8 @@ def plan(
         raise ConfigError(f"plan takes one value of each option here, got {len(asked.cases)} cases")
     (planned,) = plan_cases(asked, how)
     assert planned.report is not None  # else an error has been raised
+    if planned.failure is not None:
+        raise RunFailedError(planned.failure)
     return planned.report
 
 

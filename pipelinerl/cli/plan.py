@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import pipelinerl
 from pipelinerl.cli import options
 from pipelinerl.cli.output import complain, draw_kept, print_json, print_line, stage_bars
 
@@ -96,14 +99,15 @@ def plan(
             measured=[*measured, *filter(None, [decode_table])],
             run_file=(str(file), *([] if run is None or hardware is None else ["--hardware", str(hardware)])),
             against=other,
+            made=f"{date.today()}, pipelinerl {pipelinerl.__version__}: {shlex.join(['pipelinerl', *sys.argv[1:]])}",
         )
         cases = plan_cases(question, how)
         phases = compare_phases(question, cases, how)
-    if run is None and save is None and out is not None:
-        save_question(question, file)
     if question.growth is not None and phases is None:
         complain("no plan is known to keep to the limits in every part of the run, as answers grow")
     status = _show(cases, file.name, phases=phases, out=out, as_json=as_json)
+    if run is None and save is None and out is not None:
+        save_question(question, file)
     if run is None and not as_json:
         kept = "keep the question with --save" if save is None and out is None else "the question is in"
         print_line(f"{kept} {file}; change it, and ask: pipelinerl plan {shlex.quote(str(file))}")
@@ -127,10 +131,11 @@ def _show(
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
         page = cases_page(plans, failures=failed) if several else plan_page(reports[0])
         print_page(page if phases is None else replace(page, answer=switching(phases)), name)
-    if out is not None:
+    failures = [one.failure for one in cases if one.report is not None and one.failure is not None]
+    if out is not None and not failures:
         for folder in (one.folder for one in cases if one.report is not None):
             draw_kept(out / folder if several else out, quiet=as_json)
-    failures = [line for one in reports if not one.search.complete for line in one.search.failures or [INTERRUPTED]]
+    failures += [line for one in reports if not one.search.complete for line in one.search.failures or [INTERRUPTED]]
     for failure in failures:
         complain(failure)
     return 1 if failures else 0

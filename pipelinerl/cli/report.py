@@ -78,7 +78,7 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:
     cases = _plans_in(folders)
     if len(cases) > 1:
         found = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
-        return plans.cases_page(found, cases), lambda: [_reports().throughput_against_cost(found)]
+        return plans.cases_page(found, cases), lambda: _reports().cases_charts(found)
     held = [(one, name) for one in folders for name in kinds if os.path.exists(one / name)]
     if not held:
         read = read_runs(folders)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from html import escape
 
+from pipelinerl.pages.overview import Overview
 from pipelinerl.records.reports import CostReport
 from pipelinerl.util.explain import printable
 
@@ -82,6 +83,9 @@ class Page:
     assumptions: Sequence[str] = ()
     """A line each; on pages only."""
     run_file: str | None = None
+    made: str | None = None
+    """Date, version and command of the report."""
+    overview: Overview | None = None
 
     def __post_init__(self) -> None:
         """Escape unseen characters."""
@@ -115,6 +119,7 @@ def page_markdown(page: Page) -> str:
         fence = "`" * max(3, *(1 + len(one) for one in re.findall("`*", page.run_file)))
         fold = ["<details><summary>The run file</summary>", "", f"{fence}toml", page.run_file.rstrip(), fence, ""]
         lines += ["", *fold, "</details>"]
+    lines += ["", escape(page.made, quote=False)] if page.made else []
     return "\n".join(lines) + "\n"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from pipelinerl.pages.overview import overview
 from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
 from pipelinerl.pages.runs import DEPENDS, config_and_text, setting_assumptions, setting_of
 from pipelinerl.records.plan_report import (
@@ -58,23 +60,23 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
             *setting_assumptions(config),
         ],
         run_file=run_file,
+        made=report.made,
+        overview=overview(
+            {"": report}, "", [("How sure", how_sure(report)), ("Cost", cost)], priced=_priced({"": report})
+        ),
     )
 
 
 def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *, failures: Sequence[str] = ()) -> Page:
     """Return the page of the plans of several cases by name; folders, in that order, give the run file."""
-    best = max(plans, key=lambda name: plans[name].recommended.tokens_per_s)
-    report, names = plans[best], ", ".join(plans)
+    priced, names = _priced(plans), ", ".join(plans)
+    best = min(
+        plans, key=lambda name: _per_token(plans[name], True) if priced else -plans[name].recommended.tokens_per_s
+    )
+    report = plans[best]
     config, run_file = config_and_text(folders[list(plans).index(best)] / RECOMMENDED_FILE if folders else None)
-    with_effects = next((one for one in plans.values() if one.assumed), report)  # effects of assumptions are in one
-    steps: dict[tuple[str, ...], list[str]] = {}  # what to do next -> the cases that it is for
-    for name, one in plans.items():
-        steps.setdefault(tuple(next_step(one)), []).append(name)
-    following = [
-        line if line.startswith(COMMAND) else f"{', '.join(its)}: {line}"
-        for lines, its in steps.items()
-        for line in lines
-    ]
+    with_effects = max(plans.values(), key=lambda one: sum(1 + len(row.instead) for row in one.assumed))
+    cost = cost_line(report.recommended.cost, report.recommended.band_costs)
     limits = [f"{name}: {one.recommended.verdict}" for name, one in plans.items()]
     limits += [f"{name}: warning: {warning}" for name, one in plans.items() for warning in one.warnings]
     return Page(
@@ -84,17 +86,36 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
         facts=price_facts(plans.values()),
         sections=[
             *(
-                Section(name, [choice(one.recommended, prices=_prices([one])), why(one)], Place.ANSWER)
+                Section(name, [choice(one.recommended, prices=_prices([one]))], Place.ANSWER)
                 for name, one in plans.items()
             ),
-            Section("next", following, Place.ANSWER),
+            Section("why", merged_lines({name: [why(one)] for name, one in plans.items()}), Place.ANSWER),
+            Section("how sure", [f"{name}: {how_sure(one)}" for name, one in plans.items()]),
+            Section("next", merged_lines({name: next_step(one) for name, one in plans.items()}), Place.ANSWER),
             Section("what limits each", [*limits, *failures], Place.LINES),
             *what_if(with_effects),
         ],
-        tables=[_cases_table(plans)],
+        tables=[_cases_table(plans), *(_plan_table(one, f"{name}: ") for name, one in plans.items())],
         assumptions=setting_assumptions(config),
         run_file=run_file,
+        made=report.made,
+        overview=overview(plans, best, [("How sure", how_sure(report)), ("Cost", cost)], priced=priced),
     )
+
+
+def merged_lines(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of cases by name; lines that differ only in percentages are one, with the percentages of all."""
+    alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for name, some in lines.items():
+        for line in some:
+            parts = re.split(r"(\d[\d.]*%)", line)
+            alike.setdefault(tuple(parts[::2]), {})[name] = parts[1::2]
+    texts = []
+    for words, by_name in alike.items():
+        values = [each[0] if len({*each}) == 1 else ", ".join(each) for each in zip(*by_name.values(), strict=True)]
+        line = "".join(word + value for word, value in zip(words, [*values, ""], strict=True))
+        texts.append(line if line.startswith(COMMAND) else f"{', '.join(by_name)}: {line}")
+    return texts
 
 
 # Answers
@@ -366,7 +387,7 @@ def _effect(one: Instead) -> str:
 # Tables, and the reasons below them
 
 
-def _plan_table(report: PlanReport) -> Table:
+def _plan_table(report: PlanReport, case: str = "") -> Table:
     search, best, other = report.search, report.recommended, report.runner_up
     priced = best.cost.usd is not None
     places = [("recommended", best), ("runner-up", other)]
@@ -377,7 +398,7 @@ def _plan_table(report: PlanReport) -> Table:
     cost = f"USD per million trained tokens{_prices([report])}" if priced else hours
     rows = [_row(place, one, priced=priced) for place, one in places if one is not None]
     return Table(
-        title=f"{search.candidates:,} candidates screened, {report.certainty.compared} compared in "
+        title=f"{case}{search.candidates:,} candidates screened, {report.certainty.compared} compared in "
         f"{report.certainty.draws} draws, {search.simulated} simulated",
         columns=tuple(rows[0]),
         rows=[list(row.values()) for row in rows],

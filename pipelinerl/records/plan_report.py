@@ -409,6 +409,8 @@ class PlanReport(Report):
     stages: dict[str, float]
     """Seconds charged for the recommendation, by stage, at central values: of a decode step, an optimizer step, a
     weight update, an RL step."""
+    made: str | None = None
+    """Date, version and command. Absent if no command made it."""
 
     def to_frame(self) -> Any:
         """Return a pandas data frame: a row per simulated candidate, the fastest first; ConfigError without pandas."""

@@ -6,10 +6,9 @@ recommended.toml; ``environments`` adds environments.json, ``train --check`` che
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipelinerl.errors import ConfigError
@@ -51,7 +50,7 @@ _FILES = (
 
 
 def check_vacant(folder: Path) -> None:
-    """Check that a run can be written to a folder, which need not exist; writes nothing.
+    """Check that a run can be written to a folder, which need not exist; leaves nothing there.
 
     ConfigError if it is no folder, cannot be read, or holds a file of a run or a comparison already, or if its nearest
     parent is no folder or not writable.
@@ -66,10 +65,10 @@ def check_vacant(folder: Path) -> None:
         raise ConfigError(f"--out must be a folder, got the file {folder}")
     if held:
         raise ConfigError(f"--out must be a folder without a run, got {folder}, which holds {held[0]}")
-    if not there.is_dir():
-        raise unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    try:
+        TemporaryDirectory(dir=there).cleanup()  # permissions alone do not tell: root, quotas, read-only disks
+    except OSError as error:
+        raise unwritable(folder, error) from None
 
 
 def make_folder(folder: Path) -> None:

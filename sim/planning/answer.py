@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.calibration.measured import Measured, merged
@@ -35,6 +36,7 @@ from pipelinerl.records.plan_report import (
 )
 from pipelinerl.records.reports import Prices
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from pipelinerl.util.explain import writing
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import (
     TIE,
@@ -141,33 +143,36 @@ CHANGE = 2 * TIE
 """Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
 
 
-def plan(
-    config: RunConfig,
-    how: HowToPlan | None = None,
-    *,
-    whole: bool = True,
-    assumed: Sequence[Assumption] = (),
-    effects: bool = True,
-) -> PlanReport:
+def plan(config: RunConfig, how: HowToPlan | None = None, *, assumed: Sequence[Assumption] = ()) -> PlanReport:
     """Search for the best way to run; on Ctrl-C the simulations that have ended are kept.
 
-    The ``plan`` table of ``config`` holds the lists to search and the limits. ``whole``: ``config`` is a complete
-    candidate, to compare with; else it has placeholders. ``assumed``: defaults of missing keys. ``effects``: also
-    screen other values of assumed keys that no draw varies.
+    The ``plan`` table of ``config``, a complete candidate to compare with, holds the lists to search and the limits.
+    ``assumed``: defaults of missing keys.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
-        RunFailedError: If no simulation ended.
+        RunFailedError: If no simulation ended, or a file cannot be written.
+    """
+    how = how or HowToPlan()
+    report, recommended = searched(config, how, assumed=assumed)
+    _keep(how.out, report, recommended)
+    return report
+
+
+def searched(
+    config: RunConfig, how: HowToPlan, *, whole: bool = True, assumed: Sequence[Assumption] = (), effects: bool = True
+) -> tuple[PlanReport, Candidate]:
+    """Return the plan and its candidate; ``whole``: ``config`` is a candidate, else it has placeholders.
+
+    ``effects``: also screen other values of assumed keys that no draw varies.
     """
     if config.policy is not None:
         raise ConfigError(
             "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "
             f"workload.length as a run with it has them, got policy.task='{config.policy.task}'"
         )
-    how = how or HowToPlan()
-    out = how.out
-    if out is not None:
-        check_vacant(out)
+    if how.out is not None:
+        check_vacant(how.out)
     runner = Runner(how)
     with runner.interruptible():
         search = _Search(*merged(config, how.measured), run_file=shlex.join(how.run_file), whole=whole, assumed=assumed)
@@ -177,12 +182,16 @@ def plan(
             report = report.model_copy(update={"assumed": rows})
         if how.against is not None:
             report = report.model_copy(update={"against": compared_with(*how.against, report.asked)})
+    return report.model_copy(update={"made": how.made}), recommended
+
+
+def _keep(out: Path | None, report: PlanReport, recommended: Candidate) -> None:
     if out is not None:
         make_folder(out)
         write_json(out / PLAN_FILE, report.to_dict())
         header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {report.recommended.verdict}\n\n"
-        (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
-    return report
+        with writing(out):
+            (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
 
 
 class _Search:
@@ -421,6 +430,7 @@ class PlannedCase:
     report: PlanReport | None
     """None: nothing keeps to the limits, or nothing fits."""
     failure: str | None = None
+    """The reason, or why the report could not be written."""
 
     @property
     def folder(self) -> str:
@@ -449,13 +459,17 @@ def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
             against=how.against if first else None,
         )
         try:
-            report = plan(case.config, its, whole=case.whole, assumed=question.assumed, effects=first)
+            report, recommended = searched(case.config, its, whole=case.whole, assumed=question.assumed, effects=first)
         except (ConfigError, RunFailedError) as error:
             done.append(replace(planned, failure=str(error)))
             stop = isinstance(error, RunFailedError) or case is question.cases[-1]
             if stop and first:
                 raise type(error)(*(line for one in done for line in (one.failure or "").splitlines())) from None
         else:
+            try:
+                _keep(its.out, report, recommended)
+            except (ConfigError, RunFailedError) as error:
+                planned = replace(planned, failure=str(error))
             done.append(replace(planned, report=report))
             stop = not report.search.complete
         if stop:

@@ -22,7 +22,7 @@ from pipelinerl.records.diagnosis_report import DiagnosisReport, Gain, GpuTime
 from pipelinerl.records.plan_report import Band, PlannedCandidate
 from pipelinerl.util.arrays import FloatArray
 from sim.batch import busy_engines
-from sim.planning.answer import plan
+from sim.planning.answer import searched
 from sim.planning.certainty import DrawnCandidates, band_of, make_draws
 from sim.planning.choose import TIE
 from sim.planning.screen import Candidate, Screener, own_candidate, screen_all, with_values
@@ -96,7 +96,7 @@ def diagnose(job: CalibratedLog, how: HowToPlan | None = None) -> DiagnosisRepor
         RunFailedError: If no simulation ended.
     """
     how, run, log = how or HowToPlan(), job.run, job.log
-    planned = plan(run, how, effects=False)
+    planned, _ = searched(run, how, effects=False)
     if (own := planned.own) is None:
         raise ConfigError("the job does not fit by the memory model: check GPU, model and cluster.tensor_parallel")
     kinds = [_of_plan(one, own, run) for one in planned.families.values() if one is not None]

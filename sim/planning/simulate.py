@@ -52,6 +52,8 @@ class HowToPlan:
     """The run file and its options, as words of the commands that measure."""
     against: tuple[str, PlanReport] | None = None
     """Another plan to compare with, and its name."""
+    made: str | None = None
+    """Date, version and command of the call."""
 
 
 @dataclass(frozen=True, slots=True)

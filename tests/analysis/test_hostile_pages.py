@@ -23,7 +23,7 @@ pytestmark = needs_browser
 from analysis.chart import Axis, Chart, Mark, Series  # noqa: E402
 from analysis.page import page_html, run_charts  # noqa: E402
 from analysis.read import read_run, read_runs  # noqa: E402
-from analysis.reports import environments_charts, plan_charts, throughput_against_cost, validation_chart  # noqa: E402
+from analysis.reports import cases_charts, environments_charts, plan_charts, validation_chart  # noqa: E402
 from pipelinerl.pages.evidence import validation_page  # noqa: E402
 from pipelinerl.pages.page import Page, Section, Table  # noqa: E402
 from pipelinerl.pages.plans import cases_page, plan_page  # noqa: E402
@@ -47,6 +47,13 @@ PLACE = """([x, y]) => {
 SHOWN = """[document.body, ...Bokeh.index.query(() => true).map(one => one.shadow_el ?? one.el)]
   .map(one => one?.textContent)"""
 """All text of a page and of Bokeh's parts of it."""
+
+
+def fits_a_phone(tab: Any) -> bool:
+    """Whether a page does not scroll sideways with all its parts unfolded."""
+    tab.set_viewport_size({"width": 375, "height": 700})
+    tab.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    return bool(tab.evaluate("document.documentElement.scrollWidth") == 375)
 
 
 def run_folder(root: Path, name: str, **made: Any) -> Path:
@@ -90,7 +97,7 @@ def plan(_: Path) -> tuple[Page, list[Chart]]:
 
 def plans(_: Path) -> tuple[Page, list[Chart]]:
     cases = dict.fromkeys(NAMES, in_every_text(PlanReport, planned().to_dict()))
-    return cases_page(cases, failures=NAMES), [throughput_against_cost(cases)]
+    return cases_page(cases, failures=NAMES), cases_charts(dict([*cases.items()][:1]))
 
 
 def environments(_: Path) -> tuple[Page, list[Chart]]:
@@ -153,6 +160,7 @@ def test_a_page_shows_hostile_names_as_text(make: Any, tmp_path: Path) -> None:
         assert any(visible(name) in shown for name in NAMES)
         assert not set(HIDDEN) & set(shown)
         tab.evaluate("document.querySelectorAll('button').forEach(one => one.click())")  # sorts
+        assert fits_a_phone(tab)
         assert tab.evaluate("window.taken") is None
 
 

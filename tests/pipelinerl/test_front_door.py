@@ -112,13 +112,13 @@ def test_a_question_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 
     asked = []
 
-    def planned(config: RunConfig, _how: object, **named: Any) -> prl.PlanReport:
+    def searched(config: RunConfig, _how: object, **named: Any) -> tuple[prl.PlanReport, None]:
         asked.append(config)
         assert (named["whole"], named["effects"]) == (False, True)
         rows = [Assumed(key=one.key, value=one.value, instead=[]) for one in named["assumed"]]
-        return priced_plan().model_copy(update={"assumed": rows})
+        return priced_plan().model_copy(update={"assumed": rows}), None
 
-    monkeypatch.setattr(sim.planning.answer, "plan", planned)
+    monkeypatch.setattr(sim.planning.answer, "searched", searched)
     question = {"model": "Qwen3-14B", "gpu": "H100", "accelerators": 64, "max_mean_lag": 4}
     report = prl.plan(**question)
     (config,) = asked

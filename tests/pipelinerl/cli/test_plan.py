@@ -12,11 +12,13 @@ import tomli_w
 from command_line import Command, assert_fails, sets
 from tiny_plan import TINY, priced_plan, unknown_run
 
+import sim.planning.answer
 from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config, dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
+from pipelinerl.util.explain import cannot_write
 from sim.run import simulate
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
@@ -102,6 +104,31 @@ def test_several_cases_have_a_folder_each_and_one_that_cannot_be_is_said(command
         assert {one["key"] for one in case["plan"]["assumed"]} >= {"workload.length.cv", "workload.length.mean"}
     assert (out / "question.toml").exists()
     assert_fails(command("plan", *QUESTION, "--accelerators", "1", *FEW), 2, "as others have to train, got 1")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that nobody can write to, root neither")
+def test_a_folder_that_cannot_be_made_ends_a_plan_before_it_is_made(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim.planning.answer, "Runner", None)  # would fail
+    assert_fails(command("plan", EXAMPLE, "--out", "/proc/a/out"), 2, "got /proc/a/out: No such file or directory")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process", "no_figures")
+def test_a_plan_that_cannot_be_written_is_shown_before_the_error(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _data: object) -> None:
+        raise cannot_write(path, OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(sim.planning.answer, "write_json", full)
+    run, out = tmp_path / "run.toml", tmp_path / "out"
+    run.write_text(tomli_w.dumps(TINY))
+    result = command("plan", run, *FEW, "--out", out)
+    assert result.status == 1
+    assert result.out.startswith("answer ")
+    assert result.err == f"pipelinerl: cannot write {out / PLAN_FILE}: No space left on device\n"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from tiny_plan import priced_plan
 
 from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.pages.page import Page
-from pipelinerl.pages.plans import cases_page, choice, plan_page, probability, switching
+from pipelinerl.pages.plans import cases_page, choice, merged_lines, plan_page, probability, switching
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -302,3 +302,44 @@ def test_the_page_of_cases_names_the_fastest_the_cheapest_and_the_winners() -> N
     assert [row[:2] for row in page.tables[0].rows] == [["4 GPUs", best.label], ["8 GPUs", "other"]]
     alone = cases_page({"4 GPUs": report}).answer
     assert alone.startswith(f"Fastest and cheapest: 4 GPUs, {best.tokens_per_s:,.0f} tokens/s for ")
+
+
+def test_lines_of_cases_that_differ_in_percentages_are_merged() -> None:
+    lines = {
+        "A": ["loses 12.5% of 24", "$ measure"], "B": ["loses 7% of 24", "$ measure"], "C": ["loses 7% of 23", "$ run"],
+    }  # fmt: skip
+    assert merged_lines(lines) == ["A, B: loses 12.5%, 7% of 24", "$ measure", "C: loses 7% of 23", "$ run"]
+    assert merged_lines({"A": ["7% of 9%"], "B": ["7% of 8%"]}) == ["A, B: 7% of 9%, 8%"]
+
+
+def test_the_first_screen_of_cases_has_the_cheapest_or_without_prices_the_fastest() -> None:
+    """The second case is twice as fast at three times the price of a token."""
+    report, names = priced_plan(), ("4 GPUs", "8 GPUs")
+    best = report.recommended
+    usd = best.cost.usd_per_million_tokens
+    assert usd is not None
+    dear = best.cost.model_copy(update={"usd_per_million_tokens": 3 * usd})
+    faster = best.model_copy(update={"tokens_per_s": 2 * best.tokens_per_s, "cost": dear})
+    plans = dict(zip(names, (report, report.model_copy(update={"recommended": faster})), strict=True))
+    screen = cases_page(plans).overview
+    assert screen is not None
+    assert (screen.best.name, screen.best.value) == (f"4 GPUs, {best.family}", usd)
+    assert screen.unit == "USD per million trained tokens"
+    ends = [usd * best.tokens_per_s / rate for rate in (best.band.high, best.band.low)]
+    assert [screen.best.low, screen.best.high] == pytest.approx(ends)
+    assert [*screen.splits.values()] == 2 * [{"generate": 1, "train": 3}]
+    unpriced = {"cost": best.cost.model_copy(update={"usd": None})}
+    free = {name: {"recommended": one.recommended.model_copy(update=unpriced)} for name, one in plans.items()}
+    screen = cases_page({name: report.model_copy(update=one) for name, one in free.items()}).overview
+    assert screen is not None
+    assert (screen.best.name, screen.best.value) == (f"8 GPUs, {best.family}", 2 * best.tokens_per_s)
+
+
+def test_the_first_screen_has_a_bar_for_each_kind_of_schedule() -> None:
+    report = priced_plan().model_copy(update={"families": {"pipeline": None, "conventional": None, "other": None}})
+    screen = plan_page(report).overview
+    assert screen is not None
+    assert [(one.name, one.value > 0) for one in screen.bars] == [
+        ("pipeline", True), ("conventional", False), ("other", False),
+    ]  # fmt: skip
+    assert screen.best in screen.bars
