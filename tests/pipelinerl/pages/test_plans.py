@@ -327,7 +327,7 @@ def test_the_first_screen_of_cases_has_the_cheapest_or_without_prices_the_fastes
     assert screen.unit == "USD per million trained tokens"
     ends = [usd * best.tokens_per_s / rate for rate in (best.band.high, best.band.low)]
     assert [screen.best.low, screen.best.high] == pytest.approx(ends)
-    assert [*screen.splits.values()] == 2 * [{"generate": 1, "train": 3}]
+    assert [*screen.splits.values()] == 2 * [{"generate": 2, "train": 2}]
     unpriced = {"cost": best.cost.model_copy(update={"usd": None})}
     free = {name: {"recommended": one.recommended.model_copy(update=unpriced)} for name, one in plans.items()}
     screen = cases_page({name: report.model_copy(update=one) for name, one in free.items()}).overview
