@@ -18,9 +18,10 @@ of all *other* families.
 Is asynchronous RL faster than synchronous RL on the same GPUs? The two runs of a pair are arms of one system
 (``pipelinerl.hardware.prior``): factors on generation, training, mean answer and weights are common, so drawn once for
 both; each arm has its own factor on its weights, on its phase switch, and its own run-to-run spread. An arm lasts
-S(g, t, m) + weights + switch, S from its simulations. The probability is the share of draws in which the asynchronous
-step is shorter. Draws are of the prior, without any measurement of the family; the mean log error of the ratios is that
-of the pairs of all other families.
+S(g, t, m) + weights + switch, S from its simulations. Draws are of the prior, without any measurement of the family.
+The log of the ratio is less the mean error of the pairs of all other families, and as uncertain as draws and that error
+together. The measured ratios of these other pairs count as evidence, as in ``plan`` (``prior.PAIRS_SD``): both normal,
+so precisions add. The probability is that of an asynchronous step that is shorter.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib import resources
+from statistics import NormalDist
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -609,8 +611,10 @@ def speed_ups(grids: Sequence[SimulationGrid], judges: Sequence[SimulationGrid] 
         ratio_D = _log_ratio(pair, drawn)
         others = [(one, error) for one, error in errors if one.family != pair.family]
         measured = [one.measured for one, _ in others]
-        shifted_D = ratio_D - spread_of(by_family((one.family, error) for one, error in others)).centre
-        middle, spread = float(np.median(shifted_D)), prior.END_SDS * float(shifted_D.std())
+        error = spread_of(by_family((one.family, error) for one, error in others))
+        modelled = (float(np.median(ratio_D)) - error.centre, math.hypot(float(ratio_D.std()), error.sd))
+        middle, sd = _with_published(*modelled, by_family((one.family, math.log(one.measured)) for one, _ in others))
+        spread = prior.END_SDS * sd
         made.append(
             SpeedUp(
                 synchronous=pair.sync.run.id,
@@ -620,12 +624,21 @@ def speed_ups(grids: Sequence[SimulationGrid], judges: Sequence[SimulationGrid] 
                 predicted=math.exp(middle),
                 low=math.exp(middle - spread),
                 high=math.exp(middle + spread),
-                probability=float((shifted_D > 0).mean()),
+                probability=NormalDist().cdf(middle / sd),
                 decided_by=_decided_by(drawn, ratio_D),
                 constant=float(np.median(measured)) if measured else 1.0,
             )
         )
     return tuple(made)
+
+
+def _with_published(middle: float, sd: float, log_ratios: Mapping[object, Sequence[float]]) -> tuple[float, float]:
+    """Return mean and standard deviation of a log ratio in view of those of other families, by precision."""
+    if not log_ratios:
+        return middle, sd
+    published = float(np.mean([np.mean(logs) for logs in log_ratios.values()]))
+    own, theirs = sd**-2, prior.PAIRS_SD**-2
+    return (own * middle + theirs * published) / (own + theirs), (own + theirs) ** -0.5
 
 
 def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:

@@ -179,6 +179,9 @@ def test_train_check_ends_with_status_1_if_something_is_wrong(
     assert_fails(command("train", EXAMPLE, "--check", "--resume"), 2, "--check begins a run of its own, got --resume")
 
 
+SYNC = "weight transfer of asynchronous RL"
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.slow
@@ -191,9 +194,8 @@ def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path:
     simulate(check_config(unknown_run(truth)), out=check, trace=True)
     ask = ("plan", path, "--json", *sets("seed=1", "plan.simulate=5"), "--hardware", hardware)
     plans = [json.loads(command(*ask, *options).out)["certainty"] for options in ([], ["--measured", check])]
-    assert plans[1]["right"] > plans[0]["right"] + 0.1
     assert plans[1]["unknown"]["decode step"] < plans[0]["unknown"]["decode step"]
-    (asked,) = plans[0]["measurements"][0]["commands"]
+    (asked,) = next(one for one in plans[0]["measurements"] if one["measured"] == [SYNC])["commands"]
     assert f"{path} --hardware {hardware} --set seed=1 --weight-sync-s SECONDS" in asked
     measure = asked.replace("SECONDS", "5").replace("measured_sync.toml", str(tmp_path / "m.toml"))
     assert command(*shlex.split(measure)[1:]).status == 0
