@@ -39,7 +39,7 @@ RUN_SD = 0.15
 PAIRS_MEAN = 0.43
 """Of the log of asynchronous over synchronous throughput on equal GPUs, in nine families of published pairs."""
 PAIRS_SD = 0.4
-"""Its standard deviation: 0.28 between these families, more by judgement, as those publish who won."""
+"""Its standard deviation: 0.27 between these families, more by judgement, as those publish who won."""
 REST_SD = 1.0
 """Of the factor on the weights and the switch of a row together, for rows of one system that inform each other."""
 DOUBT_FACTOR = 2
