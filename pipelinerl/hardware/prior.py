@@ -38,7 +38,7 @@ RUN_SD = 0.15
 """Of each arm's seconds about the model: run-to-run spread, and effects that the model omits."""
 PAIRS_MEAN = 0.43
 """Of the log of asynchronous over synchronous throughput on equal GPUs, in nine families of published pairs."""
-PAIRS_SD = 0.4
+PAIRS_SD = 0.45
 """Its standard deviation: 0.27 between these families, more by judgement, as those publish who won."""
 REST_SD = 1.0
 """Of the factor on the weights and the switch of a row together, for rows of one system that inform each other."""
