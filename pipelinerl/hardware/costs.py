@@ -280,15 +280,8 @@ class HardwareConfig(StrictModel):
         for name in ("decode", "training"):
             if not self.by_name and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing")
-        for name in (
-            "generation_gpu",
-            "engine",
-            "software",
-            "weight_sync",
-            "coefficients",
-            "engine_weights",
-            "kv_cache",
-        ):
+        named = "generation_gpu engine software weight_sync coefficients engine_weights kv_cache"
+        for name in named.split():
             if not self.by_name and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs hardware.gpu and hardware.model, which are missing")
         checked_coefficients(self.level, self.named_coefficients)

@@ -689,18 +689,9 @@ def values_of_measurements(
 
 
 def certainty(
-    space: SearchSpace,
-    drawn: DrawnCandidates,
-    best: Outcome,
-    *,
-    screener: Screener,
-    run_file: str,
-    whole: bool,
+    space: SearchSpace, drawn: DrawnCandidates, best: Outcome, *, screener: Screener, run_file: str, whole: bool
 ) -> CertaintyReport:
-    """Return how sure a recommendation (``best``) is.
-
-    ``run_file`` and ``whole`` as in ``instruments_of``.
-    """
+    """Return how sure a recommendation (``best``) is; ``run_file`` and ``whole`` as in ``instruments_of``."""
     chosen, draws, shares = best.candidate, drawn.draws, drawn.shares
     other = drawn.candidates[int(np.quantile(drawn.log_rates, PERCENTILES[0], axis=0).argmax())]
     safest = other if drawn.band(other.label).low > (1 + TIE) * drawn.band(chosen.label).low else chosen
@@ -741,19 +732,17 @@ def in_units(
     space: SearchSpace, chosen: Candidate, arms: Mapping[bool, Candidate], screener: Screener
 ) -> dict[Unknown, tuple[float, str]]:
     """Return the central value of unknowns that a user may know, each with its unit and meaning in words."""
-    config, stages = chosen.config, stages_of(space, chosen, screener)
-    values: dict[Unknown, tuple[float, str]] = {
-        Unknown.GENERATION: (
-            stages[DECODE] * 1e3, f"ms per decode step of {config.scheduler.generation_batch_size} sequences"
-        ),
+    slots, stages = chosen.config.scheduler.generation_batch_size, stages_of(space, chosen, screener)
+    values = {
+        Unknown.GENERATION: (stages[DECODE] * 1e3, f"ms per decode step of {slots} sequences"),
         Unknown.TRAINING: (stages[TRAIN] + stages[LOG_PROBABILITIES], "s of training per optimizer step"),
         Unknown.ANSWERS: (space.answers.mean, "tokens per answer"),
-    }  # fmt: skip
+    }
     if True in arms:
         values[Unknown.SWITCH] = (stages_of(space, arms[True], screener)[SWITCH], "s of phase switches per RL step")
     if False in arms:
-        total_s = stages_of(space, arms[False], screener)[UPDATE]
-        values[Unknown.WEIGHTS_APART] = (total_s, "s per weight update of asynchronous RL")
+        update_s = stages_of(space, arms[False], screener)[UPDATE]
+        values[Unknown.WEIGHTS_APART] = (update_s, "s per weight update of asynchronous RL")
     return {name: (value, unit) for name, (value, unit) in values.items() if value > 0}
 
 
