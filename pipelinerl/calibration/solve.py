@@ -154,7 +154,7 @@ class HardwareFit:
     @property
     def coefficients(self) -> Coefficients:
         """Return the current coefficients; GPU and model must be known."""
-        changed = {**self.given.stack_coefficients, **self._trainer, **self.table.get("coefficients", {})}
+        changed = {**self.given.named_coefficients, **self._trainer, **self.table.get("coefficients", {})}
         return coefficients(self.given.level, changed)
 
     def decode(

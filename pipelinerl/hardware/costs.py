@@ -263,14 +263,10 @@ class HardwareConfig(StrictModel):
         return (self.weight_sync and find_transport(self.weight_sync, key="weight_sync", among=PUBLISHED)) or None
 
     @property
-    def stack_coefficients(self) -> dict[str, float]:
-        """The coefficients that ``engine`` and ``software`` have of their own, at the level."""
-        return {name: one[self.level] for name, one in stack_levels(self.engine, self.software).items()}
-
-    @property
     def named_coefficients(self) -> dict[str, float]:
-        """These, and ``coefficients``, which go first."""
-        return {**self.stack_coefficients, **self.coefficients}
+        """The coefficients of ``engine`` and ``software`` at the level, and ``coefficients``, which go first."""
+        stacks = stack_levels(self.engine, self.software)
+        return {**{name: one[self.level] for name, one in stacks.items()}, **self.coefficients}
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:

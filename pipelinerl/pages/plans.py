@@ -166,7 +166,7 @@ def why(report: PlanReport) -> str:
     made = f"it trains {' and '.join(lines)}" if lines else "nothing else within the limits trains more"
     text = sentence(f"{over} {made}, and {sure.regret:.1%} less than the fastest of each draw")
     if averse:
-        text += " It is the safest way: of all draws, the worst tenth is the fastest here."
+        text += f" It is the safest: nine draws in ten give more than {best.band.low:,.0f} tokens/s."
     elif sure.safest.label != best.label:
         text += (
             f" The safest of {sure.compared} is {sure.safest.label}: {sure.safest.slower:.0%} slower on average, but "
@@ -215,7 +215,7 @@ def threshold(one: Threshold) -> str:
     """Return the value of an unknown at which the kinds change places, beside the value here, in a sentence."""
     below, above = ("asynchronous", "synchronous")[:: 1 if one.asynchronous_below else -1]
     return (
-        f"Below {short(one.value)} {one.unit} {below} RL is faster, above it {above} RL; here it is about "
+        f"Below {short(one.value)} {one.unit}, {below} RL is faster, above it {above} RL; here it is about "
         f"{short(one.expected)} ({short(one.band.low)} to {short(one.band.high)})."
     )
 

@@ -119,7 +119,7 @@ NOT_DRAWN = (
 
 
 def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()) -> dict[Unknown, float]:
-    """Return the standard deviation of the log of each factor; a mean answer among ``guessed`` keys is believed less.
+    """Return the standard deviation of the log of each factor; ``guessed`` keys are believed less.
 
     A table of ``[hardware]``, or a coefficient that a calibration fits, is a measurement. A table of weights beside GPU
     and model by name is measured in the arm of the run file's schedule.
@@ -128,12 +128,12 @@ def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()
     given, stated = config.hardware, config.hardware.coefficients
     error, by_name = prior.MEASURED_SD, given.by_name
     switch = stack_levels(None, given.software).get("switch_to_training_s")
-    engine_sd = prior.GENERATION_SD if given.engine is None else prior.ENGINE_SD
+    engine_known = given.engine is not None and "hardware.engine" not in guessed
     decode_known = given.decode is not None or any(name in stated for name in DECODE_COEFFICIENTS)
     training_known = given.training is not None or any(name in stated for name in TRAINING_COEFFICIENTS)
     switch_known = not by_name or given.switch is not None or "switch_to_training_s" in stated
     return {
-        Unknown.GENERATION: error if decode_known else engine_sd,
+        Unknown.GENERATION: error if decode_known else prior.ENGINE_SD if engine_known else prior.GENERATION_SD,
         Unknown.TRAINING: error if training_known else prior.TRAINING_SD,
         **_weights(config, measured),
         Unknown.SWITCH: error if switch_known else prior.SWITCH_SD if switch is None else _level_sd(switch),
