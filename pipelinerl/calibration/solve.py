@@ -505,7 +505,8 @@ def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
     if hardware.prefill is not None:
         parts["prefill"] = hardware.prefill.with_slower_software(factor).model_dump(exclude_none=True)
     if hardware.by_name:
-        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
+        others = ("layer_overhead_s", "expert_layer_s", "node_allreduce_s", "prefill_mfu")
+        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, *others), factor)
     return parts
 
 
