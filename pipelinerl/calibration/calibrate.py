@@ -188,7 +188,7 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
             if kind == "decode":
                 context = rows.batch * rows.ctx
                 steps = DecodeTimes.of(steps=ones, sequences=rows.batch, context=context, seconds=rows.seconds)
-                result.decode(steps, sizes, data)
+                result.decode(steps, sizes, data, kernels=table.series is not None)
             else:
                 passes = DecodeTimes.of(
                     prefills=rows.batch,

@@ -154,7 +154,7 @@ class HardwareFit:
     @property
     def coefficients(self) -> Coefficients:
         """Return the current coefficients; GPU and model must be known."""
-        changed = {**self.given.stack_coefficients, **self._trainer, **self.table.get("coefficients", {})}
+        changed = {**self.given.named_coefficients, **self._trainer, **self.table.get("coefficients", {})}
         return coefficients(self.given.level, changed)
 
     def decode(
@@ -165,12 +165,14 @@ class HardwareFit:
         *,
         with_dispatch: bool = False,
         always_full: bool = False,
+        kernels: bool = False,
     ) -> float:
         """Fit the decode step, and prefill where the times hold some; return the dispatch latency (seconds).
 
         ``tensor_parallel``: of the engine of each row. ``data``: the name of the measurements in reports.
         ``with_dispatch``: also fit the dispatch latency; the times are lives of rollouts. With engines
-        ``always_full`` these do not determine sequence and context costs.
+        ``always_full`` these do not determine sequence and context costs. ``kernels``: of an engine alone, without
+        the rest of generation.
         """
         if self.named is not None:
             self._check_unit("decode", times.seconds, self._named_s({}, tensor_parallel, times))
@@ -192,6 +194,8 @@ class HardwareFit:
             found = simpler(simple, found, [sure], always_full=always_full)
         if self.named is not None:
             self._take("decode", data, found, ["decode", "prefill"] if "prefill_mfu" in start else ["decode"])
+            if not kernels and getattr(self._values, REST):
+                self.table["coefficients"][REST] = 0.0  # measured steps hold it
         else:
             values = {name: rounded(value) for name, value in {**start, **found.values}.items()}
             table = {name: values[name] for name in AffineDecode.SECONDS}
@@ -334,8 +338,6 @@ class HardwareFit:
             for name, value in found.values.items()
             if name not in found.undetermined and name in Coefficients.model_fields
         }
-        if "decode" in tables and self.given.stack_coefficients.get(REST):
-            fitted[REST] = 0.0  # measured steps hold it
         self.table["coefficients"] = {**self.table.get("coefficients", {}), **fitted}
         self.parts.append(Part(what, data, found))
 
@@ -503,7 +505,8 @@ def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
     if hardware.prefill is not None:
         parts["prefill"] = hardware.prefill.with_slower_software(factor).model_dump(exclude_none=True)
     if hardware.by_name:
-        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
+        others = ("layer_overhead_s", "expert_layer_s", "node_allreduce_s", "prefill_mfu")
+        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, *others), factor)
     return parts
 
 

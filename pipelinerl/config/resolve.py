@@ -138,7 +138,7 @@ def named_coefficients(config: RunConfig, *, colocated: bool | None = None) -> d
     """Return the coefficients that differ from the level's: of engine, software, transport, and stated ones."""
     given = config.hardware
     transport = transport_of(config, colocated=colocated).stated(given.level)
-    return {**given.stack_coefficients, **transport, **stated_coefficients(config)}
+    return {**given.named_coefficients, **transport, **stated_coefficients(config)}
 
 
 def run_coefficients(

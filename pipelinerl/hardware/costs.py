@@ -263,14 +263,10 @@ class HardwareConfig(StrictModel):
         return (self.weight_sync and find_transport(self.weight_sync, key="weight_sync", among=PUBLISHED)) or None
 
     @property
-    def stack_coefficients(self) -> dict[str, float]:
-        """The coefficients that ``engine`` and ``software`` have of their own, at the level."""
-        return {name: one[self.level] for name, one in stack_levels(self.engine, self.software).items()}
-
-    @property
     def named_coefficients(self) -> dict[str, float]:
-        """These, and ``coefficients``, which go first."""
-        return {**self.stack_coefficients, **self.coefficients}
+        """The coefficients of ``engine`` and ``software`` at the level, and ``coefficients``, which go first."""
+        stacks = stack_levels(self.engine, self.software)
+        return {**{name: one[self.level] for name, one in stacks.items()}, **self.coefficients}
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -280,15 +276,8 @@ class HardwareConfig(StrictModel):
         for name in ("decode", "training"):
             if not self.by_name and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing")
-        for name in (
-            "generation_gpu",
-            "engine",
-            "software",
-            "weight_sync",
-            "coefficients",
-            "engine_weights",
-            "kv_cache",
-        ):
+        named = "generation_gpu engine software weight_sync coefficients engine_weights kv_cache"
+        for name in named.split():
             if not self.by_name and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs hardware.gpu and hardware.model, which are missing")
         checked_coefficients(self.level, self.named_coefficients)

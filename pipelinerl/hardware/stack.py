@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
@@ -17,17 +18,11 @@ from pipelinerl.hardware.transport import OURS, PUBLISHED, WeightTransport, find
 from pipelinerl.util.explain import did_you_mean
 from pipelinerl.util.read import read_toml
 
-OWN = "ours"
-"""The software whose weights travel as those of ``pipelinerl train``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Stack:
     """An engine or a software."""
 
-    name: str
-    source: str
-    """Where its numbers are from."""
     coefficients: Mapping[str, Mapping[Level, float]]
     """Those in which it differs, at their levels, by name."""
     transports: Mapping[bool, WeightTransport]
@@ -37,27 +32,22 @@ class Stack:
 @functools.cache
 def _stacks() -> Mapping[str, Mapping[str, Stack]]:
     tables = read_toml(Path(__file__).parent / "data" / "stacks.toml", "the stacks")
-    return {kind: {name: _stack(name, dict(table)) for name, table in rows.items()} for kind, rows in tables.items()}
+    return {kind: {name: _stack(name, table) for name, table in rows.items()} for kind, rows in tables.items()}
 
 
-def _stack(name: str, table: dict[str, object]) -> Stack:
-    source = str(table.pop("source"))
-    arms = {False: table.pop("apart", None), True: table.pop("colocated", None)}
-    transports = {
-        arm: find_transport(str(method), key=name, among=(*PUBLISHED, *OURS))
-        for arm, method in arms.items()
-        if method is not None
-    }
-    values = {key: dict(zip(Level, levels, strict=True)) for key, levels in table.items()}  # type: ignore[call-overload]
-    return Stack(name, source, values, transports)
+def _stack(name: str, table: Mapping[str, Any]) -> Stack:
+    arms = {False: table.get("apart"), True: table.get("colocated")}
+    methods = {arm: find_transport(one, key=name, among=(*PUBLISHED, *OURS)) for arm, one in arms.items() if one}
+    levels = {key: one for key, one in table.items() if isinstance(one, list)}
+    return Stack({key: dict(zip(Level, values, strict=True)) for key, values in levels.items()}, methods)
 
 
 def find_stack(kind: str, name: str | None) -> Stack | None:
-    """Return the ``engine`` or ``software`` of a name, None of no name; ConfigError, naming the key, if unknown."""
+    """Return the ``engine`` or ``software`` of a name, None of no name; ConfigError, with the key, if unknown."""
     known = _stacks()[kind]
     if name is None or name in known:
         return known.get(name or "")
-    raise ConfigError(f"hardware.{kind} must be one of {', '.join(known)}; {did_you_mean(name, known)}got {name!r}")
+    raise ConfigError(f"{kind} must be one of {', '.join(known)}; {did_you_mean(name, known)}got {name!r}")
 
 
 def stack_levels(engine: str | None, software: str | None) -> dict[str, Mapping[Level, float]]:

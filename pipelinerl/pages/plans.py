@@ -165,14 +165,14 @@ def why(report: PlanReport) -> str:
         lines.append(f"{speed} than {one.family} at its best ({one.label})")
     made = f"it trains {' and '.join(lines)}" if lines else "nothing else within the limits trains more"
     text = sentence(f"{over} {made}, and {sure.regret:.1%} less than the fastest of each draw")
-    if sure.safest.label != best.label:
+    if averse:
+        text += f" It is the safest: nine draws in ten give more than {best.band.low:,.0f} tokens/s."
+    elif sure.safest.label != best.label:
         text += (
             f" The safest of {sure.compared} is {sure.safest.label}: {sure.safest.slower:.0%} slower on average, but "
             f"one draw in ten is below {sure.safest.low:,.0f} tokens/s instead of {best.band.low:,.0f} "
             "(plan.risk=averse)."
         )
-    if averse:
-        text += " It is the safest way: of all draws, the worst tenth is the fastest here."
     own = report.own
     if own is not None and not own.keeps_to_limits and own.recommended_over_own < 1:
         text += f" The run file is {1 / own.recommended_over_own - 1:.0%} faster and breaks a limit."
@@ -215,7 +215,7 @@ def threshold(one: Threshold) -> str:
     """Return the value of an unknown at which the kinds change places, beside the value here, in a sentence."""
     below, above = ("asynchronous", "synchronous")[:: 1 if one.asynchronous_below else -1]
     return (
-        f"Below {short(one.value)} {one.unit} {below} RL is faster, above it {above} RL; here it is about "
+        f"Below {short(one.value)} {one.unit}, {below} RL is faster, above it {above} RL; here it is about "
         f"{short(one.expected)} ({short(one.band.low)} to {short(one.band.high)})."
     )
 

@@ -3,7 +3,7 @@
 Theory of operation. ``space`` lists the choices, ``screen`` screens them, ``choose`` picks the next to simulate, in
 rounds, with at least two of every kind of schedule. The second half of the ``simulate_steps``, in whole RL steps,
 stands for the rest of a run. Outcomes within the limits, and candidates likely to be, are compared over draws of the
-unknowns; the candidate with the least expected regret is simulated if it was not. ``choose`` ranks the outcomes,
+unknowns; the candidate with the highest rank there is simulated if it was not. ``choose`` ranks the outcomes,
 ``explain`` gives the reasons.
 """
 
@@ -217,7 +217,7 @@ class _Search:
     def simulated(self, runner: Runner) -> list[Outcome]:
         """Simulate in rounds: the run file as it is where it can run, and the most promising candidates.
 
-        One of ``plan.simulate`` is left for the candidate that loses least over the draws.
+        One of ``plan.simulate`` is left for the candidate with the highest rank over the draws.
         """
         own = [self.own] if self.own_runs else []
         number = max(1, self.total - len(own) - 1)
@@ -268,8 +268,7 @@ class _Search:
         outcomes, drawn = self._compared(outcomes, draws, runner)
 
         def share(one: Outcome) -> float:
-            label = one.candidate.label
-            return drawn.band(label).low if self.plan.risk == "averse" else drawn.shares[label]
+            return self._rank(drawn, one.candidate.label)
 
         ranked = in_order(self.within(outcomes), share)
         best = ranked[0]
@@ -306,12 +305,7 @@ class _Search:
             search=self._search_report(outcomes, runner),
             warnings=[*self.space.measured.doubts, *filter(None, [slower])],
             certainty=certainty(
-                self.space,
-                drawn,
-                best,
-                screener=self.screener,
-                run_file=self.run_file,
-                whole=self.whole,
+                self.space, drawn, best, screener=self.screener, run_file=self.run_file, whole=self.whole
             ),
             recommended=described[best.candidate.label],
             runner_up=None
@@ -332,10 +326,13 @@ class _Search:
             front=[ranked[index].candidate.label for index in front],
             screened=screened_columns(self.kept),
             sensitivity=sensitivity(drawn, best.candidate.label, least=CHANGE),
-            splits=split_curve(self.space, best.candidate, self.screener, draws),
+            splits=split_curve(self.space, best.candidate, self.screener, drawn.draws),
             stages=stages_of(self.space, best.candidate, self.screener),
         )
         return report, best.candidate
+
+    def _rank(self, drawn: DrawnCandidates, label: str) -> float:
+        return drawn.band(label).low if self.plan.risk == "averse" else drawn.shares[label]
 
     def _search_report(self, outcomes: Sequence[Outcome], runner: Runner) -> SearchReport:
         return SearchReport(
@@ -355,7 +352,7 @@ class _Search:
     ) -> tuple[list[Outcome], DrawnCandidates]:
         """Compare candidates over draws: the simulated ones, and others that are likely to keep to the limits.
 
-        The candidate that loses least on average is simulated if it was not, then the others, up to ``plan.simulate``.
+        The candidate with the highest rank is simulated if it was not, then the others, up to ``plan.simulate``.
         """
         runner.on_progress("certainty", 0, 1)
         outcomes, done = list(outcomes), {one.candidate.label for one in outcomes}
@@ -370,7 +367,7 @@ class _Search:
             left = [one for one in drawn.candidates if one.label not in done]
             if not left:
                 break
-            chosen = max(left, key=lambda one: drawn.shares[one.label])
+            chosen = max(left, key=lambda one: self._rank(drawn, one.label))
             ended = runner.run([self.job(chosen)], before=len(outcomes), total=self.total)
             if not ended:
                 break

@@ -119,7 +119,7 @@ NOT_DRAWN = (
 
 
 def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()) -> dict[Unknown, float]:
-    """Return the standard deviation of the log of each factor; a mean answer among ``guessed`` keys is believed less.
+    """Return the standard deviation of the log of each factor; ``guessed`` keys are believed less.
 
     A table of ``[hardware]``, or a coefficient that a calibration fits, is a measurement. A table of weights beside GPU
     and model by name is measured in the arm of the run file's schedule.
@@ -128,12 +128,12 @@ def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()
     given, stated = config.hardware, config.hardware.coefficients
     error, by_name = prior.MEASURED_SD, given.by_name
     switch = stack_levels(None, given.software).get("switch_to_training_s")
-    engine_sd = prior.GENERATION_SD if given.engine is None else prior.ENGINE_SD
+    engine_known = given.engine is not None and "hardware.engine" not in guessed
     decode_known = given.decode is not None or any(name in stated for name in DECODE_COEFFICIENTS)
     training_known = given.training is not None or any(name in stated for name in TRAINING_COEFFICIENTS)
     switch_known = not by_name or given.switch is not None or "switch_to_training_s" in stated
     return {
-        Unknown.GENERATION: error if decode_known else engine_sd,
+        Unknown.GENERATION: error if decode_known else prior.ENGINE_SD if engine_known else prior.GENERATION_SD,
         Unknown.TRAINING: error if training_known else prior.TRAINING_SD,
         **_weights(config, measured),
         Unknown.SWITCH: error if switch_known else prior.SWITCH_SD if switch is None else _level_sd(switch),
@@ -689,18 +689,9 @@ def values_of_measurements(
 
 
 def certainty(
-    space: SearchSpace,
-    drawn: DrawnCandidates,
-    best: Outcome,
-    *,
-    screener: Screener,
-    run_file: str,
-    whole: bool,
+    space: SearchSpace, drawn: DrawnCandidates, best: Outcome, *, screener: Screener, run_file: str, whole: bool
 ) -> CertaintyReport:
-    """Return how sure a recommendation (``best``) is.
-
-    ``run_file`` and ``whole`` as in ``instruments_of``.
-    """
+    """Return how sure a recommendation (``best``) is; ``run_file`` and ``whole`` as in ``instruments_of``."""
     chosen, draws, shares = best.candidate, drawn.draws, drawn.shares
     other = drawn.candidates[int(np.quantile(drawn.log_rates, PERCENTILES[0], axis=0).argmax())]
     safest = other if drawn.band(other.label).low > (1 + TIE) * drawn.band(chosen.label).low else chosen
@@ -741,19 +732,17 @@ def in_units(
     space: SearchSpace, chosen: Candidate, arms: Mapping[bool, Candidate], screener: Screener
 ) -> dict[Unknown, tuple[float, str]]:
     """Return the central value of unknowns that a user may know, each with its unit and meaning in words."""
-    config, stages = chosen.config, stages_of(space, chosen, screener)
-    values: dict[Unknown, tuple[float, str]] = {
-        Unknown.GENERATION: (
-            stages[DECODE] * 1e3, f"ms per decode step of {config.scheduler.generation_batch_size} sequences"
-        ),
+    slots, stages = chosen.config.scheduler.generation_batch_size, stages_of(space, chosen, screener)
+    values = {
+        Unknown.GENERATION: (stages[DECODE] * 1e3, f"ms per decode step of {slots} sequences"),
         Unknown.TRAINING: (stages[TRAIN] + stages[LOG_PROBABILITIES], "s of training per optimizer step"),
         Unknown.ANSWERS: (space.answers.mean, "tokens per answer"),
-    }  # fmt: skip
+    }
     if True in arms:
         values[Unknown.SWITCH] = (stages_of(space, arms[True], screener)[SWITCH], "s of phase switches per RL step")
     if False in arms:
-        total_s = stages_of(space, arms[False], screener)[UPDATE]
-        values[Unknown.WEIGHTS_APART] = (total_s, "s per weight update of asynchronous RL")
+        update_s = stages_of(space, arms[False], screener)[UPDATE]
+        values[Unknown.WEIGHTS_APART] = (update_s, "s per weight update of asynchronous RL")
     return {name: (value, unit) for name, (value, unit) in values.items() if value > 0}
 
 

@@ -6,8 +6,10 @@ import pytest
 from calibrated import NAMED, RUN, run_of
 
 from pipelinerl.calibration.solve import HardwareFit, calibrate_numbers
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.costs import HardwareConfig, RooflineDecode
 from sim.batch import rollout_batch_s, train_step_s
 
 
@@ -33,6 +35,19 @@ def test_the_calibrated_model_gives_the_numbers_back(data: dict[str, Any]) -> No
     assert rollout_batch_s(again) == pytest.approx(rollout_s, rel=1e-3)
     assert result.table["weights"] == {"publish_s": 3.0, "pause_s": 3.0}
     assert len(result.notes) == 3
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_the_factor_of_a_mixture_is_on_all_fixed_times_of_its_step(size: int) -> None:
+    """In a node, and over two."""
+    cluster = f"cluster={{accelerators=32, generation_accelerators=16, tensor_parallel={size}}}"
+    run = run_of(NAMED, "hardware.model=Qwen3-235B-A22B", "hardware.kv_cache_tokens=1000000", cluster)
+    result = numbers(run, rollout_batch_s=2.0 * rollout_batch_s(run))
+    again = run.model_copy(update={"hardware": HardwareConfig.model_validate(result.table)})
+    before, after = (resolved_hardware(one).decode for one in (run, again))
+    assert isinstance(before, RooflineDecode)
+    assert isinstance(after, RooflineDecode)
+    assert after.step_overhead_s == pytest.approx(result.factors["generation"] * before.step_overhead_s, rel=1e-5)
 
 
 def test_the_time_of_one_train_step_is_the_sum_of_its_parts() -> None:

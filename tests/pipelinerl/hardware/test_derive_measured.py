@@ -231,6 +231,7 @@ def page_rows():
     for level in Level:
         steps = [f"{step_ms(derived(level=level), batch, context):.3g}" for batch, context in points]
         rows.append(f"| {level.value} | {' | '.join(steps)} |")
+    rows += [f"| `{one.name}` | {' | '.join(f'{value:g}' for value in one.levels.values())} |" for one in PUBLISHED]
     shown = ""
     for row, levels in own_steps():
         measured = f"{float(row['step_ms']):.3g} ({float(row['least_ms']):.3g}–{float(row['most_ms']):.3g})"

@@ -23,7 +23,7 @@ from pipelinerl.records.plan_report import (
     Threshold,
 )
 
-CHANGES = "Below 3.1 s synchronous RL is faster, above it asynchronous RL; here it is about 6 (2 to 9)."
+CHANGES = "Below 3.1 s, synchronous RL is faster, above it asynchronous RL; here it is about 6 (2 to 9)."
 DECIDES = "phase switch decides most, 40% of the difference"
 
 
@@ -80,7 +80,7 @@ def test_what_is_recommended_says_why_against_the_other_kinds_and_the_safest() -
         f"of {best.band.low:,.0f} (plan.risk=averse)."
     ]
     averse = priced_plan().run.model_copy(update={"risk_averse": True})
-    assert answers(families=both, run=averse)["why"][0].startswith(f"{fastest} It is the safest way")
+    assert answers(families=both, run=averse)["why"][0].startswith(f"{fastest} It is the safest: nine draws")
 
 
 @pytest.mark.parametrize(

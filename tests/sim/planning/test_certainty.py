@@ -262,6 +262,7 @@ def test_a_system_that_nobody_has_measured_is_as_uncertain_as_the_prior():
 
 MEASURED = prior.MEASURED_SD
 GUESSED = ["workload.length.mean"]
+ENGINE = "hardware.engine=vllm-0.32"
 RESHARD = "hardware.weight_sync=reshard"
 SHARE = math.log(0.63 / 0.06) / math.log(8.8 / 0.15)
 TRAIN = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
@@ -278,6 +279,13 @@ def weights(*sds):
     [
         pytest.param([], {"guessed": GUESSED}, {Unknown.ANSWERS: prior.MEAN_SD}, id="a guess is believed less"),
         pytest.param([], {"guessed": GUESSED, "answers": True}, {Unknown.ANSWERS: MEASURED}, id="until measured"),
+        ([ENGINE], {}, {Unknown.GENERATION: prior.ENGINE_SD}),
+        pytest.param([ENGINE], {"guessed": ["hardware.engine"]}, {}, id="an assumed engine is not known"),
+        pytest.param(["hardware.software=verl"], {},
+            weights(0, prior.SYNC_SD * math.sqrt(2) * math.log(1.6 / 0.31) / math.log(8.8 / 0.15),
+                prior.SYNC_SD * math.sqrt(2) * math.log(2.2 / 0.34) / math.log(8.8 / 0.15))
+            | {Unknown.SWITCH: math.log(5 / 0.2) / (2 * prior.END_SDS)},
+            id="rdma apart and refit colocated have nothing in common"),
         (["hardware.coefficients={kv_efficiency=0.8}"], {}, {Unknown.GENERATION: MEASURED}),
         (["hardware.training={token_s=1e-4}"], {}, {Unknown.TRAINING: MEASURED}),
         (["hardware.coefficients={training_mfu=0.5}"], {}, {Unknown.TRAINING: MEASURED}),
