@@ -545,7 +545,7 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_give_them():
     assert np.std(means, ddof=1) == pytest.approx(0.27, abs=0.006)
     assert (pairs.pairs, pairs.families) == (14, 9)
     assert pairs.median_error <= 0.35
-    assert pairs.brier <= 0.12  # a coin has 0.25, "asynchronous is always faster" 0.111
+    assert pairs.brier <= 0.125  # a coin has 0.25, "asynchronous is always faster" 0.111
     assert 0.75 <= pairs.within_band <= 0.9
     assert pairs.certain_right == pairs.certain
 
