@@ -39,6 +39,8 @@ from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vac
 from pipelinerl.util.explain import writing
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import (
+    AT_LOW_END,
+    ON_AVERAGE,
     TIE,
     best_of,
     check_lags,
@@ -267,9 +269,12 @@ class _Search:
         draws = make_draws(self.config, self.space.measured, guessed=guessed)
         outcomes, drawn = self._compared(outcomes, draws, runner)
 
+        averse = self.plan.risk == "averse"
+        ranked_by = AT_LOW_END if averse else ON_AVERAGE
+
         def share(one: Outcome) -> float:
             label = one.candidate.label
-            return drawn.band(label).low if self.plan.risk == "averse" else drawn.shares[label]
+            return drawn.band(label).low if averse else drawn.shares[label]
 
         ranked = in_order(self.within(outcomes), share)
         best = ranked[0]
@@ -289,7 +294,8 @@ class _Search:
             if one is not None
         }
         second = None if other is None else described[other.candidate.label]
-        slower = synchronous_is_faster([one for one in families.values() if one], self.space, self.screener, share)
+        found = [one for one in families.values() if one]
+        slower = synchronous_is_faster(found, self.space, self.screener, share, ranked=ranked_by)
         front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
             run=PlannedRun(
@@ -299,7 +305,7 @@ class _Search:
                 price_notes=list(self.prices.notes),
                 lag_limit=self.limits.lag,
                 mean_lag_limit=self.limits.mean_lag,
-                risk_averse=self.plan.risk == "averse",
+                risk_averse=averse,
             ),
             asked=asked_of(self.config, whole=self.whole),
             assumed=effects_of(self.assumed, drawn, best.candidate.label),
@@ -316,7 +322,7 @@ class _Search:
             recommended=described[best.candidate.label],
             runner_up=None
             if other is None or second is None
-            else RunnerUp(**dict(second), why=why_not(other, best, share, second.verdict)),
+            else RunnerUp(**dict(second), why=why_not(other, best, share, second.verdict, ranked=ranked_by)),
             families={
                 family: None if one is None else described[one.candidate.label] for family, one in families.items()
             },
