@@ -26,8 +26,9 @@ from pipelinerl.pages.plans import cases_page, depends_on, how_sure, next_step, 
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 from sim.planning import answer
 from sim.planning.answer import plan_cases
-from sim.planning.certainty import DrawnCandidates
+from sim.planning.certainty import NUM_DRAWS, DrawnCandidates
 from sim.planning.choose import TIE, Rank, best_of, same_lag
+from sim.planning.explain import NOTHING
 from sim.planning.simulate import HowToPlan, Outcome
 
 ROUNDING = 1e-9
@@ -243,6 +244,38 @@ def the_threshold_has_the_probable_kind_on_its_side(one: Planned) -> Iterator[st
             yield f"{line}: {at}"
 
 
+def a_measurement_gains_at_most_the_regret(one: Planned) -> Iterator[str]:
+    """No measurement gains more than is lost against the fastest of each draw, but for the noise of cross-fitting."""
+    for some in one.report.certainty.measurements if one.report.certainty.draws >= NUM_DRAWS else ():
+        if some.gain > one.report.certainty.regret + NOTHING or some.settles != (some.gain > NOTHING):
+            yield f"{some.measured} gain {some.gain:.2%}, regret {one.report.certainty.regret:.2%}"
+
+
+def the_run_file_loses_by_its_band(one: Planned) -> Iterator[str]:
+    """The ratio to the run file is within its band, and above 1 where the run file keeps to the limits, ties apart."""
+    own, band = one.report.own, one.report.recommended.over_own
+    if own is None or band is None:
+        return
+    if not band.low <= own.recommended_over_own * (1 + ROUNDING) <= band.high * (1 + 2 * ROUNDING):
+        yield f"{own.recommended_over_own} outside of {band}"
+    if not one.averse and own.keeps_to_limits and own.among_schedulers and own.recommended_over_own < 1 - TIE:
+        yield f"the run file is faster: {own.recommended_over_own}"
+    if ("breaks a limit" in why(one.report)) != (own.recommended_over_own < 1 and not own.keeps_to_limits):
+        yield f"{own.recommended_over_own}, {own.keeps_to_limits}: {why(one.report)}"
+
+
+def no_other_value_turns_the_recommended_kind_into_itself(one: Planned) -> Iterator[str]:
+    """Another value turns no kind the fastest that is recommended anyway; advice adds no kind that is there."""
+    for some in one.report.assumed:
+        if any(other.fastest == one.report.recommended.family for other in some.instead):
+            yield f"{some} beside {one.report.recommended.family}"
+    for warning in one.report.warnings:
+        if (kind := re.search(r"add '(.*)' to plan.schedulers", warning)) is not None and kind[
+            1
+        ] in one.report.families:
+            yield warning
+
+
 def words_have_no_broken_numbers(one: Planned) -> Iterator[str]:
     """The whole page of the plan has none."""
     yield from broken_numbers(page_markdown(plan_page(one.report)))
@@ -268,6 +301,9 @@ PROPERTIES: tuple[Property, ...] = (
     warnings_do_not_contradict_the_recommendation,
     the_probable_kind_is_recommended_or_the_difference_is_said,
     the_threshold_has_the_probable_kind_on_its_side,
+    a_measurement_gains_at_most_the_regret,
+    the_run_file_loses_by_its_band,
+    no_other_value_turns_the_recommended_kind_into_itself,
     words_have_no_broken_numbers,
 )
 

@@ -106,7 +106,7 @@ def _instead(tables: Mapping[str, Any], key: str, value: Any, base: Mapping[str,
         return Instead(value=value, throughput=None, fastest=None)
     (before, *_), (now, *_) = base, best
     ratio = best[family].tokens_per_s / base[family].tokens_per_s
-    return Instead(value=value, throughput=ratio, fastest=now if now != before else None)
+    return Instead(value=value, throughput=ratio, fastest=None if now in (before, family) else now)
 
 
 def _with_choices(

@@ -4,6 +4,8 @@ import sys
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -116,3 +118,15 @@ def test_no_sentence_of_a_random_question_contradicts_its_numbers(seed: int) -> 
     assert plans
     assert [line for one in plans.values() for line in contradictions(one)] == []
     assert len(plans) == 1 or contradictions_of_cases({name: one.report for name, one in plans.items()}) == []
+
+
+@pytest.mark.parametrize(("recommended", "said"), [("pipeline", None), ("conventional", "pipeline")])
+def test_another_value_turns_a_kind_the_fastest_only_if_it_is_not_recommended(
+    recommended: str, said: str | None
+) -> None:
+    """At central values conventional is the fastest, with the other value the pipeline."""
+    slow, fast = SimpleNamespace(tokens_per_s=90.0), SimpleNamespace(tokens_per_s=100.0)
+    base: dict[str, Any] = {"conventional": fast, "pipeline": slow}
+    with patch.object(answer, "best_screened", lambda _: {"pipeline": fast, "conventional": slow}):
+        found = answer._instead({}, "seed", 2, base, recommended)
+    assert (found.throughput, found.fastest) == (pytest.approx(100 / 90 if said is None else 90 / 100), said)
