@@ -163,16 +163,20 @@ def why(report: PlanReport) -> str:
         more = best.tokens_per_s / one.tokens_per_s - 1
         speed = f"{more:.0%} more" if more >= 0 else f"{-more:.0%} less"
         lines.append(f"{speed} than {one.family} at its best ({one.label})")
-    made = f"it trains {' and '.join(lines)}" if lines else "nothing else within the limits trains more"
-    text = sentence(f"{over} {made}, and {sure.regret:.1%} less than the fastest of each draw")
-    if averse:
-        text += f" It is the safest: nine draws in ten give more than {best.band.low:,.0f} tokens/s."
-    elif sure.safest.label != best.label:
+    made = "".join(f"{line}, " for line in lines) + "and " * bool(lines)
+    text = sentence(f"{over} it trains {made}{sure.regret:z.1%} less than the fastest of each draw")
+    if not others and len(report.families) > 1:
+        text += " No other kind of schedule was found to keep to the limits."
+    if sure.safest.label != best.label:
+        word = "slower on average, but" if sure.safest.slower >= 0 else "faster on average, and"
+        simulated = any(one.label == sure.safest.label for one in report.simulated)
         text += (
-            f" The safest of {sure.compared} is {sure.safest.label}: {sure.safest.slower:.0%} slower on average, but "
+            f" The safest of {sure.compared} is {sure.safest.label}: {abs(sure.safest.slower):.0%} {word} "
             f"one draw in ten is below {sure.safest.low:,.0f} tokens/s instead of {best.band.low:,.0f} "
-            "(plan.risk=averse)."
+            f"({'plan.risk=averse' if simulated else 'not simulated: raise plan.simulate'})."
         )
+    elif averse:
+        text += f" It is the safest way: one draw in ten is below {best.band.low:,.0f} tokens/s, within a tie the most."
     own = report.own
     if own is not None and not own.keeps_to_limits and own.recommended_over_own < 1:
         text += f" The run file is {1 / own.recommended_over_own - 1:.0%} faster and breaks a limit."
@@ -190,6 +194,9 @@ def how_sure(report: PlanReport) -> str:
     if sure.asynchronous is not None:
         odds, band = sure.asynchronous, sure.asynchronous.ratio_band
         certain = "" if odds.certain else ": not certain"
+        apart = not report.recommended.scheduler.schedule.colocated
+        if apart != (odds.faster > 0.5):
+            certain = f", though {'a' if apart else ''}synchronous RL is recommended{certain}"
         parts.append(
             f"asynchronous RL is faster than synchronous RL {probability(odds.faster)}, {odds.ratio:.2f} times as fast "
             f"({band.low:.2f} to {band.high:.2f}){certain}"
@@ -355,7 +362,7 @@ def what_if(report: PlanReport) -> list[Section]:
     if not other.changed:
         lines.append("the same question")
     faster = best.tokens_per_s / other.tokens_per_s - 1
-    lines.append(f"tokens/s: {other.tokens_per_s:,.0f} -> {best.tokens_per_s:,.0f} ({faster:+.0%})")
+    lines.append(f"tokens/s: {other.tokens_per_s:,.0f} -> {best.tokens_per_s:,.0f} ({faster:+z.0%})")
     lines.append(f"mean lag: {other.lag_mean:.2f} -> {best.lag_mean:.2f}")
     for unit, before, after in (
         ("USD", other.cost.usd_per_million_tokens, best.cost.usd_per_million_tokens),
@@ -381,7 +388,7 @@ def _effect(one: Instead) -> str:
     if one.throughput is None:
         return "nothing that keeps to the limits, or no valid run file alone"
     wins = "" if one.fastest is None else f" ({one.fastest} turns the fastest)"
-    return f"{one.throughput - 1:+.0%}{wins}"
+    return f"{one.throughput - 1:+z.0%}{wins}"
 
 
 # Tables, and the reasons below them

@@ -130,7 +130,7 @@ class Instead(Report):
     """Throughput over that with the value as it is (ratio); null: nothing would keep to the limits, or the key cannot
     change alone."""
     fastest: str | None
-    """The kind of scheduler that turns the fastest if all else is as expected; null: the same as before."""
+    """The kind of scheduler that turns the fastest if all else is as expected; null: the same, or this kind."""
 
 
 class Assumed(Report):

@@ -39,6 +39,8 @@ from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vac
 from pipelinerl.util.explain import writing
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import (
+    AT_LOW_END,
+    ON_AVERAGE,
     TIE,
     best_of,
     check_lags,
@@ -104,7 +106,7 @@ def _instead(tables: Mapping[str, Any], key: str, value: Any, base: Mapping[str,
         return Instead(value=value, throughput=None, fastest=None)
     (before, *_), (now, *_) = base, best
     ratio = best[family].tokens_per_s / base[family].tokens_per_s
-    return Instead(value=value, throughput=ratio, fastest=now if now != before else None)
+    return Instead(value=value, throughput=ratio, fastest=None if now in (before, family) else now)
 
 
 def _with_choices(
@@ -267,6 +269,9 @@ class _Search:
         draws = make_draws(self.config, self.space.measured, guessed=guessed)
         outcomes, drawn = self._compared(outcomes, draws, runner)
 
+        averse = self.plan.risk == "averse"
+        ranked_by = AT_LOW_END if averse else ON_AVERAGE
+
         def share(one: Outcome) -> float:
             return self._rank(drawn, one.candidate.label)
 
@@ -288,7 +293,8 @@ class _Search:
             if one is not None
         }
         second = None if other is None else described[other.candidate.label]
-        slower = synchronous_is_faster([one for one in families.values() if one], self.space, self.screener, share)
+        found = [one for one in families.values() if one]
+        slower = synchronous_is_faster(found, self.space, self.screener, share, ranked=ranked_by)
         front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
             run=PlannedRun(
@@ -298,7 +304,7 @@ class _Search:
                 price_notes=list(self.prices.notes),
                 lag_limit=self.limits.lag,
                 mean_lag_limit=self.limits.mean_lag,
-                risk_averse=self.plan.risk == "averse",
+                risk_averse=averse,
             ),
             asked=asked_of(self.config, whole=self.whole),
             assumed=effects_of(self.assumed, drawn, best.candidate.label),
@@ -310,7 +316,7 @@ class _Search:
             recommended=described[best.candidate.label],
             runner_up=None
             if other is None or second is None
-            else RunnerUp(**dict(second), why=why_not(other, best, share, second.verdict)),
+            else RunnerUp(**dict(second), why=why_not(other, best, share, second.verdict, ranked=ranked_by)),
             families={
                 family: None if one is None else described[one.candidate.label] for family, one in families.items()
             },

@@ -694,7 +694,7 @@ def certainty(
     """Return how sure a recommendation (``best``) is; ``run_file`` and ``whole`` as in ``instruments_of``."""
     chosen, draws, shares = best.candidate, drawn.draws, drawn.shares
     other = drawn.candidates[int(np.quantile(drawn.log_rates, PERCENTILES[0], axis=0).argmax())]
-    safest = other if drawn.band(other.label).low > (1 + TIE) * drawn.band(chosen.label).low else chosen
+    safest = other if (1 - TIE) * drawn.band(other.label).low > drawn.band(chosen.label).low else chosen
     by_share = sorted(drawn.candidates, key=lambda one: (one.label != chosen.label, -shares[one.label]))
     arms = {one.config.colocated: one for one in reversed(by_share)}
     both = drawn
@@ -767,11 +767,14 @@ def _odds(
 
 
 def _threshold(ahead_D: FloatArray, name: Unknown, draws: Draws, expected: float, unit: str) -> Threshold | None:
-    """Return the value of an unknown at which the kinds are as fast, by a line through the draws; None: far off."""
+    """Return the value of an unknown at which the kinds are as fast; None: far off.
+
+    The line through the draws passes through both medians: at the median of the value the likelier kind is the faster.
+    """
     arm = name is Unknown.WEIGHTS_APART
     value_D = draws.weights(colocated=False) if arm else draws.values_D[name]
-    slope, at_0 = np.polyfit(value_D, ahead_D, 1)
-    place = -at_0 / slope if slope else math.inf
+    slope, middle = np.polyfit(value_D, ahead_D, 1)[0], float(np.median(value_D))
+    place = middle - float(np.median(ahead_D)) / slope if slope else math.inf
     low, high = np.quantile(value_D, PERCENTILES)
     if not low < place < high:
         return None
@@ -780,6 +783,6 @@ def _threshold(ahead_D: FloatArray, name: Unknown, draws: Draws, expected: float
         value=expected * math.exp(place),
         unit=unit,
         asynchronous_below=bool(slope < 0),
-        expected=expected * math.exp(float(np.median(value_D))),
+        expected=expected * math.exp(middle),
         band=Band(low=expected * math.exp(low), high=expected * math.exp(high)),
     )

@@ -41,6 +41,8 @@ Rank = Callable[[Outcome], float]
 
 throughput: Rank = attrgetter("tokens_per_s")
 """The rank of an outcome where all is known (tokens/s)."""
+ON_AVERAGE, AT_LOW_END = "on average", "at the 10th percentile"
+"""Ranks in words: neutral, and averse to risk."""
 
 
 def same_lag(lag: float) -> float:
@@ -74,13 +76,13 @@ def in_order(outcomes: Sequence[Outcome], rank: Rank = throughput) -> list[Outco
     return order
 
 
-def why_not(loser: Outcome, winner: Outcome, rank: Rank, verdict: str) -> str:
-    """Return one line: the loss of a candidate against the recommendation, with its bottleneck, or that it is a tie."""
+def why_not(loser: Outcome, winner: Outcome, rank: Rank, verdict: str, *, ranked: str = ON_AVERAGE) -> str:
+    """Return one line: the loss against the recommendation by rank (``ranked``: in words), and why, or that it ties."""
     slower = 1 - rank(loser) / rank(winner)
     lags = f"its mean lag is {loser.lag_mean:.3g} instead of {winner.lag_mean:.3g}"
     if slower > TIE:
-        return f"{slower:.0%} slower on average, {lags}; {verdict}"
-    return f"a tie: {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} on average, {lags}"
+        return f"{slower:.0%} slower {ranked}, {lags}; {verdict}"
+    return f"a tie: {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} {ranked}, {lags}"
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

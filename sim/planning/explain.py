@@ -73,7 +73,7 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
         more = math.ceil(MORE_ENVIRONMENTS * there)
         gain = _gain(candidate, candidate.changed(environment={"count": there + more}), screener)
         given = "would do harm:" if gain < 0 else "give"  # where the KV caches of more rollouts do not fit
-        return f"environment-bound: {waits}, all {there} environments are in use; {more} more {given} {gain:+.0%}"
+        return f"environment-bound: {waits}, all {there} environments are in use; {more} more {given} {gain:+z.0%}"
     if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.PREFILL, Bottleneck.LAG):
         freer, more = _without_bound(candidate, screener), unit_of(candidate.config)
         engines = _gain(candidate, _grown(candidate, more, generating=more), screener)
@@ -81,7 +81,7 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
             max_lag = candidate.config.scheduler.max_lag
             return (
                 f"lag-bound: max_lag={max_lag} makes the trainer wait {outcome.waiting:.0%} of the time; without a "
-                f"bound {freer:+.0%}"
+                f"bound {freer:+z.0%}"
             )
         if outcome.bottleneck is Bottleneck.PREFILL:
             return f"prefill-bound: {waits}, engines spend more time on prefill than on decoding"
@@ -116,13 +116,13 @@ def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
     if limit is None:
         if free_gain <= NOTHING:
             return f"{given} nothing: {_why_no_gain(free, screener)}"
-        return f"{given} {free_gain:+.0%}{_where(free.candidate, candidate, more)}"
+        return f"{given} {free_gain:+z.0%}{_where(free.candidate, candidate, more)}"
     if outcome.breaks(limits) is not None:
-        return f"{given} {free_gain:+.0%}{_where(free.candidate, candidate, more)}, and {limit.value} stays broken"
+        return f"{given} {free_gain:+z.0%}{_where(free.candidate, candidate, more)}, and {limit.value} stays broken"
     if best is None or gain <= NOTHING:
-        return f"{given} nothing within {limit.value} ({free_gain:+.0%} without it)"
-    stopped = f" ({free_gain:+.0%} without it)" if free_gain > gain + NOTHING else ""
-    return f"{given} {gain:+.0%}{_where(best.candidate, candidate, more)}, within {limit.value}{stopped}"
+        return f"{given} nothing within {limit.value} ({free_gain:+z.0%} without it)"
+    stopped = f" ({free_gain:+z.0%} without it)" if free_gain > gain + NOTHING else ""
+    return f"{given} {gain:+z.0%}{_where(best.candidate, candidate, more)}, within {limit.value}{stopped}"
 
 
 def _where(grown: Candidate, candidate: Candidate, more: int) -> str:
@@ -149,7 +149,7 @@ def _why_no_gain(grown: Screened, screener: Screener) -> str:
         )
     if estimate.generation_s > estimate.training_s + estimate.publishing_s:
         lag, free = config.scheduler.max_lag, _without_bound(grown.candidate, screener)
-        bound = f", as max_lag={lag} keeps slots free ({free:+.0%} without a bound)" if free > NOTHING else ""
+        bound = f", as max_lag={lag} keeps slots free ({free:+z.0%} without a bound)" if free > NOTHING else ""
         return f"generation takes {estimate.generation_s:.3g} s per step with them too{bound}"
     return (
         f"training takes {estimate.training_s:.3g} s{_why_training_stays(config, estimate.training_s, screener)} and "
@@ -263,11 +263,13 @@ def stages_of(space: SearchSpace, candidate: Candidate, screener: Screener) -> d
 # ------------------------------------------------------------------------- synchronous against asynchronous RL
 
 
-def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener: Screener, rank: Rank) -> str | None:
+def synchronous_is_faster(
+    best: Sequence[Outcome], space: SearchSpace, screener: Screener, rank: Rank, *, ranked: str
+) -> str | None:
     """Return a warning if asynchronous RL is slower on these GPUs than synchronous RL, by more than a tie.
 
     ``best`` has the best outcome within the limits of each kind of schedule. Without a synchronous one the screening
-    decides.
+    decides. ``ranked`` has the rank in words.
     """
 
     def fastest(*, colocated: bool) -> Outcome | None:
@@ -284,8 +286,8 @@ def synchronous_is_faster(best: Sequence[Outcome], space: SearchSpace, screener:
         if slower <= TIE:
             return None
         return (
-            f"asynchronous RL is slower here: {sides} gives {slower:.0%} less than all of them for both in turn "
-            f"({apart.candidate.label} against {together.candidate.label}); {bottleneck(apart, screener)}"
+            f"asynchronous RL is slower here {ranked}: {sides} gives {slower:.0%} less than all of them for both in "
+            f"turn ({apart.candidate.label} against {together.candidate.label}); {bottleneck(apart, screener)}"
         )
     other = screened_synchronous(space, screener)
     if other is None:

@@ -61,26 +61,30 @@ def answers(*measurements: MeasurementValue, **changed: Any) -> dict[str, list[s
 def test_what_is_recommended_says_why_against_the_other_kinds_and_the_safest() -> None:
     best = priced_plan().recommended
     over = "On average over 400 draws of everything unmeasured it trains"
-    behind = ", and 4.3% less than the fastest of each draw."
-    alone = answers(families={best.family: best})
-    assert alone["why"] == [
-        f"On average over 400 draws of everything unmeasured nothing else within the limits trains more{behind}"
-    ]
+    behind = "4.3% less than the fastest of each draw."
+    assert answers(families={best.family: best})["why"] == [f"{over} {behind}"]
+    alone = answers(families={best.family: best, "conventional": None})
+    assert alone["why"] == [f"{over} {behind} No other kind of schedule was found to keep to the limits."]
     other = best.model_copy(update={"family": "conventional", "label": "C", "tokens_per_s": best.tokens_per_s / 1.25})
     both = {best.family: best, "conventional": other}
-    fastest = f"{over} 25% more than conventional at its best (C){behind}"
+    fastest = f"{over} 25% more than conventional at its best (C), and {behind}"
     assert answers(families=both)["why"] == [fastest]
     own = priced_plan().own
     assert own is not None
     beyond = own.model_copy(update={"keeps_to_limits": False, "recommended_over_own": 0.8})
     assert answers(families=both, own=beyond)["why"] == [f"{fastest} The run file is 25% faster and breaks a limit."]
-    safest = Safest(label="C", slower=0.05, low=12_345.0)
+    below = f"one draw in ten is below 12,345 tokens/s instead of {best.band.low:,.0f}"
+    simulated = next(one.label for one in priced_plan().simulated if one.label != best.label)
+    safest = Safest(label=simulated, slower=0.05, low=12_345.0)
     assert answers(families=both, safest=safest)["why"] == [
-        f"{fastest} The safest of 24 is C: 5% slower on average, but one draw in ten is below 12,345 tokens/s instead "
-        f"of {best.band.low:,.0f} (plan.risk=averse)."
+        f"{fastest} The safest of 24 is {simulated}: 5% slower on average, but {below} (plan.risk=averse)."
+    ]
+    better = Safest(label="C", slower=-0.05, low=12_345.0)
+    assert answers(families=both, safest=better)["why"] == [
+        f"{fastest} The safest of 24 is C: 5% faster on average, and {below} (not simulated: raise plan.simulate)."
     ]
     averse = priced_plan().run.model_copy(update={"risk_averse": True})
-    assert answers(families=both, run=averse)["why"][0].startswith(f"{fastest} It is the safest: nine draws")
+    assert answers(families=both, run=averse)["why"][0].startswith(f"{fastest} It is the safest way: one draw")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_no_probability_is_shown_as_certain(value: float, words: str) -> None:
     [
         (0.71, False, "(0.90 to 1.80): not certain.", [f"Asynchronous or synchronous: {DECIDES}.", CHANGES]),
         (0.97, True, "(0.90 to 1.80).", []),
-        (0.01, True, "(0.90 to 1.80).", []),
+        (0.01, True, "(0.90 to 1.80), though asynchronous RL is recommended.", []),
     ],
 )
 def test_asynchronous_rl_is_certain_or_it_is_said_what_decides(

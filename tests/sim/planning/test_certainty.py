@@ -72,7 +72,7 @@ def test_measurements_make_a_plan_surer_and_right(tmp_path):
     pipeline, conventional = checked("pipeline", tmp_path), checked("conventional", tmp_path)
     plans = [before(), *(planned(UNKNOWN, measured=some) for some in ((pipeline,), (pipeline, conventional)))]
     truth = planned(UNKNOWN, TRUTH).recommended
-    assert [one.recommended.family for one in plans] == ["pipeline", "pipeline", "conventional"]
+    assert [one.recommended.family for one in plans] == ["pipeline", "conventional", "conventional"]
     assert plans[2].recommended.label == truth.label
     best = plans[2].recommended
     assert best.tokens_per_s == pytest.approx(best.simulated_tokens_per_s, rel=0.15)
@@ -84,8 +84,7 @@ def test_measurements_make_a_plan_surer_and_right(tmp_path):
     for name, sd in first.unknown.items():
         assert second.unknown[name] <= sd or name == "weight transfer of synchronous RL"
         assert third.unknown[name] <= second.unknown[name]
-    assert first.asynchronous.faster > second.asynchronous.faster > 0.5
-    assert third.asynchronous.faster < 0.1
+    assert first.asynchronous.faster > second.asynchronous.faster > 0.1 > third.asynchronous.faster
 
 
 @pytest.mark.slow

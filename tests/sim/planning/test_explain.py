@@ -118,7 +118,7 @@ def test_a_plan_with_too_few_gpus_for_both_sides_warns() -> None:
     slower = 1 - rates["pipeline"] / rates["conventional"]
     assert slower > 0.1
     (warning,) = report.warnings
-    start = "asynchronous RL is slower here: 1 of 2 GPUs to generate and the others to train gives"
+    start = "asynchronous RL is slower here on average: 1 of 2 GPUs to generate and the others to train gives"
     assert warning.startswith(f"{start} {slower:.0%} less")
     (warning,) = planned(*TWO, PIPELINE).warnings
     assert warning.startswith("asynchronous RL may be slower here: by the screening conventional H=")
