@@ -757,7 +757,7 @@ def _odds(
     by_share = sorted((name for name in units if name in shown), key=lambda name: -shares[name.value])
     return AsynchronousOdds(
         faster=faster,
-        certain=not 1 - CERTAIN < faster < CERTAIN,
+        certain=not 1 - CERTAIN < round(faster, 2) < CERTAIN,  # as it is shown
         ratio=ratio,
         ratio_band=Band(low=low, high=high),
         decided_by=decided_by,
