@@ -168,9 +168,8 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
     table = read_step_times(source, named=result.named)
     if table.series is not None:
         result.notes.append("series: {} on {}".format(*table.series))
-    for kind, rows in sorted(
-        table.kinds.items(), key=lambda one: one[0] == "request"
-    ):  # last: they need the fitted prefill
+    # Requests are last: they need the fitted prefill.
+    for kind, rows in sorted(table.kinds.items(), key=lambda one: one[0] == "request"):
         data = f"{len(rows.batch)} rows of {source.name}"
         ones = np.ones(len(rows.batch))
         if kind == "matmul":

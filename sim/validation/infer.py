@@ -286,13 +286,8 @@ def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
 
 def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int) -> FloatArray:
     """Return the log of the seconds that a row's step, generation or training would last, by hypothesis."""
-    if grid.training_given:
-        log_P = grid.at(hypotheses.generation_P, hypotheses.mean_P, quantity)
-    else:
-        log_P = (
-            grid.at(hypotheses.generation_P - hypotheses.training_P, hypotheses.mean_P, quantity)
-            + hypotheses.training_P
-        )
+    scale_P = 0.0 if grid.training_given else hypotheses.training_P
+    log_P = grid.at(hypotheses.generation_P - scale_P, hypotheses.mean_P, quantity) + scale_P
     if quantity != STEP or not grid.rest_s:
         return log_P
     return np.asarray(np.log(np.exp(log_P) + grid.rest_s * np.exp(hypotheses.rest_P)))
