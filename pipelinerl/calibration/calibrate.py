@@ -16,7 +16,7 @@ import tomli_w
 from pipelinerl.calibration.least_squares import Fit
 from pipelinerl.calibration.log import CalibratedLog, LoggedRun, simulated_step
 from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients, rounded
-from pipelinerl.calibration.table import Rows, read_step_times
+from pipelinerl.calibration.table import read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
 from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
@@ -183,7 +183,12 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
             times = TrainingTimes(rows.tokens, rows.tokens * each, rows.batch, each, each, ones, rows.seconds)
             result.training(times, rows.accelerators, data)
         else:
-            sizes = _engine_sizes(source, rows, result)
+            sizes = rows.accelerators
+            if result.named is None and len(held := np.unique(sizes)) > 1:
+                raise ConfigError(
+                    f"{source} holds engines of {', '.join(f'{size:g}' for size in held)} accelerators: give --run "
+                    "RUN.toml with hardware.gpu and hardware.model"
+                )
             if kind == "decode":
                 context = rows.batch * rows.ctx
                 steps = DecodeTimes.of(steps=ones, sequences=rows.batch, context=context, seconds=rows.seconds)
@@ -201,15 +206,6 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
             if name not in result.table:
                 result.notes.append(f"{name} was not measured: a run file needs hardware.{name} from elsewhere")
     return result
-
-
-def _engine_sizes(source: Path, rows: Rows, result: HardwareFit) -> FloatArray:
-    if result.named is None and len(np.unique(rows.accelerators)) > 1:
-        sizes = ", ".join(f"{size:g}" for size in np.unique(rows.accelerators))
-        raise ConfigError(
-            f"{source} holds engines of {sizes} accelerators: give --run RUN.toml with hardware.gpu and hardware.model"
-        )
-    return rows.accelerators
 
 
 def calibrate_run(folder: Path, steps: Callable[[RunConfig], Sequence[StepRow]]) -> CalibratedLog:

@@ -501,7 +501,7 @@ def _slower(run: RunConfig, what: Literal["training", "generation"], factor: flo
         for name, one in tables.items()
         if one is not None
     }
-    if not parts if training else hardware.by_name:
+    if (training and not parts) or (not training and hardware.by_name):
         values = coefficients(hardware.level, hardware.named_coefficients)
         parts["coefficients"] = {
             name: min(1.0, getattr(values, name) / factor) if name in SHARES_OF_PEAK else getattr(values, name) * factor

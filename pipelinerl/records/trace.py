@@ -114,11 +114,8 @@ class TraceWriter:
         self._file = self._member()
         if goes_on:
             return
-        header = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "config": config.model_dump(mode="json", exclude_none=True),
-        }
+        dumped = config.model_dump(mode="json", exclude_none=True)
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": dumped}
         with writing(path):
             self._file.write(_json_text(header).encode() + b"\n")
 
