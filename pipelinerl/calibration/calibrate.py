@@ -162,9 +162,8 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
     Raises ConfigError if the table cannot be used, or GPU or model are unknown.
     """
-    result = HardwareFit(HardwareConfig.model_construct())
-    if run is not None:
-        result = HardwareFit(run.hardware, fixed_coefficients(run))
+    empty = HardwareConfig.model_construct()
+    result = HardwareFit(empty) if run is None else HardwareFit(run.hardware, fixed_coefficients(run))
     table = read_step_times(source, named=result.named)
     if table.series is not None:
         result.notes.append("series: {} on {}".format(*table.series))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import webbrowser
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -79,31 +78,29 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:
     cases = _plans_in(folders)
     if len(cases) > 1:
         found = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
-        return plans.cases_page(found, cases), lambda: _drawing("reports").cases_charts(found)
+        return plans.cases_page(found, cases), lambda: _reports().cases_charts(found)
     held = [(one, name) for one in folders for name in kinds if os.path.exists(one / name)]
     if not held:
         read = read_runs(folders)
-        return runs.run_page({run.name: run.report for run in read}, folders), lambda: _drawing("page").run_charts(read)
+        return runs.run_page({run.name: run.report for run in read}, folders), lambda: _page().run_charts(read)
     folder, file = held[0]
     if len(folders) > 1:
         raise ConfigError(f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {folder}")
     if file == PLAN_FILE:
         plan = PlanReport.read(folder / file)
-        return plans.plan_page(plan, folder), lambda: [*_drawing("reports").plan_charts(plan).values()]
+        return plans.plan_page(plan, folder), lambda: [*_reports().plan_charts(plan).values()]
     if file == ENVIRONMENTS_FILE:
         numbers = EnvironmentsReport.read(folder / file)
-        return runs.environments_page(numbers, folder), lambda: _drawing("reports").environments_charts(numbers)
+        return runs.environments_page(numbers, folder), lambda: _reports().environments_charts(numbers)
     if file == VALIDATION_FILE:
         from pipelinerl.pages.evidence import validation_page
 
         validation = ValidationReport.read(folder / file)
-        return validation_page(validation), lambda: [
-            one for one in [_drawing("reports").validation_chart(validation)] if one
-        ]
+        return validation_page(validation), lambda: [one for one in [_reports().validation_chart(validation)] if one]
     comparison = read_comparison(folder)
     arms = next(one.arms for one in comparison.scenarios if one.arms)
     shown = [read_run(folder / arm.folder, arm.name) for arm in arms]
-    return runs.comparison_page(comparison, folder), lambda: _drawing("page").run_charts(shown, comparison)
+    return runs.comparison_page(comparison, folder), lambda: _page().run_charts(shown, comparison)
 
 
 def _plans_in(folders: list[Path]) -> list[Path]:
@@ -117,6 +114,13 @@ def _plans_in(folders: list[Path]) -> list[Path]:
     return sorted(plans, key=lambda one: [int(word) for word in one.name.split("_") if word.isdigit()])
 
 
-def _drawing(name: str) -> ModuleType:
-    """Return a module of ``analysis``, imported only where charts are drawn."""
-    return import_module(f"analysis.{name}")
+def _page() -> ModuleType:
+    from analysis import page
+
+    return page
+
+
+def _reports() -> ModuleType:
+    from analysis import reports
+
+    return reports

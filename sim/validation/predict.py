@@ -437,16 +437,8 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun], alone: Band
     both = max(generate_s, train_s) if run.schedule is Schedule.ONE_STEP_OFF else generate_s + train_s
     _, _, doubts = system_of(run, [])
     rest, learned_from = _rest(run, others)
-    return _row(
-        run,
-        "s/step",
-        measured,
-        Band(*(both + one for one in rest)),
-        inputs=("generation", "training"),
-        fitted_to=learned_from,
-        assumed=doubts,
-        alone=alone,
-    )
+    band, inputs = Band(*(both + one for one in rest)), ("generation", "training")
+    return _row(run, "s/step", measured, band, inputs=inputs, fitted_to=learned_from, assumed=doubts, alone=alone)
 
 
 # ----------------------------------------------------------------------------------------- rows alone, and families
