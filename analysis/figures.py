@@ -386,8 +386,7 @@ def _mean_lag(tokens: Sequence[int]) -> float:
 def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:
     every = math.ceil(len(line.updates) / 10) if line.updates else 1
     for index, update in enumerate(line.updates):
-        axes.vlines(update.published_s / scale, 1.0, top, color=MUTED, linewidth=0.6)
+        at = update.published_s / scale
+        axes.vlines(at, 1.0, top, color=MUTED, linewidth=0.6)
         if index % every == 0:
-            axes.text(
-                update.published_s / scale, top, f"{update.version}", ha="center", va="bottom", color=MUTED, fontsize=7
-            )
+            axes.text(at, top, f"{update.version}", ha="center", va="bottom", color=MUTED, fontsize=7)

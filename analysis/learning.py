@@ -98,11 +98,11 @@ def reward(runs: Sequence[Run]) -> list[Chart]:
         (Axis(label="trained", unit="samples", handy=True, values="0,0"), lambda run: np.cumsum(run.steps.samples)),
         (Axis(label="time", unit=unit), lambda run: run.steps.time_s / scale),
     )
-    charts = []
+    charts, caption = [], "Measured, by optimizer step."
     for x, place in places:
-        lines = [_steps(run.name, _logged(run, place(run)), run.metrics[REWARD], style, reach) for run, style in shown]
-        series = [one for of_run in lines for one in of_run]
-        caption = "Measured, by optimizer step."
+        series = list[Series]()
+        for run, style in shown:
+            series += _steps(run.name, _logged(run, place(run)), run.metrics[REWARD], style, reach)
         charts.append(Chart(title="Mean reward", caption=caption, x=x, y=y, series=series, switch=None))
     return charts
 
@@ -144,8 +144,7 @@ def _window_mean(value: FloatArray, before: int, after: int) -> FloatArray:
     index = np.arange(len(value))
     start, end = np.maximum(index - before, 0), np.minimum(index + after + 1, len(value))
     with np.errstate(invalid="ignore"):  # none known: 0 / 0 is nan
-        mean: FloatArray = (totals[end] - totals[start]) / (counts[end] - counts[start])
-    return mean
+        return np.asarray((totals[end] - totals[start]) / (counts[end] - counts[start]))
 
 
 def _note_on_mean(reach: int) -> list[Line2D]:
@@ -218,10 +217,8 @@ def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
     if seeds == 1:
         return mean, np.full_like(mean, math.nan)
     if seeds == 2:
-        apart: FloatArray = np.abs(value_SN[0] - value_SN[1]) / 2
-        return mean, apart
-    half: FloatArray = student_t(seeds - 1) * value_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
-    return mean, half
+        return mean, np.abs(value_SN[0] - value_SN[1]) / 2
+    return mean, student_t(seeds - 1) * value_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
 
 
 def student_t(freedom: int) -> float:
@@ -273,8 +270,7 @@ def _trailing_mean(value: FloatArray) -> FloatArray:
 
 def _trailing_max(value: FloatArray) -> FloatArray:
     padded = np.concatenate([np.full(SMOOTHED_STEPS - 1, -np.inf), value])
-    largest: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, SMOOTHED_STEPS).max(axis=1)
-    return largest
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, SMOOTHED_STEPS).max(axis=1))
 
 
 def _from_eighth(value: FloatArray) -> FloatArray:

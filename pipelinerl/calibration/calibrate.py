@@ -16,7 +16,7 @@ import tomli_w
 from pipelinerl.calibration.least_squares import Fit
 from pipelinerl.calibration.log import CalibratedLog, LoggedRun, simulated_step
 from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients, rounded
-from pipelinerl.calibration.table import Rows, read_step_times
+from pipelinerl.calibration.table import read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
 from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
@@ -162,15 +162,13 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
     Raises ConfigError if the table cannot be used, or GPU or model are unknown.
     """
-    result = HardwareFit(HardwareConfig.model_construct())
-    if run is not None:
-        result = HardwareFit(run.hardware, fixed_coefficients(run))
+    empty = HardwareConfig.model_construct()
+    result = HardwareFit(empty) if run is None else HardwareFit(run.hardware, fixed_coefficients(run))
     table = read_step_times(source, named=result.named)
     if table.series is not None:
         result.notes.append("series: {} on {}".format(*table.series))
-    for kind, rows in sorted(
-        table.kinds.items(), key=lambda one: one[0] == "request"
-    ):  # last: they need the fitted prefill
+    # Requests are last: they need the fitted prefill.
+    for kind, rows in sorted(table.kinds.items(), key=lambda one: one[0] == "request"):
         data = f"{len(rows.batch)} rows of {source.name}"
         ones = np.ones(len(rows.batch))
         if kind == "matmul":
@@ -184,7 +182,12 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
             times = TrainingTimes(rows.tokens, rows.tokens * each, rows.batch, each, each, ones, rows.seconds)
             result.training(times, rows.accelerators, data)
         else:
-            sizes = _engine_sizes(source, rows, result)
+            sizes = rows.accelerators
+            if result.named is None and len(held := np.unique(sizes)) > 1:
+                raise ConfigError(
+                    f"{source} holds engines of {', '.join(f'{size:g}' for size in held)} accelerators: give --run "
+                    "RUN.toml with hardware.gpu and hardware.model"
+                )
             if kind == "decode":
                 context = rows.batch * rows.ctx
                 steps = DecodeTimes.of(steps=ones, sequences=rows.batch, context=context, seconds=rows.seconds)
@@ -202,15 +205,6 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
             if name not in result.table:
                 result.notes.append(f"{name} was not measured: a run file needs hardware.{name} from elsewhere")
     return result
-
-
-def _engine_sizes(source: Path, rows: Rows, result: HardwareFit) -> FloatArray:
-    if result.named is None and len(np.unique(rows.accelerators)) > 1:
-        sizes = ", ".join(f"{size:g}" for size in np.unique(rows.accelerators))
-        raise ConfigError(
-            f"{source} holds engines of {sizes} accelerators: give --run RUN.toml with hardware.gpu and hardware.model"
-        )
-    return rows.accelerators
 
 
 def calibrate_run(folder: Path, steps: Callable[[RunConfig], Sequence[StepRow]]) -> CalibratedLog:

@@ -125,12 +125,8 @@ class _Problem:
 
 def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column]) -> tuple[FloatArray, dict[str, str]]:
     """Return the coefficients nearest to ``goal_R``, and the reasons for kept ones."""
-    kept: dict[int, float] = {}
-    undetermined = {}
-    for index, column in enumerate(columns):
-        if not share_RC[:, index].any():
-            kept[index] = column.kept
-            undetermined[column.name] = "no measurement depends on it"
+    kept = {index: column.kept for index, column in enumerate(columns) if not share_RC[:, index].any()}
+    undetermined = {columns[index].name: "no measurement depends on it" for index in kept}
     problem = _Problem.of(share_RC, goal_R)
     values_C, loss = _bounded(problem, columns, kept)
     while together := _undecided(problem, loss, [index for index in range(len(columns)) if index not in kept]):
@@ -154,18 +150,16 @@ def _bounded(problem: _Problem, columns: Sequence[Column], kept: dict[int, float
     least_C = np.array([column.least for column in columns])
     free = [index for index in range(len(columns)) if index not in kept]
     best_C, best = base_C, problem.loss(base_C)
-    for size in range(1, len(free) + 1):
-        for chosen in combinations(free, size):
-            some = list(chosen)
-            values_C = base_C.copy()
-            values_C[some] = 0.0
-            rest_R = problem.goal_R - problem.share_RC @ values_C
-            some_RF = problem.share_RC[:, some]
-            scale_F = np.abs(some_RF).max(axis=0)
-            values_C[some] = np.linalg.lstsq(some_RF / scale_F, rest_R, rcond=None)[0] / scale_F
-            loss = problem.loss(values_C)
-            if (values_C[some] >= least_C[some]).all() and loss < best - 1e-15:
-                best_C, best = values_C, loss
+    for some in (list(chosen) for size in range(1, len(free) + 1) for chosen in combinations(free, size)):
+        values_C = base_C.copy()
+        values_C[some] = 0.0
+        rest_R = problem.goal_R - problem.share_RC @ values_C
+        some_RF = problem.share_RC[:, some]
+        scale_F = np.abs(some_RF).max(axis=0)
+        values_C[some] = np.linalg.lstsq(some_RF / scale_F, rest_R, rcond=None)[0] / scale_F
+        loss = problem.loss(values_C)
+        if (values_C[some] >= least_C[some]).all() and loss < best - 1e-15:
+            best_C, best = values_C, loss
     return best_C, best
 
 

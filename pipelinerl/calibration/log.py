@@ -336,10 +336,8 @@ def described_run(
     _add_cluster(data, log, named, assumed)
     _add_scheduler(data, log, assumed)
     if not any(one.startswith("workload.group_size") for one in overrides):
-        assumed.append(
-            "workload.group_size: not in the log, 1 taken; a group waits for its last answer, so lag is longer with "
-            "more"
-        )
+        slower = "a group waits for its last answer, so lag is longer with more"
+        assumed.append(f"workload.group_size: not in the log, 1 taken; {slower}")
     data["hardware"] = {name: value for name, value in data["hardware"].items() if value is not None}
     if not data["hardware"]:
         raise ConfigError("calibrate --from needs --run RUN.toml, or --model NAME and --gpu NAME")

@@ -10,7 +10,7 @@ logarithms, since its model is a simulation (``calibrate_numbers``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -104,6 +104,9 @@ DECODE_COEFFICIENTS = (
     "kv_efficiency", "sequence_overhead_s", "step_overhead_s", "weight_efficiency", "flops_efficiency", "allreduce_s",
 )  # fmt: skip
 """The surest first."""
+GENERATION_COEFFICIENTS = (
+    *DECODE_COEFFICIENTS, "layer_overhead_s", "expert_layer_s", "node_allreduce_s", "prefill_mfu"
+)  # fmt: skip
 TRAINING_COEFFICIENTS = ("training_mfu", "training_step_s", "training_micro_batch_s", "activation_traffic")
 """The surest first."""
 FASTEST_TRAINING = {
@@ -430,13 +433,12 @@ def fit_factor(
     It warns where the model just misses. ConfigError, which calls the number ``name``, if it is not above 0, shorter
     than the hardware model allows, or so long that it must be in another unit.
     """
-    slower = _slower_training if what == "training" else _slower_generation
     table = run.hardware.model_dump(mode="json", exclude_none=True)
 
     def slowed(factor: float) -> dict[str, Any]:
         return {
             part: {key: rounded(one) if isinstance(one, float) else one for key, one in values.items()}
-            for part, values in slower(run, factor).items()
+            for part, values in _slower(run, what, factor).items()
         }
 
     def slowed_s(factor: float) -> float:
@@ -491,31 +493,21 @@ def _check_seconds(name: str, seconds: float) -> None:
         raise ConfigError(f"{name} must be above 0 and in seconds, got {seconds:g}")
 
 
-def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
-    if run.hardware.training is not None:
-        return {"training": run.hardware.training.with_slower_software(factor).model_dump(exclude_none=True)}
-    return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
-
-
-def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
-    hardware = run.hardware
-    parts: dict[str, Any] = {}
-    if hardware.decode is not None:
-        parts["decode"] = hardware.decode.with_slower_software(factor).model_dump(exclude_none=True)
-    if hardware.prefill is not None:
-        parts["prefill"] = hardware.prefill.with_slower_software(factor).model_dump(exclude_none=True)
-    if hardware.by_name:
-        others = ("layer_overhead_s", "expert_layer_s", "node_allreduce_s", "prefill_mfu")
-        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, *others), factor)
-    return parts
-
-
-def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:
-    values = coefficients(run.hardware.level, run.hardware.named_coefficients)
-    return {
-        name: min(1.0, getattr(values, name) / factor) if name in SHARES_OF_PEAK else getattr(values, name) * factor
-        for name in names
+def _slower(run: RunConfig, what: Literal["training", "generation"], factor: float) -> dict[str, Any]:
+    hardware, training = run.hardware, what == "training"
+    tables = {name: getattr(hardware, name) for name in (("training",) if training else ("decode", "prefill"))}
+    parts: dict[str, Any] = {
+        name: one.with_slower_software(factor).model_dump(exclude_none=True)
+        for name, one in tables.items()
+        if one is not None
     }
+    if (training and not parts) or (not training and hardware.by_name):
+        values = coefficients(hardware.level, hardware.named_coefficients)
+        parts["coefficients"] = {
+            name: min(1.0, getattr(values, name) / factor) if name in SHARES_OF_PEAK else getattr(values, name) * factor
+            for name in (TRAINING_COEFFICIENTS if training else GENERATION_COEFFICIENTS)
+        }
+    return parts
 
 
 def merged_tables(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,41 +61,26 @@ def _options(
     pass
 
 
-for command in (
-    simulate,
-    compare,
-    plan,
-    environments,
-    train,
-    plot,
-    report,
-    timeline,
-    replay,
-    drift,
-    validate,
-    calibrate,
-    diagnose,
+COMMANDS = (
+    simulate, compare, plan, environments, train, plot, report, timeline, replay, drift, validate, calibrate, diagnose,
     measure,
-):
+)  # fmt: skip
+for command in COMMANDS:
     app.command(short_help=(inspect.getdoc(command) or "").partition("\n\n")[0])(command)  # else it is cut
 
 
 def main() -> None:
     """Run the command line; wrong input is one line per fault and status 2."""
-    sys.path.append(
-        os.getcwd()
-    )  # a task or schedule of the user's, beside the run file; last, so that it hides nothing
+    # A task or schedule of the user's, beside the run file; last, so that it hides nothing.
+    sys.path.append(os.getcwd())
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="pipelinerl", standalone_mode=False))
     except UsageFault as fault:
         complain(usage_line(fault))
         sys.exit(2)
-    except ConfigError as error:
-        complain(str(error))
-        sys.exit(2)
     except PipelineRLError as error:
         complain(str(error))
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except OSError as error:  # a path that no file can have, or the disk is full
         complain(str(ConfigError(error)))
         sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)

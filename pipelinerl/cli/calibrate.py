@@ -113,14 +113,7 @@ def _fit_of(sources: list[Path], config: RunConfig | None, numbers: dict[str, fl
         raise ConfigError("calibrate needs SOURCE, or --run RUN.toml with numbers such as --train-step-s")
     from sim.batch import rollout_batch_s, train_step_s
 
-    fit = calibrate_numbers(
-        config,
-        train_step_s=numbers.get("train_step_s"),
-        rollout_batch_s=numbers.get("rollout_batch_s"),
-        weight_sync_s=numbers.get("weight_sync_s"),
-        model_train_s=train_step_s,
-        model_rollout_s=rollout_batch_s,
-    )
+    fit = calibrate_numbers(config, **numbers, model_train_s=train_step_s, model_rollout_s=rollout_batch_s)
     return fit, ", ".join(f"{key}={value:g}" for key, value in numbers.items())
 
 

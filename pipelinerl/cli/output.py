@@ -25,13 +25,9 @@ if TYPE_CHECKING:
 REFRESHES_PER_S = 2
 """Rate at which progress is drawn (1/s). Ten, which is rich's default, takes a tenth of a simulation's time."""
 LOOK_FIRST = (
-    "plan_throughput_against_lag",
-    "rollouts_against_environments",
-    "throughput_against_max_lag",
-    "learning",
-    "time_split",
-    "lag_by_step",
-)
+    "plan_throughput_against_lag", "rollouts_against_environments", "throughput_against_max_lag", "learning",
+    "time_split", "lag_by_step",
+)  # fmt: skip
 """Figures to look at first, by file name; the first three that were drawn are shown by path."""
 
 

@@ -71,16 +71,13 @@ def validation_sentence(report: ValidationReport) -> str:
     if summary.median_error_simulated is not None:
         parts.append(f"of the simulated ones alone the median is {summary.median_error_simulated:.0%}")
     if (alone := summary.alone) is not None:
-        naive = (
-            ""
-            if alone.naive_median_error is None
-            else (f"; {alone.naive_median_error:.0%} by tokens per second and GPU of the others")
-        )
+        naive = alone.naive_median_error
+        beside = "" if naive is None else f"; {naive:.0%} by tokens per second and GPU of the others"
         parts.append(
             f"alone, {alone.rows} rows of {alone.families} systems that nobody has measured, corrected by the shipped "
             f"rows {'only' if report.others_only else 'and by these'}: median error "
             f"{alone.median_error:.0%} ({alone.median_error_low:.0%} to {alone.median_error_high:.0%}, families "
-            f"resampled{naive}), "
+            f"resampled{beside}), "
             f"{alone.within_45_percent:.0%} within 45 %, {alone.within_band:.0%} inside the 80 % band"
         )
     if summary.pairs_in_order is not None:

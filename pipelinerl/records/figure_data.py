@@ -79,19 +79,22 @@ class FigureRecorder:
                 self._window_end_s = time_s
             else:
                 self._window[rollout_id] = [time_s, -1.0, 0.0]
-        if self._timeline_end_s is None:
-            self._note_occupancy(time_s, engine, in_progress)
+        self.turn_ended(time_s, engine, in_progress)
 
     def rollout_left(self, time_s: float, rollout_id: int, engine: int, in_progress: int, num_tokens: int) -> None:
         """Note that a rollout left its engine with ``num_tokens`` tokens, and is in progress no more."""
         self.rollout_ended(time_s, rollout_id, num_tokens)
-        if self._timeline_end_s is None:
-            self._note_occupancy(time_s, engine, in_progress)
+        self.turn_ended(time_s, engine, in_progress)
 
     def turn_ended(self, time_s: float, engine: int, in_progress: int) -> None:
         """Note that a rollout left its engine, and is still in progress."""
-        if self._timeline_end_s is None:
-            self._note_occupancy(time_s, engine, in_progress)
+        if self._timeline_end_s is None and engine in self._occupancy:
+            points = self._occupancy[engine]
+            if points and points[-1][0] == time_s:
+                points[-1] = (time_s, in_progress)
+            else:
+                points.append((time_s, in_progress))
+                self._count_point(time_s)
 
     def rollout_ended(self, time_s: float, rollout_id: int, num_tokens: int) -> None:
         """Note that a rollout is in progress no more, if it was; it has ``num_tokens`` tokens."""
@@ -105,15 +108,6 @@ class FigureRecorder:
     def _stop_watching_if_over(self) -> None:
         windows_closed = self._window_end_s is not None and self._timeline_end_s is not None
         self.watching = not (windows_closed and self._num_left >= len(self._window))
-
-    def _note_occupancy(self, time_s: float, engine: int, in_progress: int) -> None:
-        if engine in self._occupancy:
-            points = self._occupancy[engine]
-            if points and points[-1][0] == time_s:
-                points[-1] = (time_s, in_progress)
-            else:
-                points.append((time_s, in_progress))
-                self._count_point(time_s)
 
     def _count_point(self, time_s: float) -> None:
         self._num_points += 1

@@ -456,9 +456,7 @@ class TurnLedger:
         self._open[rollout_id] = (Place.ENVIRONMENT, time_s)
         self._counts[Place.ENVIRONMENT] += 1
         self._ends[rollout_id] = []
-        self._num_moves += 1
-        if self._num_moves == self._next_point:
-            self._keep_point(time_s)
+        self._moved(time_s)
 
     def _end_turn(self, rollout_id: int, spans: VersionSpans) -> None:
         self._num_turns += 1
@@ -519,12 +517,13 @@ class TurnLedger:
         if place is not None:
             self._open[rollout_id] = (place, time_s)
             self._counts[place] += 1
-        self._num_moves += 1
-        if self._num_moves == self._next_point:
-            self._keep_point(time_s)
+        self._moved(time_s)
 
-    def _keep_point(self, time_s: float) -> None:
-        """Keep the numbers by place; of more than ``MOST_POINTS`` points every second one is dropped."""
+    def _moved(self, time_s: float) -> None:
+        """Keep the numbers by place at times; of more than ``MOST_POINTS`` points every second one is dropped."""
+        self._num_moves += 1
+        if self._num_moves != self._next_point:
+            return
         self._places.append((time_s, *self._counts.values()))
         if len(self._places) == MOST_POINTS:
             del self._places[::2]

@@ -212,13 +212,9 @@ class Recording:
         """Return the numbers of the run so far; ``measured`` are those that the ledger cannot know."""
         config, totals = self._config, self.ledger.summary()
         scheduler, decode = config.scheduler, config.hardware.decode
+        per = scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else None
         identity = RunIdentity(
-            scheduler=scheduler.kind,
-            seed=config.seed,
-            max_lag=scheduler.max_lag,
-            optimizer_steps_per_rl_step=scheduler.optimizer_steps_per_rl_step
-            if scheduler.schedule.has_rl_steps
-            else None,
+            scheduler=scheduler.kind, seed=config.seed, max_lag=scheduler.max_lag, optimizer_steps_per_rl_step=per
         )
         about = {**dict(identity), **dict(totals), **dict(measured or RunMeasurements())}
         if isinstance(decode, UtilisationDecode):

@@ -18,7 +18,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.profile_report import LagHistogram
 from pipelinerl.records.reports import Bottleneck, LagReport
-from pipelinerl.records.steps import StepRow
+from pipelinerl.records.steps import COLUMNS, StepRow
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -408,19 +408,10 @@ class TrainingLedger:
         profile.trained(start_N, end_N, lag_N)
         lag_tokens, queue_tokens = int((lag_N * tokens_N).sum()), int((queue_N * tokens_N).sum())
         row = StepRow(
+            **{name: value for name, value in step._asdict().items() if name in COLUMNS},
             step=version,
-            time_s=step.time_s,
-            train_s=step.train_s,
-            publish_s=step.publish_s,
-            wait_s=step.wait_s,
-            samples=step.samples,
-            tokens=step.tokens,
-            lag_mean=step.lag_mean,
-            lag_max=step.lag_max,
             lag_in_flight_mean=(lag_tokens - queue_tokens) / step.tokens,
             lag_in_queue_mean=queue_tokens / step.tokens,
-            in_progress=step.in_progress,
-            ready=step.ready,
             reward_mean=sum(rewards) / step.samples,
             length_mean=step.tokens / step.samples,
         )

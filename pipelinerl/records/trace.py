@@ -114,11 +114,8 @@ class TraceWriter:
         self._file = self._member()
         if goes_on:
             return
-        header = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "config": config.model_dump(mode="json", exclude_none=True),
-        }
+        dumped = config.model_dump(mode="json", exclude_none=True)
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": dumped}
         with writing(path):
             self._file.write(_json_text(header).encode() + b"\n")
 
@@ -381,10 +378,6 @@ def _float_text(number: float) -> str:
     return float.__repr__(number) if type(number) is float and math.isfinite(number) else _json_text(number)
 
 
-def _ids_text(ids: Iterable[int]) -> str:
-    return f"[{','.join(map(str, ids))}]"
-
-
 def _spans_text(spans: VersionSpans) -> str:
     start, rows = 0, []
     for version, end in zip(spans.versions, spans.ends, strict=True):
@@ -401,7 +394,7 @@ _ENCODERS: dict[object, Callable[[Any], str]] = {
     int | None: lambda one: "null" if one is None else str(one),
     float: _float_text,
     float | None: lambda one: "null" if one is None else _float_text(one),
-    tuple[int, ...]: _ids_text,
+    tuple[int, ...]: lambda ids: f"[{','.join(map(str, ids))}]",
     VersionSpans: _spans_text,
     EngineSeconds | None: _seconds_text,
 }
@@ -452,10 +445,6 @@ def _decoded_seconds(seconds: Any) -> EngineSeconds:
     return EngineSeconds(_decoded_float(prefill), _decoded_float(decode))
 
 
-def _decoded_ids(ids: Any) -> tuple[int, ...]:
-    return tuple(operator.index(one) for one in ids)
-
-
 def _decoded_spans(spans: Any) -> VersionSpans:
     versions, ends, last = [], [], 0
     for version, start, end in spans:
@@ -472,7 +461,7 @@ _DECODERS: dict[object, Callable[[Any], object]] = {
     float: _decoded_float,
     float | None: lambda one: None if one is None else _decoded_float(one),
     bool: bool,
-    tuple[int, ...]: _decoded_ids,
+    tuple[int, ...]: lambda ids: tuple(map(operator.index, ids)),
     VersionSpans: _decoded_spans,
     EngineSeconds | None: _decoded_seconds,
     WeightUpdate: WeightUpdate,

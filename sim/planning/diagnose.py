@@ -17,7 +17,6 @@ from pipelinerl.calibration.log import CalibratedLog, LoggedStep
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig, flat
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.transport import PUBLISHED
 from pipelinerl.records.diagnosis_report import DiagnosisReport, Gain, GpuTime
 from pipelinerl.records.plan_report import Band, PlannedCandidate
 from pipelinerl.util.arrays import FloatArray
@@ -25,7 +24,7 @@ from sim.batch import busy_engines
 from sim.planning.answer import searched
 from sim.planning.certainty import DrawnCandidates, band_of, make_draws
 from sim.planning.choose import TIE
-from sim.planning.screen import Candidate, Screener, own_candidate, screen_all, with_values
+from sim.planning.screen import Candidate, Screener, own_candidate, screen_all
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
 from sim.planning.space import ENGINE, GENERATION_BATCH, PUBLISH, RL_STEP, SPLIT, TRAIN_BATCH, SearchSpace, choice_of
 
@@ -141,19 +140,18 @@ def _shown(value: object) -> str:
 def _alone(run: RunConfig, runner: Runner) -> Iterator[Gain]:
     """Yield the best change of each key alone that keeps to the limits, simulated."""
     space = SearchSpace.of(run)
-    first, *others = [("", space, own_candidate(space)), *_of_axes(space), *_of_sync(run)]
+    first, changes = own_candidate(space), dict(_of_axes(space))
     steps = min(space.plan.simulate_steps, run.optimizer_steps)
-    jobs = [Job(one, min(run.optimizer_steps, max(steps, 2 * cycle(one)))) for _, _, one in (first, *others)]
+    candidates = [first, *changes.values()]
+    jobs = [Job(one, min(run.optimizer_steps, max(steps, 2 * cycle(one)))) for one in candidates]
     outcomes = {one.candidate.label: one for one in runner.run(jobs)}
-    own = outcomes.get(first[2].label)
-    for words, its, candidate in others:
+    own = outcomes.get(first.label)
+    for words, candidate in changes.items():
         outcome = outcomes.get(candidate.label)
         if own is not None and outcome is not None and outcome.rejected(space.limits) is None:
-            rate_D, own_D = _rates(its, outcome), _rates(space, own)
-            times = float(rate_D.mean() / own_D.mean())
-            yield _gain(
-                words, run, candidate.config, times=times, band=band_of(rate_D / own_D), lag_mean=outcome.lag_mean
-            )
+            rate_D, own_D = _rates(space, outcome), _rates(space, own)
+            times, band = float(rate_D.mean() / own_D.mean()), band_of(rate_D / own_D)
+            yield _gain(words, run, candidate.config, times=times, band=band, lag_mean=outcome.lag_mean)
 
 
 def _rates(space: SearchSpace, outcome: Outcome) -> FloatArray:
@@ -164,7 +162,7 @@ def _rates(space: SearchSpace, outcome: Outcome) -> FloatArray:
     return np.exp(replace(drawn, factors={one.label: outcome.tokens_per_s / screened}).log_rates[:, 0])
 
 
-def _of_axes(space: SearchSpace) -> Iterator[tuple[str, SearchSpace, Candidate]]:
+def _of_axes(space: SearchSpace) -> Iterator[tuple[str, Candidate]]:
     """Yield the fastest other value of every key within the limits, by the screening, with any slots."""
     own, screener = choice_of(space.config), Screener(space.config, space.answers)
     for axis in ALONE:
@@ -175,17 +173,4 @@ def _of_axes(space: SearchSpace) -> Iterator[tuple[str, SearchSpace, Candidate]]
         kept, _ = screen_all(space, screener, [one for one in sizes if one != own])
         within = [one for one in kept if one.breaks(space.limits) is None]
         if axis.applies_to(space.config.scheduler.schedule) and within:
-            yield f"another {axis.name}", space, max(within, key=lambda one: one.tokens_per_s).candidate
-
-
-def _of_sync(run: RunConfig) -> Iterator[tuple[str, SearchSpace, Candidate]]:
-    """Yield the fastest published method of weight synchronization, if the log's took longer."""
-    given = run.hardware.weights
-    if given is not None and run.hardware.by_name:
-        methods = [with_values(run, hardware={"weight_sync": one.name, "weights": None}) for one in PUBLISHED]
-        best = min(methods, key=lambda one: resolved_hardware(one).weights.publish_s)
-        weights, words = resolved_hardware(best).weights, f"weight synchronization by {best.hardware.weight_sync}"
-        if weights.publish_s < given.publish_s:
-            space = SearchSpace.of(best)  # whose draws have the method's spread
-            own = own_candidate(space).changed(hardware={"weights": weights, "weight_sync": run.hardware.weight_sync})
-            yield words, space, replace(own, label=words)
+            yield f"another {axis.name}", max(within, key=lambda one: one.tokens_per_s).candidate

@@ -172,11 +172,8 @@ def _training(
         for one in (derived, divided)
     )
     steps = run.published.optimizer_steps_per_rl_step if run.schedule is Schedule.SYNC_APART else 1
-    fixed = {
-        "step_s": (derived.step_s + (whole_s - divided_s)) * steps,  # apart, all optimizer steps of an RL step are one
-        "micro_batch_s": derived.micro_batch_s * steps,
-    }
-    return divided.model_copy(update=fixed)
+    step_s = (derived.step_s + (whole_s - divided_s)) * steps  # apart, all optimizer steps of an RL step are one
+    return divided.model_copy(update={"step_s": step_s, "micro_batch_s": derived.micro_batch_s * steps})
 
 
 def _length(mean_tokens: float, longest_tokens: int) -> dict[str, Any]:
@@ -286,13 +283,8 @@ def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
 
 def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int) -> FloatArray:
     """Return the log of the seconds that a row's step, generation or training would last, by hypothesis."""
-    if grid.training_given:
-        log_P = grid.at(hypotheses.generation_P, hypotheses.mean_P, quantity)
-    else:
-        log_P = (
-            grid.at(hypotheses.generation_P - hypotheses.training_P, hypotheses.mean_P, quantity)
-            + hypotheses.training_P
-        )
+    scale_P = 0.0 if grid.training_given else hypotheses.training_P
+    log_P = grid.at(hypotheses.generation_P - scale_P, hypotheses.mean_P, quantity) + scale_P
     if quantity != STEP or not grid.rest_s:
         return log_P
     return np.asarray(np.log(np.exp(log_P) + grid.rest_s * np.exp(hypotheses.rest_P)))
@@ -361,9 +353,8 @@ def seconds_band(
     for one, quantity, seconds in observed:
         log_P -= 0.5 * (_residual(one, hypotheses, quantity, seconds) / prior.RUN_SD) ** 2
     if not grid.run.scale_is_known:  # only the ratios of the rows mean anything
-        residual_KP = np.array(
-            [_residual(one, hypotheses, STEP, measured_seconds(one.run.published)) for one in references]
-        )
+        known = [(one, measured_seconds(one.run.published)) for one in references]
+        residual_KP = np.array([_residual(one, hypotheses, STEP, seconds) for one, seconds in known])
         offset_P = residual_KP.mean(axis=0)
         log_P -= 0.5 * (((residual_KP - offset_P) / prior.RUN_SD) ** 2).sum(axis=0)
         log_step_P = log_step_P - offset_P

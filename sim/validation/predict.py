@@ -291,8 +291,7 @@ def _predicted(
     if grid is None:
         return UnusableRow(id=run.id, reason=reasons[run.id])
     if measured_seconds(grid.run.published) is None:
-        reason = "neither seconds per step nor hours and steps nor tokens/s are published"
-        return UnusableRow(id=run.id, reason=reason)
+        return UnusableRow(id=run.id, reason="neither seconds per step nor hours and steps nor tokens/s are published")
 
     def with_rest(grid: SimulationGrid) -> SimulationGrid:
         return replace(grid, rest_s=_rest(grid.run.published, others)[0].middle_s)
@@ -438,16 +437,8 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun], alone: Band
     both = max(generate_s, train_s) if run.schedule is Schedule.ONE_STEP_OFF else generate_s + train_s
     _, _, doubts = system_of(run, [])
     rest, learned_from = _rest(run, others)
-    return _row(
-        run,
-        "s/step",
-        measured,
-        Band(*(both + one for one in rest)),
-        inputs=("generation", "training"),
-        fitted_to=learned_from,
-        assumed=doubts,
-        alone=alone,
-    )
+    band, inputs = Band(*(both + one for one in rest)), ("generation", "training")
+    return _row(run, "s/step", measured, band, inputs=inputs, fitted_to=learned_from, assumed=doubts, alone=alone)
 
 
 # ----------------------------------------------------------------------------------------- rows alone, and families
@@ -690,7 +681,12 @@ def _median_difference(families: Sequence[FloatArray]) -> float:
 
 def _pairs(grids: Sequence[SimulationGrid]) -> list[Pair]:
     rows = [one for one in grids if measured_seconds(one.run.published) is not None and one.run.published.gpus]
-    distinct = [one for index, one in enumerate(rows) if not any(_same(one, other) for other in rows[:index])]
+    distinct = [  # two rows of an asynchronous run are one measurement
+        one
+        for index, one in enumerate(rows)
+        if not one.run.schedule.at_once
+        or not any(same_run(one.run.published, other.run.published) for other in rows[:index])
+    ]
     pairs = (Pair(one, other) for one, other in itertools.product(distinct, distinct))
     return [
         pair
@@ -702,11 +698,6 @@ def _pairs(grids: Sequence[SimulationGrid]) -> list[Pair]:
         and pair.sync.run.mean_is_known is pair.other.run.mean_is_known
         and abs(math.log(_tokens(pair.sync) / _tokens(pair.other))) < SAME_WORK
     ]
-
-
-def _same(one: SimulationGrid, other: SimulationGrid) -> bool:
-    """Return whether two rows of an asynchronous run are one measurement."""
-    return one.run.schedule.at_once and same_run(one.run.published, other.run.published)
 
 
 def _tokens(grid: SimulationGrid) -> float:
@@ -721,10 +712,9 @@ def _drawn(pair: Pair) -> dict[str, FloatArray]:
     sds = {"generation": prior.GENERATION_SD * factor, "training": prior.TRAINING_SD * factor, "mean answer": mean_sd}
     common = {name: generator.normal(0, 1, DRAWS) * sd for name, sd in sds.items()}
     common["mean answer"] = np.minimum(common["mean answer"], LOG_MOST_MEAN)
-    weights = generator.normal(0, prior.SYNC_SD, DRAWS) + generator.normal(0, prior.SYNC_ARM_SD, (2, DRAWS))
     return {
         **common,
-        "weights": weights,
+        "weights": generator.normal(0, prior.SYNC_SD, DRAWS) + generator.normal(0, prior.SYNC_ARM_SD, (2, DRAWS)),
         "phase switch": generator.normal(0, prior.SWITCH_SD, (2, DRAWS)),
         "run-to-run spread": generator.normal(0, prior.RUN_SD, (2, DRAWS)),
     }

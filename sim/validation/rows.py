@@ -285,11 +285,8 @@ def _unknown(text: str, row: PublishedRun) -> list[str]:
     own = " ".join((row.system, row.source, row.model, row.hw)).lower()
     known = "|".join(UNDERSTOOD)
     words = re.split(r"[\s,;_+()=<≤/]+", text)
-    return [word for word in words if word and word.lower() not in own and not _is_known(word.lower(), known)]
-
-
-def _is_known(word: str, known: str) -> bool:
-    return all(re.fullmatch(known, part) for part in word.split("-") if part)
+    named = [word for word in words if word and word.lower() not in own]
+    return [word for word in named if not all(re.fullmatch(known, part) for part in word.lower().split("-") if part)]
 
 
 def precisions(row: PublishedRun, assumed: list[str]) -> tuple[Precision, Precision]:

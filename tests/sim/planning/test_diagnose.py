@@ -122,19 +122,6 @@ def test_changes_are_sorted_gain_more_than_a_tie_and_are_of_the_job_itself() -> 
     assert DiagnosisReport.model_validate_json(report.model_dump_json()) == report
 
 
-def test_a_synchronization_that_takes_most_of_a_step_is_the_largest_gain_by_its_seconds() -> None:
-    """Published methods take below a second for 3 GB; 60 s of 60 + x are left out, x the rest of a step."""
-    slow = "hardware.weights={publish_s = 60.0, pause_s = 60.0}"
-    report = found("scheduler.kind=conventional", "scheduler.max_lag=0", slow)
-    (gain,) = [one for one in report.gains if one.change.startswith("weight synchronization by ")]
-    assert [one.partition("=")[0] for one in gain.set] == ["hardware.weights.publish_s", "hardware.weights.pause_s"]
-    seconds = float(gain.set[0].partition("=")[2])
-    assert seconds < 1
-    before_s = (60 - seconds) * gain.times / (gain.times - 1)  # from before = times * (before - 60 + seconds)
-    assert 60 < before_s < 75
-    assert gain.band.low < gain.times < gain.band.high
-
-
 def test_draws_of_another_run_file_are_the_same_where_their_unknowns_are() -> None:
     """The premise of a ratio of two run files in common draws."""
     one, other = run_of(TINY), run_of(TINY, "hardware.weights={publish_s = 1.0}")
