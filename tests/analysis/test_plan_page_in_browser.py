@@ -34,14 +34,17 @@ def written(page: Page, charts: Any, folder: Path) -> Path:
 
 
 def test_the_first_screen_of_a_plan_is_its_number_split_and_kinds(tmp_path: Path) -> None:
-    """One GPU of four generates: a quarter of the bar. Bar and line of the recommendation are its number and band."""
+    """GPUs by their work share the bar. Bar and line of the recommendation are its number and band."""
     report = made()
     page = plan_page(report)
     with opened(written(page, [*plan_charts(report).values()], tmp_path)) as tab:
         tab.set_viewport_size({"width": 1280, "height": 800})
         assert tab.evaluate(OPENED) == 0
         generate, train = tab.evaluate(WIDTHS)
-        assert train == pytest.approx(3 * generate, rel=0.01)
+        cluster = report.recommended.cluster
+        assert generate / (generate + train) == pytest.approx(
+            cluster.generation_accelerators / cluster.accelerators, rel=0.01
+        )
         assert page.overview is not None
         usd, high = page.overview.best.value, page.overview.best.high
         chosen = tab.locator(".chosen")

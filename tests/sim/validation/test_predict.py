@@ -454,6 +454,7 @@ PAGE = "\n".join(
 WORDS = " ".join(PAGE.split())
 FAR_OFF = {
     "miles_qwen3.8_27b",
+    "nemo_v0.5_H100_bf16_Llama3.1-8B_1off_16",
     "unirl40_unirl_light",
     "unirl40_verl_light",
 }
