@@ -427,12 +427,12 @@ def calibrate_log(log: LoggedRun, run: RunConfig, assumed: Sequence[str], models
     if training_s:
         fit_factor(fit, run, "training", training_s / per, models.train_step_s, name="training_s of the log")
     else:
-        notes.append(f"training: not in the log, that of the hardware model{_known_to(prior.TRAINING_SD)}")
+        notes.append(f"training: not in the log; the hardware model gives it{_known_to(prior.TRAINING_SD)}")
     if mean.sync_s:
         take_weight_sync(fit, run, mean.sync_s, name="sync_s of the log")
     else:
         within = _known_to(math.hypot(prior.SYNC_SD, prior.SYNC_ARM_SD)) if run.hardware.weight_sync is None else ""
-        notes.append(f"weight synchronization: not in the log, that of the hardware model{within}")
+        notes.append(f"weight synchronization: not in the log; the hardware model gives it{within}")
     if not log.asynchronous:
         _take_rest(fit, log, notes)
     _fit_generation(fit, log, _with_hardware(run, fit.table), simulated, notes)
@@ -474,7 +474,7 @@ def _fit_generation(
     column = "step_s" if log.asynchronous else "generation_s"
     goal_s = getattr(log.mean, column)
     if not goal_s:
-        notes.append(f"generation: not in the log, that of the hardware model{_known_to(prior.GENERATION_SD)}")
+        notes.append(f"generation: not in the log; the hardware model gives it{_known_to(prior.GENERATION_SD)}")
     elif log.asynchronous and not _waits(log.mean) and not _waits(simulated(run)):
         notes.append(
             "generation: the trainer hardly ever waits, so the log says only that generation keeps up; that of the "

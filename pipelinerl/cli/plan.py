@@ -49,7 +49,7 @@ def plan(
         str | None, typer.Option(metavar="USD", help="Price of a GPU-hour; per kind: H100=2.5,GB200=6.")
     ] = None,
     risk: Annotated[
-        str | None, typer.Option(metavar="KIND", help="neutral: expected throughput; averse: that of a bad case.")
+        str | None, typer.Option(metavar="KIND", help="neutral: rank by mean throughput; averse: by the worst tenth.")
     ] = None,
     against: Annotated[
         Path | None,

@@ -134,10 +134,10 @@ def stated_coefficients(config: RunConfig) -> dict[str, float]:
     return {**stated, **config.hardware.coefficients}
 
 
-def named_coefficients(config: RunConfig, *, colocated: bool | None = None) -> dict[str, float]:
+def named_coefficients(config: RunConfig) -> dict[str, float]:
     """Return the coefficients that differ from the level's: of engine, software, transport, and stated ones."""
     given = config.hardware
-    transport = transport_of(config, colocated=colocated).stated(given.level)
+    transport = transport_of(config).stated(given.level)
     return {**given.named_coefficients, **transport, **stated_coefficients(config)}
 
 

@@ -77,7 +77,7 @@ class PriceConfig(StrictModel):
     """Prices. They change no schedule; ``pipelinerl.records.reports`` has the arithmetic."""
 
     gpu_hour: float | None = Field(default=None, gt=0)
-    """Price of a GPU-hour (USD). None: that of your own GPU's file, in ``plan`` else the catalogue's."""
+    """Price of a GPU-hour (USD). None: your GPU file has it; ``plan`` also reads the catalogue."""
     generation_gpu_hour: float | None = Field(default=None, gt=0)
     """The same of GPUs that generate, where others train (USD). None: likewise, or ``gpu_hour``."""
     environment_hour: float = Field(default=0.0, ge=0)

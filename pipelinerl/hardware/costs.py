@@ -227,7 +227,7 @@ class HardwareConfig(StrictModel):
     """Software of training, for the seconds beside generation and training. None: unknown, a wide band."""
     weight_sync: str | None = None
     """Method of weight synchronization: one of the catalogue, or ``package.module:ATTRIBUTE`` of a
-    ``WeightTransport``. None: that of ``software``."""
+    ``WeightTransport``. None: ``software`` has one."""
     engine_weights: Precision = Field(default=Precision.BF16, strict=False)
     """Format of the weights in the engines."""
     kv_cache: Precision = Field(default=Precision.BF16, strict=False)

@@ -202,6 +202,6 @@ class ValidationReport(Report):
     speed_ups: tuple[SpeedUp, ...]
     """Pairs of a synchronous and an asynchronous row."""
     others_only: bool = False
-    """Whether the errors of other systems are those of the shipped rows alone."""
+    """Whether the shipped rows alone judge."""
     summary: ValidationSummary
     """All errors together."""
