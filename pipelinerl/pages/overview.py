@@ -30,14 +30,19 @@ class Overview:
     bars: Sequence[Bar]
 
 
-def overview(plans: Mapping[str, PlanReport], best: str, facts: Sequence[tuple[str, str]], *, priced: bool) -> Overview:
-    """Return the first screen of plans by case, or of one without a name; ``facts``: lines on the best case."""
+def overview(
+    plans: Mapping[str, PlanReport], best: str, facts: Sequence[tuple[str, str]], *, priced: bool, prices: str
+) -> Overview:
+    """Return the first screen of plans by case, or of one without a name.
+
+    ``facts``: lines on the best case. ``prices`` says on which its cost rests.
+    """
     kinds = {(case, kind): one for case, plan in plans.items() for kind, one in plan.families.items()}
     chosen = {(case, plan.recommended.family): plan.recommended for case, plan in plans.items()}
     bars = {key: _bar(", ".join(filter(None, key)), one, priced) for key, one in (kinds | chosen).items()}
     return Overview(
         best=bars[best, plans[best].recommended.family],
-        unit="USD per million trained tokens" if priced else "trained tokens per second",
+        unit=f"USD per million trained tokens{prices}" if priced else "trained tokens per second",
         facts=facts,
         splits={bars[key].name: _work(one) for key, one in chosen.items()},
         bars=[*bars.values()],

@@ -62,7 +62,11 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
         run_file=run_file,
         made=report.made,
         overview=overview(
-            {"": report}, "", [("How sure", how_sure(report)), ("Cost", cost)], priced=_priced({"": report})
+            {"": report},
+            "",
+            [("How sure", how_sure(report)), ("Cost", cost)],
+            priced=_priced({"": report}),
+            prices=_prices([report]),
         ),
     )
 
@@ -99,7 +103,9 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
         assumptions=setting_assumptions(config),
         run_file=run_file,
         made=report.made,
-        overview=overview(plans, best, [("How sure", how_sure(report)), ("Cost", cost)], priced=priced),
+        overview=overview(
+            plans, best, [("How sure", how_sure(report)), ("Cost", cost)], priced=priced, prices=_prices(plans.values())
+        ),
     )
 
 
