@@ -58,13 +58,18 @@ class Process:
         self.seen, self.shared = {}, set()
 
     def tree(self):
-        """The processes it has started, by name."""
-        root = psutil.Process(self.process.pid)
-        for one in root.children(recursive=True):
+        """The processes it has started, by name: its descendants, and whoever has its temporary folder.
+
+        A process whose parent has ended is nobody's descendant.
+        """
+        descendants = {one.pid for one in psutil.Process(self.process.pid).children(recursive=True)}
+        for one in psutil.process_iter():
             try:
-                self.seen[one.pid] = (one, one.name() + " " + " ".join(one.cmdline()))
+                if one.pid in descendants or one.environ().get("TMPDIR", "").startswith(self.temporary):
+                    self.seen[one.pid] = (one, one.name() + " " + " ".join(one.cmdline()))
             except psutil.Error:
                 continue
+        self.seen.pop(self.process.pid, None)
         return self.seen.values()
 
     def kill(self, name):
@@ -79,9 +84,13 @@ class Process:
         """Wait until something holds of a run that goes on."""
         over = time.monotonic() + LIMIT_S
         while not condition():
-            assert self.process.poll() is None, self.last_words()
+            assert self.process.poll() is None, f"no {what} among {self._names()}: " + self.last_words()
             assert time.monotonic() < over, f"no {what}: " + self.err.read_text()[-2000:]
             time.sleep(0.05)
+
+    def _names(self):
+        """What it has started, shortened: a failure that names them can be understood."""
+        return sorted({what[:40] for _, what in self.seen.values()})
 
     def wait_for_line(self, text):
         """Wait until it has said this, on stderr."""
