@@ -369,7 +369,7 @@ def random_question(chance: random.Random) -> tuple[dict[str, str], list[str]]:
     if chance.random() < 0.4:
         options["engine"] = chance.choice(["vllm-0.32", "vllm-0.15", "sglang-0.5"])
     if chance.random() < 0.3:
-        options["sync"] = chance.choice(["refit", "delta"])
+        options["sync"] = chance.choice(["refit", "reshard"])
     if chance.random() < 0.3:
         options["price"] = str(chance.choice([0.5, 2, 7.25]))
     if chance.random() < 0.4:

@@ -33,7 +33,7 @@ def plan(
         str | None, typer.Option(metavar="NAME", help="Software of training: verl, nemo-rl, ours; several.")
     ] = None,
     sync: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="Weight synchronization method; several: refit,delta.")
+        str | None, typer.Option(metavar="METHOD", help="Weight synchronization method; several: refit,reshard.")
     ] = None,
     train_batch_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per optimizer step.")] = None,
     group_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per prompt.")] = None,

@@ -139,7 +139,7 @@ PUBLISHED = tuple(
          "106B to 671B in 3.5 to 12 s; inside verl 30B in 4.4 s, 235B in 24 s"),
         ("rdma", (0.31, 0.9, 1.6), "between all GPUs at once by NCCL, NIXL or Mooncake",
          "verl's checkpoint engine of 2026: 30B in 5.9 to 7 s; prime-rl: 744B in 8.6 s; J for the slow end"),
-        ("delta", (0.6, 0.84, 1.0), "changed values only",
+        ("changed_values", (0.6, 0.84, 1.0), "changed values only, by a folder or from one rank",
          "verl: 8B to 72B in 2.2 to 12.5 s"),
         ("refit", (0.34, 1.3, 2.2), "colocated: gathered, and handed over by CUDA IPC",
          "27B in 2.5 s (miles), 70B in 14 to 26 s (NeMo-RL)"),
@@ -202,6 +202,15 @@ BROADCAST = WeightTransport(
     grouped=True,
     ends="backends.transfer.broadcast:BROADCAST",
 )
+DELTA = WeightTransport(
+    name="delta",
+    description="changed numbers only, sent to every machine and patched there while engines generate and ranks train",
+    seconds=_broadcast_seconds,
+    coefficients=("host_bandwidth", "stream_bandwidth"),
+    host_bytes=_broadcast_bytes,
+    grouped=True,
+    ends="backends.transfer.delta:DELTA",
+)
 STREAMED = WeightTransport(
     name="streamed",
     description="buckets from accelerator to accelerator, gathered, sent and loaded while all stand still",
@@ -212,7 +221,7 @@ STREAMED = WeightTransport(
     grouped=True,
     ends="backends.transfer.streamed:STREAMED",
 )
-OURS = (FILE, BROADCAST, STREAMED)
+OURS = (FILE, BROADCAST, DELTA, STREAMED)
 """Transports of ``pipelinerl train``, simulated as well: ``train.transport``."""
 
 

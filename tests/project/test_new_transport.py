@@ -151,7 +151,7 @@ def test_a_location_of_another_transport_is_refused() -> None:
 
 
 NO_TRANSPORT: Any = len
-OURS = "must be file, broadcast, streamed or package.module:ATTRIBUTE, got"
+OURS = "must be file, broadcast, delta, streamed or package.module:ATTRIBUTE, got"
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ TRANSFERS = [
     pytest.param("tensor_by_tensor", 235, 58.6, id="verl, 235B"),
     pytest.param("bucketed", 355, 48.0, id="slime, GLM-4.5"),
     pytest.param("refit", 70.6, 20.0, id="NeMo-RL, colocated 70B"),
-    pytest.param("delta", 72.7, 12.5, id="verl, 72B, changed values"),
+    pytest.param("changed_values", 72.7, 12.5, id="verl, 72B, changed values"),
 ]
 """Method, 10^9 parameters, measured seconds; of the last eleven the method's own points are among these."""
 
