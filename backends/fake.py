@@ -232,7 +232,12 @@ class FakeWeights:
     def __init__(self, steps: int) -> None:
         self._steps = np.array(steps)
 
-    def buckets(self, bucket_bytes: int | None = None) -> Iterator[dict[str, NDArray[np.int64]]]:  # noqa: ARG002
+    def buckets(
+        self,
+        bucket_bytes: int | None = None,
+        *,
+        everywhere: bool = False,  # noqa: ARG002
+    ) -> Iterator[dict[str, NDArray[np.int64]]]:
         """Yield the parameter."""
         yield {"steps": self._steps}
 

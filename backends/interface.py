@@ -148,6 +148,10 @@ class Weights:
     """A file, or a transfer through a group."""
     checksums: dict[str, str] = field(default_factory=dict)
     """In a file SHA-256 of each parameter by Hugging Face name; through a group one for all."""
+    delta_bytes: int = 0
+    """Size of a delta, sent in place of all weights; 0: all weights are sent."""
+    delta_share: float = 0.0
+    """Changed numbers over all numbers."""
 
 
 @dataclass(frozen=True, slots=True)

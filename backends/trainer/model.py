@@ -155,13 +155,18 @@ def as_saved(model: PolicyModel, weights: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def saved_shapes(model: PolicyModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``gathered`` on torch's device ``meta``."""
+def saved_buckets(model: PolicyModel) -> list[dict[str, torch.Tensor]]:
+    """Return the parts of ``gathered`` on torch's device ``meta``."""
     empty = {
         name: torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
         for name, weight in policy_weights(model).items()
     }
-    return as_saved(model, empty)
+    return [as_saved(model, bucket) for bucket in buckets(empty, BUCKET_BYTES)]
+
+
+def saved_shapes(model: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``gathered`` on torch's device ``meta``, all together."""
+    return {name: weight for bucket in saved_buckets(model) for name, weight in bucket.items()}
 
 
 def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]:

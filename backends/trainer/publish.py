@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from backends.interface import Weights
-from backends.trainer.model import PolicyModel, gathered, largest_bucket_bytes, saved_shapes
+from backends.trainer.model import PolicyModel, gathered, largest_bucket_bytes, saved_buckets, saved_shapes
 from backends.transfer.group import GroupHost
 from backends.transfer.row import parameters_of
 from backends.transfer.transport import Parameters, SenderContext, ends_of
@@ -35,12 +35,12 @@ class PolicyWeights:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """All parameters, in the order of their names."""
-        return parameters_of(saved_shapes(self._model))
+        """All parameters, part by part, in a part in the order of their names."""
+        return tuple(one for part in saved_buckets(self._model) for one in parameters_of(part))
 
-    def buckets(self, bucket_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    def buckets(self, bucket_bytes: int | None = None, *, everywhere: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the weights part by part; see ``WeightSource``."""
-        return gathered(self._model, receive=self._receives, bucket_bytes=bucket_bytes)
+        return gathered(self._model, receive=self._receives or everywhere, bucket_bytes=bucket_bytes)
 
     def largest_bucket_bytes(self, bucket_bytes: int) -> int:
         """Return the size of the largest part (bytes)."""

@@ -1,10 +1,17 @@
-"""A snapshot of the weights in rank 0's host memory, sent to every machine while engines generate and ranks train.
+"""A snapshot of the weights in rank 0's host memory, brought to every machine while engines generate and ranks train.
 
-Theory of operation. All ranks gather the parameters; rank 0 copies them into a row of bytes, made once and used for
-every version; the trainer stands still for that copy only. On GPUs the row is pinned, and checksums are computed
-on the device, before parameters are copied to the host. ``group.py`` sends the row. In a worker a thread of its own
-receives, so that transfers do not disturb decode. The row's label shows whether a version has arrived when it is to be
-loaded. One worker of every machine receives; the threads of the others end when they have opened the row.
+Theory of operation. All ranks gather the parameters, a bucket at a time; the trainer stands still until the snapshot is
+complete. Rank 0 keeps it in a row of bytes, made once (pinned on GPUs), and ``group.py`` sends the row. In a worker a
+thread of its own receives, so that transfers do not disturb decode. The row's label shows whether a version has arrived
+when it is to be loaded. One worker of every machine receives; the threads of the others end when they have opened the
+row.
+
+A *delta* (``delta.py``) replaces the copy of the weights by what has changed. Every rank keeps its *shard* of what was
+published, an equal part of each bucket; it compares the shard with the new one on its device and sends the changes to
+rank 0. Then the trainer is free. ``send`` brings rank 0's row to the new version, and sends the same changes to all
+machines. The whole row is sent to new members, after a refusal, and after a dense publication: the first one, every
+``DENSE_EVERY``-th, and one whose delta would be too large. So the row is always whole, and ``broadcast`` is ``delta``
+without deltas.
 
 Each group has a thread and a ``Staging`` of its own: nobody sees an abandoned thread's work. The next thread waits for
 it before it makes a row: there are never two. A joining thread waits ``timeout_s`` for the thread before and for the
@@ -15,68 +22,90 @@ the sender ends or it is abandoned.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import threading
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from backends.interface import TRANSFER_ATTEMPTS, Weights
-from backends.transfer.checksum64 import checksum64
+from backends.transfer.checksum64 import as_bytes, checksum64
+from backends.transfer.delta import UNITS, Changes, Delta, Payload, body, encode, header, num_bytes_of
 from backends.transfer.group import Receiver
-from backends.transfer.row import SharedRow, digest, label, layout, machine, row_bytes, view_of
-from backends.transfer.transport import Membership, SenderContext, TransportEnds, WeightSource, place_of
+from backends.transfer.row import Place, SharedRow, aligned, digest, label, layout, machine, ranges, row_bytes, view_of
+from backends.transfer.transport import Membership, SenderContext, Tensors, TransportEnds, WeightSource, place_of
 from pipelinerl.errors import BackendError
 from pipelinerl.hardware import transport
+from pipelinerl.hardware.transport import WeightTransport
 
+DENSE_EVERY = 64
+"""Deltas in a row before all weights are sent again (versions)."""
+DELTA_PART = 4
+"""A delta larger than this part of the weights is not sent: 17 % of bf16 numbers have changed then."""
 NICER = 19
 """Niceness of the thread: decode waits for the engine's scheduler and front end, which go first."""
 
 
-class BroadcastSender:
-    """Rank 0 keeps the snapshot and sends it."""
+class SnapshotSender:
+    """A rank's end; rank 0 keeps the snapshot and sends it. ``deltas``: whether it may publish deltas."""
 
-    def __init__(self, context: SenderContext) -> None:
-        self._receives, self._group = context.receives, context.group
-        self._row: SharedRow | None = None
-        self._held: tuple[int, list[int]] | None = None  # version and checksums in the row
+    def __init__(self, context: SenderContext, *, name: str, deltas: bool) -> None:
+        self._context, self._name, self._deltas = context, name, deltas
+        self._row: SharedRow | None = None  # rank 0's: the weights, then room for a delta
+        self._num_bytes = 0  # of the weights in it
+        self._held: tuple[int, str, list[int]] | None = None  # version, label and checksums of the newest snapshot
+        self._base = ""  # label of the weights that the delta behind the row changes; empty: there is none
+        self._ends: list[int] = []  # of the ranges that checksums are of
+        self._shards: list[torch.Tensor] = []  # this rank's, of every bucket, as published
+        self._num_deltas = 0  # since the last dense publication
+        self._damaged = False  # the row: the next publication is dense
 
     def publish(self, source: WeightSource, version: int) -> Weights | None:
-        """Copy the weights into the row; ``BackendError`` if the host has no memory for it."""
-        self._held = None
-        if not self._receives:
-            for _ in source.buckets():  # a collective of all ranks
-                pass
-            return None
-        places = {place.name: place for place in layout(source.parameters)}
+        """Complete the snapshot, or a delta; ``BackendError`` if the host has no memory for it."""
+        places = layout(source.parameters)
+        self._num_bytes = row_bytes(places)
+        if self._context.receives and self._row is None:
+            room = self._num_bytes // DELTA_PART if self._deltas else 0
+            self._row = self._context.group.row = SharedRow.make(self._num_bytes + room, source.device)
+        if self._row is not None and self._held is not None:
+            self._apply()  # if it has not been sent
+        base, self._held, self._base = self._held[1] if self._held else "", None, ""
+        as_delta = self._deltas and bool(self._shards) and self._num_deltas < DENSE_EVERY and not self._damaged
+        ranks = Ranks(source.device)
+        changed = self._publish_delta(source, ranks) if all(wish for (wish,) in ranks.gather([as_delta])) else None
+        if changed is None:
+            self._publish_dense(source, ranks)
+        self._num_deltas = 0 if changed is None else self._num_deltas + 1
         if self._row is None:
-            self._row = SharedRow.make(row_bytes(list(places.values())), source.device)
-        on_gpu = source.device.type == "cuda"
-        sums: dict[str, Any] = {}
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-            for bucket in source.buckets():
-                for name, weight in bucket.items():
-                    kept, sent = view_of(self._row.row, places[name]), weight.detach()
-                    kept.copy_(sent, non_blocking=on_gpu)
-                    sums[name] = checksum64(sent) if on_gpu else threads.submit(checksum64, kept)
-                if on_gpu:
-                    torch.cuda.synchronize()
-        in_order = [sums[name] if on_gpu else sums[name].result() for name in places]
-        self._held = version, in_order
-        checksum = digest(source.parameters, in_order)
-        location = f"{transport.BROADCAST.name}:{label(version, checksum)}"
-        return Weights(version, location, {"all parameters": checksum})
+            return None
+        checksum = digest(source.parameters, self._sums)
+        self._held = version, label(version, checksum), self._sums
+        weights = Weights(version, f"{self._name}:{self._held[1]}", {"all parameters": checksum})
+        if changed is None:
+            self._row.label, self._damaged = self._held[1], False
+            return weights
+        self._base = base
+        numbers = sum(math.prod(place.shape) for place in places)
+        return replace(weights, delta_bytes=self._payload.num_bytes, delta_share=changed / numbers)
 
     def send(self, source: WeightSource, version: int) -> str | None:  # noqa: ARG002
-        """Send the row to all members of the group."""
-        group = self._group.sender
+        """Bring the row to the newest version, if that is a delta; send the row, or the delta, to all members."""
+        group = self._context.group.sender
         if group is None or self._row is None or self._held is None or self._held[0] != version:
             return f"version {version} cannot be sent: {'no group' if group is None else 'it is not held'}"
+        self._apply()
+        if self._damaged:
+            return f"version {version} cannot be sent: its snapshot is damaged"
         try:
             for _ in range(TRANSFER_ATTEMPTS):
-                num_refusing = group.send(self._row.row, version=version, sums=self._held[1])
+                base = self._base if group.base == self._base else ""  # empty after a refusal
+                content = self._payload.whole if base else self._row.row[: self._num_bytes]
+                num_refusing = group.send(content, version=version, sums=self._held[2], ends=self._ends, base=base)
                 if not num_refusing:
                     return None
         except BackendError as error:
@@ -86,11 +115,136 @@ class BroadcastSender:
     def close(self) -> None:
         """Do nothing: the row goes with the process."""
 
+    @property
+    def _payload(self) -> Payload:
+        assert self._row is not None
+        return Payload(self._row.row[self._num_bytes :])
+
+    def _apply(self) -> None:
+        """Bring the row to the newest version, if a delta waits."""
+        assert self._row is not None
+        assert self._held is not None
+        _, name, sums = self._held
+        if (before := self._row.label) == name:
+            return
+        self._row.label = ""
+        row = self._row.row[: self._num_bytes]
+        if before == self._base:
+            self._payload.apply_to(row)
+        self._damaged = before != self._base or [checksum64(part) for part in ranges(row, self._ends)] != sums
+        if not self._damaged:
+            self._row.set_label(name, base=self._base)
+
+    def _publish_dense(self, source: WeightSource, ranks: Ranks) -> None:
+        """Copy all weights into the row."""
+        self._shards, own, buckets = [], list[int](), list[list[Place]]()
+        if self._row is not None:
+            self._row.label = ""
+        for places, bucket in placed(source):
+            if self._row is not None:
+                for place in places:
+                    sent = bucket[place.name].detach()
+                    view_of(self._row.row, place).copy_(sent, non_blocking=source.device.type == "cuda")
+            shard = ranks.shard(bucket, places)
+            own.append(checksum64(shard))  # waits for the copies, too
+            buckets.append(places)
+            if self._deltas:
+                self._shards.append(shard)
+        self._sums = ranks.in_row_order(own)
+        self._ends = [end for places in buckets for _, end in ranks.parts(places)]
+
+    def _publish_delta(self, source: WeightSource, ranks: Ranks) -> int | None:
+        """Put a delta behind the row; return the number of changed units, None if the delta is too large."""
+        unit = UNITS[unit_bytes := min(place.dtype.itemsize for place in layout(source.parameters))]
+        own, begins, changes = list[int](), list[int](), list[Changes]()
+        for number, (places, bucket) in enumerate(placed(source)):
+            shard, before = ranks.shard(bucket, places), self._shards[number]
+            own.append(checksum64(shard))
+            begins.append(ranks.parts(places)[ranks.number][0])
+            changes.append(encode(before.view(unit), shard.view(unit)))
+            self._shards[number] = shard
+        entries = ranks.gather([len(one.gaps_C) for one in changes])
+        sizes = [sum(num_bytes_of(one, unit_bytes) for one in rank) for rank in entries]
+        parts = itertools.chain.from_iterable(map(zip, ranks.gather(begins), entries))
+        head = header(list(parts), unit_bytes)
+        num_changed = sum(one for (one,) in ranks.gather([sum(one.num_changed for one in changes)]))
+        self._sums = ranks.in_row_order(own)
+        if len(head) + sum(sizes) > self._num_bytes // DELTA_PART:
+            return None
+        at = self._num_bytes
+        for part in itertools.chain([head], ranks.to_first(body(changes), sizes)):
+            if self._row is not None:
+                self._row.row[at : at + len(part)].copy_(part)
+                at += len(part)
+        return num_changed
+
+
+class Ranks:
+    """All ranks of the trainer: each has a part of every bucket. All call the methods together."""
+
+    def __init__(self, device: torch.device) -> None:
+        several = dist.is_available() and dist.is_initialized()
+        self._device = device
+        self.number: int = dist.get_rank() if several else 0
+        self._count: int = dist.get_world_size() if several else 1
+
+    def parts(self, places: Sequence[Place]) -> list[tuple[int, int]]:
+        """Return begin and end (bytes of the row) of every rank's part of a bucket."""
+        begin, end = places[0].begin, aligned(places[-1].end)
+        step = aligned(-(-(end - begin) // self._count))
+        cuts = [min(begin + number * step, end) for number in range(self._count + 1)]
+        return list(itertools.pairwise(cuts))
+
+    def shard(self, bucket: Tensors, places: Sequence[Place]) -> torch.Tensor:
+        """Return the bytes of this rank's part of a bucket, as they lie in a row whose gaps are zero."""
+        begin, end = self.parts(places)[self.number]
+        pieces, at = [], begin
+        for place in places:
+            first, last = max(begin, place.begin), min(end, place.end)
+            if first < last:
+                sent = as_bytes(bucket[place.name])
+                pieces += [sent.new_zeros(first - at), sent[first - place.begin : last - place.begin]]
+                at = last
+        pieces.append(torch.zeros(end - at, dtype=torch.uint8, device=self._device))
+        return torch.cat(pieces)
+
+    def gather(self, own: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every rank; all have equally many."""
+        if self._count == 1:
+            return [list(own)]
+        mine = torch.tensor(own, dtype=torch.int64, device=self._device)
+        all_ranks = [torch.empty_like(mine) for _ in range(self._count)]
+        dist.all_gather(all_ranks, mine)
+        return [one.tolist() for one in all_ranks]
+
+    def in_row_order(self, own: Sequence[int]) -> list[int]:
+        """Return a number for each part of each bucket, from each rank's own."""
+        return list(itertools.chain.from_iterable(zip(*self.gather(own), strict=True)))
+
+    def to_first(self, own: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Send bytes to rank 0, which gets those of each rank in turn; ``sizes``: of each rank's."""
+        if self.number:
+            dist.send(own, 0)
+            return
+        yield own
+        for rank, size in enumerate(sizes[1:], start=1):
+            other = torch.empty(size, dtype=torch.uint8, device=self._device)
+            dist.recv(other, rank)
+            yield other
+
+
+def placed(source: WeightSource) -> Iterator[tuple[list[Place], Tensors]]:
+    """Yield the weights, a bucket at a time, with their places in the row; all ranks together."""
+    by_name = {place.name: place for place in layout(source.parameters)}
+    for bucket in source.buckets(everywhere=True):
+        yield sorted((by_name[name] for name in bucket), key=lambda place: place.begin), bucket
+
 
 class BroadcastReceiver:
     """A worker's end: it reads parameters from the received row."""
 
-    def __init__(self, model_path: str) -> None:  # noqa: ARG002
+    def __init__(self, model_path: str, *, transport: WeightTransport) -> None:  # noqa: ARG002
+        self._transport = transport
         self._staging: Staging | None = None
 
     def join(self, member: Membership) -> None:
@@ -100,6 +254,12 @@ class BroadcastReceiver:
     def receive(self, weights: Weights) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the parameters as they lie in the row."""
         return self._staged(weights).items()
+
+    def delta(self, weights: Weights, held: Weights) -> Delta | None:
+        """Return what turns weights that a model holds into these, if they came as such a delta."""
+        self._staged(weights)
+        assert self._staging is not None
+        return self._staging.delta(held.location.partition(":")[2])
 
     def loaded(self, weights: Weights) -> None:
         """Check that the row still holds these weights; else the model may be a mixture."""
@@ -114,10 +274,15 @@ class BroadcastReceiver:
     def _staged(self, weights: Weights) -> dict[str, torch.Tensor]:
         if self._staging is None:
             raise BackendError("the engine has joined no group")
-        return self._staging.staged(place_of(weights, transport.BROADCAST))
+        return self._staging.staged(place_of(weights, self._transport))
 
 
-BROADCAST = TransportEnds(BroadcastSender, BroadcastReceiver)
+def _ends(transport: WeightTransport, *, deltas: bool) -> TransportEnds:
+    sender = partial(SnapshotSender, name=transport.name, deltas=deltas)
+    return TransportEnds(sender, partial(BroadcastReceiver, transport=transport))
+
+
+BROADCAST, DELTA = _ends(transport.BROADCAST, deltas=False), _ends(transport.DELTA, deltas=True)
 
 
 class Staging:
@@ -149,6 +314,13 @@ class Staging:
             what = f"{there[:16]} are" if there else "nothing that is complete and right is"
             raise BackendError(f"weights {label[:16]} are not staged: {what}")
         return {place.name: view_of(receiver.row.row, place) for place in layout(receiver.parameters)}
+
+    def delta(self, base: str) -> Delta | None:
+        """Return the delta behind the row, if it is of the weights labelled ``base``."""
+        receiver = self._receiver
+        if receiver is None or not base or receiver.row.base != base:
+            return None
+        return Delta(layout(receiver.parameters), receiver.row.row)
 
     # ------------------------------------------------------------------------------------ in the thread
 

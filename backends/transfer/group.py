@@ -1,21 +1,25 @@
 """The weight sync group: rank 0 of the trainer sends bytes to all workers of all engines.
 
 Theory of operation. Rank 0 sends the weights to one worker per machine (its *leader*), which writes them to memory that
-the machine's workers share (``row.py``) and forwards them to the next machine: every weight leaves every machine once.
-Every worker has a connection to the sender for messages. The list of parameters is sent once, when the group is formed.
+the machine's workers share (``row.py``) and forwards them to the next machine: every weight leaves every machine once,
+over several streams. Workers on rank 0's own machine read rank 0's row: nothing is sent to them. Every worker has a
+connection to the sender for messages. The list of parameters is sent once, when the group is formed.
 
 ==========  ===========================================  ======================================================
 step        sender                                       receiver
 ==========  ===========================================  ======================================================
 join        waits for all; names the leaders             leader: makes its machine's row; others: open it
-notice      version, checksum of every parameter         waits without limit
-bytes       from its row, without a copy                 into its row; forwards; verifies complete parameters
+notice      version, checksum of every range of bytes    waits without limit
+bytes       from its row, without a copy                 into its row; forwards; verifies complete ranges
 verdict     waits for all leaders                        accepted or refused; labels its row if accepted
 ==========  ===========================================  ======================================================
 
-A refused transfer can be repeated. After any other failure (a member died, or is silent for ``timeout_s``) the group is
-closed and a new one is formed. ``leave`` ends a transfer at once, from any thread; a receiver leaves when the sender
-has, whatever it waits for.
+In place of the row a *delta* can be sent (``delta.py``). Its receiver has the row of the version before. It verifies
+the delta, applies it, and verifies the whole row: a lost, repeated or reordered delta is refused.
+
+A refused transfer can be repeated, in full. After any other failure (a member died, or is silent for ``timeout_s``) the
+group is closed and a new one is formed. ``leave`` ends a transfer at once, from any thread; a receiver leaves when the
+sender has, whatever it waits for.
 
 Plain TCP: a connection can be closed under a waiting thread and reports the death of its peer; gloo aborts the whole
 process when several sends are under way. A GPU verifies the bytes in the host's memory on its own stream: beside decode
@@ -30,9 +34,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -41,7 +46,8 @@ import torch
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.communicator import COMMUNICATORS, HOST, Communicator, agree, answer, side_stream
 from backends.transfer.connection import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
-from backends.transfer.row import BUCKET_BYTES, Place, SharedRow, cuts, digest, label, layout, row_bytes, view_of
+from backends.transfer.delta import Payload
+from backends.transfer.row import BUCKET_BYTES, SharedRow, cuts, digest, label, layout, machine, ranges, row_bytes
 from backends.transfer.transport import Membership, Parameters
 from backends.transfer.verify import check_names
 from pipelinerl.errors import BackendError
@@ -49,7 +55,9 @@ from pipelinerl.errors import BackendError
 JOIN_TIMEOUT_S = 180.0
 """Longest wait for the workers of a group, whose joining threads yield to all others."""
 CHAIN = 0
-"""Key of the connection to the first machine; workers count from 1."""
+"""Key of the first connection to the first machine, the others are below; workers count from 1."""
+STREAMS = 4
+"""Connections from machine to machine: one TCP stream carries 1.7 to 2.2 GB/s (measured on the machine of an H100)."""
 BLAME_TIMEOUT_S = 2.0
 """For finding the failed member of a transfer."""
 LOG = logging.getLogger("pipelinerl")
@@ -66,19 +74,24 @@ class Sender:
         self._why_left: str | None = None  # None: it has not been left
         self._communicator: Communicator | None = None
         self._tried = False
+        self.base = ""
+        """Label of the weights that all machines have; empty: they differ, or have none."""
 
     @property
     def left(self) -> bool:
         """Whether the group has been left, and is unusable."""
         return self._why_left is not None
 
-    def meet(self, names: Sequence[str], parameters: Parameters, *, timeout_s: float) -> None:
+    def meet(
+        self, names: Sequence[str], parameters: Parameters, *, timeout_s: float, row: SharedRow | None = None
+    ) -> None:
         """Wait for all workers; ``BackendError`` if one is late or refuses the parameters, or the group is left.
 
         ``names`` for messages: the sender, then every worker of every engine. ``timeout_s``: longest wait for the
-        others, now and in every step of a transfer.
+        others, now and in every step of a transfer. ``row``: of rank 0, for workers on its machine; others make one of
+        the same size.
         """
-        self._names, self._parameters, self._timeout_s = names, parameters, timeout_s
+        self._names, self._parameters, self._timeout_s, self._row = names, parameters, timeout_s, row
         began = time.perf_counter()
         try:
             self._meet()
@@ -89,25 +102,43 @@ class Sender:
         finally:
             self._server.close()
 
-    def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int], parts: Sequence[int] | None = None) -> int:
+    def send(
+        self,
+        content: torch.Tensor,
+        *,
+        version: int,
+        sums: Sequence[int],
+        ends: Sequence[int] | None = None,
+        parts: Sequence[int] | None = None,
+        base: str = "",
+    ) -> int:
         """Send a row of bytes to all machines; return the number that refused the weights.
 
-        ``row``: parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
-        ``sums``: ``checksum64`` of each parameter. ``parts``: indices of the parameters in the row, in its order; None:
-        all. ``BackendError`` if a machine does not answer, or the group is left; it is unusable then.
+        ``content``: parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
+        ``sums``: ``checksum64`` of each range of the row that ends at ``ends`` (bytes; None: one range).
+        ``parts``: indices of the parameters in the row, in its order; None: all. ``base``: label of the weights that
+        the content, a delta's payload, is to be applied to. ``BackendError`` if a machine does not answer, or the group
+        is left; it is unusable then.
         """
         if self._why_left is not None:
             raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
         began = time.perf_counter()
+        self.base = ""
+        notice = {"version": version, "sums": sums, "ends": [content.numel()] if ends is None else ends}
+        notice |= {"parts": parts} if parts is not None else {}
+        notice |= {"base": base, "delta": [content.numel(), checksum64(content)]} if base else {}
         try:
             self._awaited = list(self._leaders)
             for worker in self._leaders:
-                self._connections[worker].send(version=version, sums=sums, parts=parts)
-            self._send_bytes(row)
+                self._connections[worker].send(**notice)
+            if self._leaders:
+                self._send_bytes(content)
             num_refusing = 0
             while self._awaited:
                 num_refusing += self._connections[self._awaited[0]].recv()["refused"]
                 self._awaited.pop(0)
+            if not num_refusing:
+                self.base = label(version, digest(self._parameters, sums))
             return num_refusing
         except Exception as error:
             raise self._broken("send", began, error, "" if self.left else self._to_blame()) from error
@@ -150,8 +181,10 @@ class Sender:
             self._communicator.broadcast(row, check=check, timeout_s=self._timeout_s)
             return
         content = memoryview(row.numpy())
-        for begin, end in cuts(row.numel(), BUCKET_BYTES):
-            send_bytes(self._connections[CHAIN].sock, content[begin:end])
+        with Streams([self._connections[CHAIN - stream] for stream in range(STREAMS)]) as streams:
+            for number, (begin, end) in enumerate(cuts(row.numel(), BUCKET_BYTES)):
+                streams.submit(number, send_bytes, content[begin:end])
+            streams.wait()
 
     def _meet(self) -> None:
         until_s = time.monotonic() + min(self._timeout_s, JOIN_TIMEOUT_S)
@@ -162,19 +195,24 @@ class Sender:
             hellos[hello["worker"]] = hello
         workers = sorted(hellos)
         places = [hellos[worker]["place"] for worker in workers]
-        self._leaders = [workers[index] for index, place in enumerate(places) if place not in places[:index]]
-        rows: dict[str, str] = {}
+        rows = {} if self._row is None else {machine(): self._row.path}
+        room = 0 if self._row is None else self._row.num_bytes - row_bytes(layout(self._parameters))
+        first = (workers[index] for index, place in enumerate(places) if place not in places[:index])
+        self._leaders = [worker for worker in first if hellos[worker]["place"] not in rows]
         for worker, after in zip(self._leaders, [*self._leaders[1:], None], strict=True):
             rendezvous = None if after is None else hellos[after]["rendezvous"]
-            self._connections[worker].send(parameters=self._parameters, leads=True, after=rendezvous)
+            self._connections[worker].send(parameters=self._parameters, leads=True, room=room, after=rendezvous)
         for worker in self._leaders:
             rows[hellos[worker]["place"]] = self._connections[worker].recv()["row"]
         mates = [worker for worker in workers if worker not in self._leaders]
         for worker in mates:
-            self._connections[worker].send(parameters=self._parameters, leads=False, row=rows[hellos[worker]["place"]])
+            row = rows[hellos[worker]["place"]]
+            self._connections[worker].send(parameters=self._parameters, leads=False, room=room, row=row)
         for worker in mates:
             self._connections[worker].recv()
-        self._keep(CHAIN, connect(hellos[self._leaders[0]]["rendezvous"], timeout_s=self._timeout_s))
+        for stream in range(STREAMS if self._leaders else 0):
+            first_machine = hellos[self._leaders[0]]["rendezvous"]
+            self._keep(CHAIN - stream, connect(first_machine, timeout_s=self._timeout_s, stream=stream))
 
     def _keep(self, worker: int, connection: Connection) -> None:
         self._connections[worker] = connection
@@ -206,6 +244,8 @@ class GroupHost:
     def __init__(self) -> None:
         self.sender: Sender | None = None
         """From ``join`` to ``open``."""
+        self.row: SharedRow | None = None
+        """Of rank 0, if its transport keeps one."""
         self._opened: Sender | None = None
 
     def open(self) -> str:
@@ -228,7 +268,7 @@ class GroupHost:
         self.sender = self._opened
         assert self.sender is not None
         try:
-            self.sender.meet(names, parameters, timeout_s=timeout_s)
+            self.sender.meet(names, parameters, timeout_s=timeout_s, row=self.row)
         except BackendError as error:
             return str(error)
         return None
@@ -272,10 +312,16 @@ class Receiver:
             """Whether this worker receives for its machine."""
             self.row = self._row(reply, member, reuse, keeps=keeps)
             self._sender.send(row=self.row.path)
-            self._after = self._kept(connect(reply["after"], timeout_s=timeout_s)) if reply.get("after") else None
-            if self.leads:
-                before, _ = server.accept(until_s=time.monotonic() + timeout_s, timeout_s=timeout_s, host=self._sender)
-                self._before = self._kept(before)
+            self._after = [
+                self._kept(connect(reply["after"], timeout_s=timeout_s, stream=stream))
+                for stream in range(STREAMS if reply.get("after") else 0)
+            ]
+            before: dict[int, Connection] = {}
+            while self.leads and len(before) < STREAMS:
+                until_s = time.monotonic() + timeout_s
+                one, hello = server.accept(until_s=until_s, timeout_s=timeout_s, host=self._sender)
+                before[hello["stream"]] = self._kept(one)
+            self._before = [before[stream] for stream in sorted(before)]
         except Exception as error:
             self.close()
             seconds = time.perf_counter() - began
@@ -309,22 +355,30 @@ class Receiver:
         return HOST if self._communicator is None else self._device
 
     def receive(self, notice: Mapping[str, Any]) -> bool:
-        """Receive weights into the row; send and return the verdict. ``OSError`` makes the group unusable."""
-        self.row.label = ""
-        sums = self.take(layout(self.parameters), self.row.row)
-        right = bool(sums == notice["sums"])
+        """Receive weights or a delta into the row; send and return the verdict. ``OSError``: the group is unusable."""
+        held, base, self.row.label = self.row.label, notice.get("base", ""), ""
+        row, room = self.row.row[: self._num_bytes], self.row.row[self._num_bytes :]
+        if base:
+            num_bytes, expected = notice["delta"]
+            right = self.take([num_bytes], room[:num_bytes]) == [expected] and held == base
+            if right:
+                Payload(room).apply_to(row)
+                right = [self._sum(part) for part in ranges(row, notice["ends"])] == notice["sums"]
+        else:
+            right = self.take(notice["ends"], row) == notice["sums"]
         if right:
-            self.row.label = label(notice["version"], digest(self.parameters, sums))
+            self.row.set_label(label(notice["version"], digest(self.parameters, notice["sums"])), base=base)
         self.judge(right)
         return right
 
-    def take(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
-        """Receive parameters into a row and hand them on; return their checksums. An error makes the group unusable.
+    def take(self, ends: Sequence[int], row: torch.Tensor) -> list[int]:
+        """Receive a row and hand it on; return the checksums of the ranges that end there (bytes).
 
-        ``OSError`` if a member has gone or is silent, ``BackendError`` if bytes cannot go from device to device.
+        An error makes the group unusable: ``OSError`` if a member has gone or is silent, ``BackendError`` if bytes
+        cannot go from device to device.
         """
         try:
-            return self._received(places, row)
+            return self._received(ends, row)
         except (OSError, BackendError) as error:
             with contextlib.suppress(OSError):
                 self._sender.send(error=str(error))
@@ -334,23 +388,28 @@ class Receiver:
         """Send the verdict on the received weights to the sender."""
         self._sender.send(refused=not right)
 
-    def _received(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
+    def _received(self, ends: Sequence[int], row: torch.Tensor) -> list[int]:
+        parts = ranges(row, ends)
         if self._communicator is not None:
             self._communicator.broadcast(row, check=self._sender.check_open, timeout_s=self._timeout_s)
-            return [self._sum(view_of(row, place)) for place in places]
+            return [self._sum(part) for part in parts]
         content = memoryview(row.numpy())
         threads = min(HASH_THREADS, len(os.sched_getaffinity(0))) if self._device.type == "cpu" else 1
-        with ThreadPoolExecutor(threads) as hashing, ThreadPoolExecutor(1) as handing_on:
+        with (
+            ThreadPoolExecutor(threads) as hashing,
+            Streams(self._after) as handing_on,
+            Streams(self._before) as receiving,
+        ):
             sums: list[Future[int]] = []
-            handed_on: list[Future[None]] = []
-            for begin, end in cuts(row_bytes(places), BUCKET_BYTES):
-                recv_bytes(self._before.sock, content[begin:end])
-                if self._after is not None:
-                    handed_on.append(handing_on.submit(send_bytes, self._after.sock, content[begin:end]))
-                while len(sums) < len(places) and places[len(sums)].end <= end:
-                    sums.append(hashing.submit(self._sum, view_of(row, places[len(sums)])))
-            for one in handed_on:
-                one.result()
+            buckets = list(cuts(row.numel(), BUCKET_BYTES))
+            coming = [receiving.submit(n, recv_bytes, content[begin:end]) for n, (begin, end) in enumerate(buckets)]
+            for number, ((begin, end), bucket) in enumerate(zip(buckets, coming, strict=True)):
+                bucket.result()
+                if self._after:
+                    handing_on.submit(number, send_bytes, content[begin:end])
+                while len(sums) < len(parts) and ends[len(sums)] <= end:
+                    sums.append(hashing.submit(self._sum, parts[len(sums)]))
+            handing_on.wait()
             return [one.result() for one in sums]
 
     def _sum(self, tensor: torch.Tensor) -> int:
@@ -364,7 +423,8 @@ class Receiver:
         try:
             sent = {name: tuple(shape) for name, _, shape in self.parameters}
             check_names(sent, member.shapes, source="weights to be sent")
-            num_bytes = row_bytes(layout(self.parameters)) if keeps else 0
+            self._num_bytes = row_bytes(layout(self.parameters)) if keeps else 0
+            num_bytes = self._num_bytes + reply["room"]
             if reuse is not None and (not self.leads or reuse.num_bytes != num_bytes):
                 reuse.close()
                 reuse = None
@@ -382,6 +442,36 @@ class Receiver:
         if self._closed:  # meanwhile, by another thread
             connection.close()
         return connection
+
+
+Move = Callable[[socket.socket, memoryview], None]
+
+
+class Streams:
+    """Connections that share a row of bytes: bucket n goes through the n-th, modulo their number, in order."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+        self._threads = [ThreadPoolExecutor(1) for _ in connections]
+        self._submitted: list[Future[None]] = []
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+    def submit(self, number: int, move: Move, bucket: memoryview) -> Future[None]:
+        """Begin to send or receive a bucket."""
+        stream = number % len(self._connections)
+        self._submitted.append(self._threads[stream].submit(move, self._connections[stream].sock, bucket))
+        return self._submitted[-1]
+
+    def wait(self) -> None:
+        """Wait for all buckets; raise the first error."""
+        for one in self._submitted:
+            one.result()
 
 
 # -------------------------------------------------------- bandwidth to the engines' machines, for ``train --check``
@@ -407,7 +497,8 @@ class LinkSender:
         """Return the rate at which all machines get so many bytes, verified; ``BackendError`` if one does not."""
         names = ["rank 0", *(f"machine {number} of engines" for number in range(1, 1 + num_machines))]
         row, parameters = torch.zeros(num_bytes, dtype=torch.uint8), _parts(num_bytes)
-        sums = [checksum64(view_of(row, place)) for place in layout(parameters)]
+        ends = [place.end for place in layout(parameters)]
+        sums = [checksum64(part) for part in ranges(row, ends)]
         seconds: list[float] = []
         fault, sender = self._host.join(names, parameters, TIMEOUT_S), self._host.sender
         if fault is not None or sender is None:
@@ -415,7 +506,7 @@ class LinkSender:
         try:
             for _ in range(1 + REPEATS):
                 begin_s = time.perf_counter()
-                if sender.send(row, version=0, sums=sums):
+                if sender.send(row, version=0, sums=sums, ends=ends):
                     raise BackendError("what reached the machines of the engines was not what was sent")
                 seconds.append(time.perf_counter() - begin_s)
         finally:

@@ -46,12 +46,17 @@ def parameters_of(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str, 
     )
 
 
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of the alignment (bytes)."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def layout(parameters: Parameters) -> list[Place]:
     """Return the place of each parameter, in the order given."""
     places, end = [], 0
     for name, dtype_name, shape in parameters:
         dtype = getattr(torch, dtype_name)
-        begin = math.ceil(end / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begin = aligned(end)
         end = begin + math.prod(shape) * dtype.itemsize
         places.append(Place(name, dtype, tuple(shape), begin, end))
     return places
@@ -59,7 +64,7 @@ def layout(parameters: Parameters) -> list[Place]:
 
 def row_bytes(places: Sequence[Place]) -> int:
     """Return the size of the row (bytes)."""
-    return places[-1].end
+    return aligned(places[-1].end)
 
 
 def cuts(num_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
@@ -73,8 +78,13 @@ def view_of(row: torch.Tensor, place: Place) -> torch.Tensor:
     return row[place.begin : place.end].view(place.dtype).reshape(place.shape)
 
 
+def ranges(row: torch.Tensor, ends: Sequence[int]) -> list[torch.Tensor]:
+    """Return the parts of a row that end there (bytes), without copies."""
+    return [row[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
 def digest(parameters: Parameters, sums: Sequence[int]) -> str:
-    """Return the SHA-256 of a list of parameters and of the ``checksum64`` of each, in hexadecimal digits."""
+    """Return the SHA-256 of a list of parameters and of the ``checksum64`` of each range, in hexadecimal digits."""
     return hashlib.sha256(json.dumps([parameters, sums]).encode()).hexdigest()
 
 
@@ -101,7 +111,11 @@ def machine() -> str:
 
 
 class SharedRow:
-    """A row in memory (pinned for a GPU) and the ``label`` of its weights, empty unless complete and verified."""
+    """A row in memory (pinned for a GPU) and the ``label`` of its weights, empty unless complete and verified.
+
+    ``base``: label of the weights that a delta, which lies behind the weights, has turned into these. Empty: there is
+    no delta.
+    """
 
     def __init__(self, file: int, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
@@ -142,11 +156,24 @@ class SharedRow:
     @property
     def label(self) -> str:
         """Name of the weights in the row; empty: none that are complete and verified."""
-        return bytes(self._memory[:HEAD_BYTES]).rstrip(b"\0").decode()
+        return self._head[0]
 
     @label.setter
     def label(self, label: str) -> None:
-        self._memory[:HEAD_BYTES] = label.encode().ljust(HEAD_BYTES, b"\0")
+        self.set_label(label)
+
+    @property
+    def base(self) -> str:
+        """Name of the weights before the delta."""
+        return self._head[1]
+
+    def set_label(self, label: str, *, base: str = "") -> None:
+        """Name the weights in the row, and those before the delta."""
+        self._memory[:HEAD_BYTES] = f"{label}\n{base}".encode().ljust(HEAD_BYTES, b"\0")
+
+    @property
+    def _head(self) -> list[str]:
+        return [*bytes(self._memory[:HEAD_BYTES]).rstrip(b"\0").decode().split("\n"), ""]
 
     def close(self) -> None:
         """Close it; its memory is freed with the last tensor that views it. A second call does nothing."""

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from backends.interface import Weights
 from pipelinerl.errors import BackendError, ConfigError
@@ -44,10 +44,13 @@ class WeightSource(Protocol):
 
     @property
     def parameters(self) -> Parameters:
-        """All parameters."""
+        """All parameters, part by part."""
 
-    def buckets(self, bucket_bytes: int | None = None) -> Iterator[Tensors]:
-        """Yield the weights in parts, at least a layer each; all ranks together, to the end. Empty but on rank 0."""
+    def buckets(self, bucket_bytes: int | None = None, *, everywhere: bool = False) -> Iterator[Tensors]:
+        """Yield the weights in parts, at least a layer each; all ranks together, to the end.
+
+        Empty but on rank 0, unless ``everywhere``. By default the parts are in the order of ``parameters``.
+        """
 
     def largest_bucket_bytes(self, bucket_bytes: int) -> int:
         """Return the size of the largest of these parts (bytes)."""
@@ -116,6 +119,14 @@ class WeightReceiver(Protocol):
 
     def close(self) -> None:
         """Leave the group and free the received weights; a second call does nothing."""
+
+
+@runtime_checkable
+class DeltaReceiver(WeightReceiver, Protocol):
+    """A receiver that may also know what has changed."""
+
+    def delta(self, weights: Weights, held: Weights) -> Any:
+        """Return the ``delta.Delta`` that turns weights which a model holds into these; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

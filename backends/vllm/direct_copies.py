@@ -7,12 +7,16 @@ copies, which cover every parameter.
 A model may also keep numbers derived from its parameters. So the first update is carried out twice, by the table and by
 a full reload, and every tensor of the model is compared bit for bit after each. Where they are equal the table alone is
 used from then on, else the reload.
+
+A *delta* is brought in by the same table: an index in a parameter is split along the axes of each copy of it, from the
+widest stride to the narrowest, which gives the index in the target, or shows that the number is not copied.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.transfer.checksum64 import checksum64
+from backends.transfer.delta import Delta
 from backends.transfer.transport import Tensors
 
 LOG = logging.getLogger("pipelinerl")
@@ -49,6 +54,35 @@ class _Copy:
         sent = tensors[self.name]
         self.target.copy_(sent.as_strided(self.shape, self.stride, sent.storage_offset() + self.offset))
 
+    @property
+    def axes(self) -> list[tuple[int, int, int]]:
+        """Size, stride in the parameter and stride in the target of each axis, the widest first."""
+        axes = zip(self.shape, self.stride, self.target.stride(), strict=True)
+        return sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
+
+    @property
+    def invertible(self) -> bool:
+        """Whether an index in the parameter is that of one number of the target at the most."""
+        reach = 1
+        for size, stride, _ in reversed(self.axes):
+            if stride < reach:
+                return False
+            reach = stride * (size - 1) + reach
+        return True
+
+    def put(self, index_C: torch.Tensor, value_C: torch.Tensor) -> None:
+        """Set the numbers of the target that have these flat indices in the parameter."""
+        rest_C = index_C - self.offset
+        inside_C, at_C = rest_C >= 0, torch.zeros_like(rest_C)
+        for size, stride, target_stride in self.axes:
+            along_C = rest_C // stride
+            rest_C = rest_C % stride
+            inside_C &= along_C < size
+            at_C += along_C * target_stride
+        inside_C &= rest_C == 0
+        span = 1 + sum((size - 1) * target_stride for size, _, target_stride in self.axes)
+        self.target.as_strided((span,), (1,))[at_C[inside_C]] = value_C[inside_C].to(self.target.dtype)
+
 
 class Swap:
     """How a model gets new weights, by copies or the full ``reload`` (mutable: it learns at the first update)."""
@@ -57,6 +91,8 @@ class Swap:
         self._model, self._reload = model, reload
         self._table: list[_Copy] | None = None
         self._fault = ""
+        self._by_name: defaultdict[str, list[_Copy]] | None = None  # the table by parameter, from the first delta on
+        self._invertible = False
 
     @property
     def direct(self) -> bool:
@@ -73,6 +109,23 @@ class Swap:
                 self._reload(tensors)
             else:
                 self._learn(tensors)
+
+    def patch(self, delta: Delta) -> bool:
+        """Bring in what has changed, by the table; return whether it can, else nothing is changed."""
+        if self._table is None or not self._table:
+            return False
+        if self._by_name is None:
+            self._by_name = defaultdict(list)
+            for copy in self._table:
+                self._by_name[copy.name].append(copy)
+            self._invertible = all(copy.invertible for copy in self._table)
+        if not self._invertible:
+            return False
+        with torch.no_grad():
+            for place, index_C, value_C in delta.changes(self._table[0].target.device):
+                for copy in self._by_name[place.name]:
+                    copy.put(index_C, value_C)
+        return True
 
     def _learn(self, tensors: Tensors) -> None:
         try:

@@ -16,7 +16,8 @@ Where a transport is ``standing_still``, ``update_weights`` loads parameters as 
 until the end. A fault is then not raised but reported by ``fault``: vLLM leaves the answers of the other workers of a
 call that raises to the next call.
 
-A plain model takes weights by direct copies (``direct_copies.py``), any other by vLLM's reload.
+A plain model takes weights by direct copies (``direct_copies.py``), or only what has changed, where the transport
+knows that; any other by vLLM's reload.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from backends.interface import Weights
-from backends.transfer.transport import Membership, WeightReceiver, ends_of
+from backends.transfer.transport import DeltaReceiver, Membership, WeightReceiver, ends_of
 from backends.transfer.verify import checkpoint_shapes
 from backends.vllm.direct_copies import Swap
 from backends.vllm.version.workers import load_weights, transfer_bases
@@ -75,6 +76,8 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
     _receiver: WeightReceiver | None = None
     _verified: tuple[Weights, dict[str, torch.Tensor]] | None = None
     _swap: Swap | None = None
+    _held: Weights | None = None
+    """The weights in the model, if it got them whole or as a delta."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Begin to join a group; the sender learns when all have joined."""
@@ -123,11 +126,15 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
         if self._verified is None:
             return
         (weights, tensors), self._verified = self._verified, None
+        held, self._held = self._held, None
         if self._swap is None:
             self._swap = Swap(self.model, lambda new: load_weights(self.model, self.model_config, new.items()))
-        self._swap(tensors)
         assert self._receiver is not None
+        delta = self._receiver.delta(weights, held) if held and isinstance(self._receiver, DeltaReceiver) else None
+        if delta is None or not self._swap.patch(delta):
+            self._swap(tensors)
         self._receiver.loaded(weights)
+        self._held = weights
 
     def shutdown(self) -> None:
         """Leave the group and forget received weights."""

@@ -209,7 +209,7 @@ DELTA = WeightTransport(
     coefficients=("host_bandwidth", "stream_bandwidth"),
     host_bytes=_broadcast_bytes,
     grouped=True,
-    ends="backends.transfer.delta:DELTA",
+    ends="backends.transfer.broadcast:DELTA",
 )
 STREAMED = WeightTransport(
     name="streamed",

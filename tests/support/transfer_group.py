@@ -43,7 +43,7 @@ def row_of(tensors: Tensors) -> torch.Tensor:
 
 
 def sums_of(tensors: Tensors) -> list[int]:
-    return [checksum64(tensors[name]) for name in sorted(tensors)]
+    return [checksum64(row_of(tensors))]
 
 
 def digest_of(tensors: Tensors) -> str:

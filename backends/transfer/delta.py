@@ -1,0 +1,172 @@
+"""What changed between two versions of the weights: positions and new values, bit for bit.
+
+Theory of operation. Weights lie in a row of bytes, seen as *units* of the size of the smallest number in it (bf16: 2
+bytes). At a learning rate of 1e-6 one or two in a hundred units differ from one optimizer step to the next. A position
+is stored as its distance from the one before, in a byte; a longer distance is bridged by *fillers*, unchanged units
+with the value that they have. So a changed bf16 number takes 3 bytes, and ``encode`` and ``apply`` are a few operations
+of torch each, on any device.
+
+A *payload* is self-describing: a header, and the changes of each *part*, a range of the row that one rank compares.
+Header, int64: number of parts, bytes of a unit, total bytes, then begin (byte of the row) and entries of each part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from backends.transfer.row import ALIGNMENT_BYTES, Place, aligned, row_bytes, view_of
+
+LARGEST_GAP = 255
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that units are compared as, by size (bytes): integers, so that NaN equals itself and -0 is not 0."""
+HEADER_WORDS = 3
+UNPACKED = 2**22
+"""Entries unpacked at a time, at least: 24 bytes each while a model is brought to the new version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Entries C in ascending order: changed units, and fillers."""
+
+    gaps_C: torch.Tensor
+    """``uint8``: distance from the entry before, of the first one from the unit before the part."""
+    values_C: torch.Tensor
+    """The units, new."""
+    num_changed: int = 0
+    """Without fillers; 0 in a payload."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions in the part (units), ``int64``, shape [C]."""
+        return self.gaps_C.cumsum(0, dtype=torch.int64) - 1
+
+
+def encode(published: torch.Tensor, new: torch.Tensor) -> Changes:
+    """Return what turns one row of units into another, of the same shape [units] and integer type."""
+    at_C = torch.nonzero(published != new).flatten()
+    steps_C = torch.diff(at_C, prepend=at_C.new_full((1,), -1))
+    entries_C = (steps_C - 1) // LARGEST_GAP + 1
+    num_changed, num_entries = len(at_C), int(entries_C.sum())
+    if num_entries > num_changed:
+        change_C = torch.repeat_interleave(entries_C, output_size=num_entries)
+        nth_C = torch.arange(1, 1 + num_entries, device=at_C.device) - (entries_C.cumsum(0) - entries_C)[change_C]
+        at_C = torch.minimum((at_C - steps_C)[change_C] + nth_C * LARGEST_GAP, at_C[change_C])
+        steps_C = torch.diff(at_C, prepend=at_C.new_full((1,), -1))
+    return Changes(steps_C.to(torch.uint8), new[at_C], num_changed)
+
+
+def apply(row: torch.Tensor, changes: Changes) -> None:
+    """Bring a part of a row, in units, to the new version."""
+    row[changes.positions] = changes.values_C
+
+
+def num_bytes_of(num_entries: int, unit_bytes: int) -> int:
+    """Return the bytes of so many entries of a part in a payload."""
+    return aligned(num_entries) + aligned(num_entries * unit_bytes)
+
+
+def body(parts: Sequence[Changes]) -> torch.Tensor:
+    """Return the bytes of some parts as they lie in a payload, on their device."""
+    pieces = []
+    for part in parts:
+        for one in (part.gaps_C, part.values_C.view(torch.uint8)):
+            pieces += [one, one.new_zeros(-len(one) % ALIGNMENT_BYTES)]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def header(parts: Sequence[tuple[int, int]], unit_bytes: int) -> torch.Tensor:
+    """Return the bytes before the bodies of all parts, which follow in this order: begins (bytes) and entries."""
+    header_bytes = aligned(8 * (HEADER_WORDS + 2 * len(parts)))
+    total_bytes = header_bytes + sum(num_bytes_of(entries, unit_bytes) for _, entries in parts)
+    words = [len(parts), unit_bytes, total_bytes, *itertools.chain.from_iterable(parts)]
+    row = torch.zeros(header_bytes // 8, dtype=torch.int64)
+    row[: len(words)] = torch.tensor(words)
+    return row.view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A payload in the host's memory; it begins at the begin of ``memory``, shape [bytes]."""
+
+    memory: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Size (bytes)."""
+        return int(self._words[2])
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """Its bytes."""
+        return self.memory[: self.num_bytes]
+
+    @property
+    def _words(self) -> torch.Tensor:
+        return self.memory[: len(self.memory) // 8 * 8].view(torch.int64)
+
+    def parts(self, device: torch.device | None = None) -> Iterator[tuple[int, Changes]]:
+        """Yield begin (unit of the row) and changes of each part in the order of the row, on ``device``; None: here."""
+        num_parts, unit_bytes, total_bytes = self._words[:HEADER_WORDS].tolist()
+        table = self._words[HEADER_WORDS : HEADER_WORDS + 2 * num_parts].view(-1, 2).tolist()
+        content = self.memory[:total_bytes].to(device or self.memory.device)
+        at, found = aligned(8 * (HEADER_WORDS + 2 * num_parts)), []
+        for begin, entries in table:
+            values_at = at + aligned(entries)
+            values_C = content[values_at : values_at + entries * unit_bytes].view(UNITS[unit_bytes])
+            found.append((begin // unit_bytes, Changes(content[at : at + entries], values_C)))
+            at = values_at + aligned(entries * unit_bytes)
+        yield from sorted(found, key=lambda part: part[0])
+
+    def apply_to(self, row: torch.Tensor) -> None:
+        """Bring a row of bytes to the new version."""
+        units = row.view(UNITS[int(self._words[1])])
+        for begin, changes in self.parts():
+            apply(units[begin:], changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What turns the weights of one version into the next."""
+
+    places: Sequence[Place]
+    """Of the parameters in the row."""
+    row: torch.Tensor
+    """The new weights (bytes), then a payload."""
+
+    @property
+    def payload(self) -> Payload:
+        """What has changed in the row."""
+        return Payload(self.row[row_bytes(self.places) :])
+
+    def changes(self, device: torch.device) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
+        """Yield, for each parameter, the indices of changed numbers (flat, ``int64``) and their values, on ``device``.
+
+        A few parts of the payload at a time are unpacked. A parameter may come several times.
+        """
+        parts = list(self.payload.parts(device))
+        while parts:
+            unpacked, num_entries = [], 0
+            while parts and num_entries < UNPACKED:
+                begin, changes = parts.pop(0)
+                unpacked.append((begin + changes.positions, changes.values_C))
+                num_entries += len(changes.values_C)
+            position_C, value_C = (torch.cat(one) for one in zip(*unpacked, strict=True))
+            yield from self._by_parameter(position_C, value_C)
+
+    def _by_parameter(
+        self, position_C: torch.Tensor, value_C: torch.Tensor
+    ) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
+        unit_bytes = value_C.element_size()
+        borders = torch.tensor([[one.begin, one.end] for one in self.places], device=position_C.device) // unit_bytes
+        for place, (first, last) in zip(self.places, torch.searchsorted(position_C, borders).tolist(), strict=True):
+            if first == last:
+                continue
+            index_C, changed_C = position_C[first:last] - place.begin // unit_bytes, value_C[first:last]
+            if place.dtype.itemsize > unit_bytes:  # a number of several units: whole, from the row
+                index_C = torch.unique(index_C * unit_bytes // place.dtype.itemsize)
+                changed_C = view_of(self.row, place).reshape(-1)[index_C.cpu()].to(index_C.device)
+            yield place, index_C, changed_C.view(place.dtype)
