@@ -139,7 +139,7 @@ class Source:
     largest_bytes: int = 1000
     device = CPU
 
-    def buckets(self, bucket_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    def buckets(self, bucket_bytes: int | None = None, *, everywhere: bool = False) -> Iterator[dict[str, Any]]:
         return iter(self.parts)
 
     def largest_bucket_bytes(self, bucket_bytes: int) -> int:
