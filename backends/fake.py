@@ -234,7 +234,7 @@ class FakeWeights:
 
     def buckets(
         self,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | None = None,  # noqa: ARG002
         *,
         everywhere: bool = False,  # noqa: ARG002
     ) -> Iterator[dict[str, NDArray[np.int64]]]:

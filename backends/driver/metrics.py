@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from backends.driver.rollouts import RolloutData
-from backends.interface import Codec, UpdateTimes
+from backends.interface import Codec, UpdateTimes, Weights
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
@@ -136,6 +136,7 @@ class StepMetrics:
         self._ratio_means = RatioMeans()
         self._num_restarts = self._num_skipped = 0
         self._evaluation: dict[str, float] = {}
+        self._delta: dict[str, float] = {}  # of the newest version published in this step
         self.trainer_restarts = 0
         """Times the run has gone on from a checkpoint because its trainer was lost."""
         self._driver_s = 0.0
@@ -165,6 +166,11 @@ class StepMetrics:
             seconds = getattr(times, f"{name}_s")
             means.add(seconds)
             self._updates[name].add(seconds)
+
+    def published(self, weights: Weights) -> None:
+        """Add a published version, of which the newest is logged."""
+        if weights.delta_bytes:
+            self._delta = {"share": weights.delta_share, "bytes": float(weights.delta_bytes)}
 
     def restarted(self) -> None:
         """Count the restart of an engine."""
@@ -238,9 +244,9 @@ class StepMetrics:
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
         }
-        logged |= self._evaluation
+        logged |= {f"weights/delta_{name}": value for name, value in self._delta.items()} | self._evaluation
         self._ratios = RatioStats(truncation=self._truncation)
-        self._trainer, self._evaluation = {}, {}
+        self._trainer, self._evaluation, self._delta = {}, {}, {}
         self._step_updates = {name: RunningMean() for name in self._step_updates}
         return logged
 

@@ -190,6 +190,7 @@ class WeightSync:
         """Have the trainer publish; colocated, engines have the memory then."""
         await self.to_training()
         weights = self._pool.newest = await self._trainer.publish(version)
+        self._metrics.published(weights)
         await self.to_generation()
         return weights
 

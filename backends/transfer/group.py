@@ -199,7 +199,7 @@ class Sender:
         room = 0 if self._row is None else self._row.num_bytes - row_bytes(layout(self._parameters))
         first = (workers[index] for index, place in enumerate(places) if place not in places[:index])
         self._leaders = [worker for worker in first if hellos[worker]["place"] not in rows]
-        for worker, after in zip(self._leaders, [*self._leaders[1:], None], strict=True):
+        for worker, after in zip(self._leaders, [*self._leaders[1:], None], strict=False):
             rendezvous = None if after is None else hellos[after]["rendezvous"]
             self._connections[worker].send(parameters=self._parameters, leads=True, room=room, after=rendezvous)
         for worker in self._leaders:

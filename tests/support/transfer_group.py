@@ -34,8 +34,8 @@ def weights() -> Tensors:
     }
 
 
-def row_of(tensors: Tensors) -> torch.Tensor:
-    places = layout(parameters_of(tensors))
+def row_of(tensors: Tensors, parameters: Parameters = ()) -> torch.Tensor:
+    places = layout(parameters or parameters_of(tensors))
     row = torch.zeros(row_bytes(places), dtype=torch.uint8)
     for place in places:
         view_of(row, place).copy_(tensors[place.name])

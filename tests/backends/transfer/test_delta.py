@@ -221,6 +221,20 @@ def test_deltas_bring_every_engine_to_the_last_bit(run: Run) -> None:
     assert [engine.num_patches for engine in run.engines] == [7, 7]
 
 
+def test_engines_on_the_trainers_machine_read_its_row_and_nothing_is_sent(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "Receiver", Receiver)
+    monkeypatch.setattr(Sender, "_send_bytes", None)
+    weights = run.publish()
+    run.form_group()
+    assert run.send(weights) is None
+    run.check_all_have(weights)
+    run.train(0.02)
+    assert run.bring().delta_bytes > 0
+    assert [engine.num_patches for engine in run.engines] == [1, 1]
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_delta_that_saves_nothing_is_not_sent(run: Run, share: float) -> None:
     first = run.publish()

@@ -34,7 +34,7 @@ from tiny_trainer import (  # noqa: E402
     train,
     with_reference,
 )
-from transfer_group import digest_of, held_by  # noqa: E402
+from transfer_group import held_by, row_of  # noqa: E402
 
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
@@ -44,9 +44,10 @@ from backends.interface import Sample, TrainResult, Weights  # noqa: E402
 from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, torch_adamw_passes  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
+from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
-from backends.transfer.row import label  # noqa: E402
+from backends.transfer.row import digest, label, ranges  # noqa: E402
 from backends.transfer.streamed import StreamReceiver  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
@@ -176,7 +177,10 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
     published = parameters(rank)
     weights = rank.publish(1)
     assert weights is not None
-    checksum = digest_of(published)
+    parameters_sent, ends = rank._publisher._source.parameters, rank._publisher._sender._ends
+    assert len(ends) > 1  # buckets
+    row = row_of(published, parameters_sent)
+    checksum = digest(parameters_sent, [checksum64(part) for part in ranges(row, ends)])
     assert weights.location == f"broadcast:{label(1, checksum)}"
     assert weights.checksums == {"all parameters": checksum}
     train(rank, samples(1))
