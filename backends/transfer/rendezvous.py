@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import struct
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+import psutil
 import ray
 from torch.distributed import TCPStore
 
 from backends.transfer.connection import address_towards
 
+INTERFACES = "NCCL_SOCKET_IFNAME"
 WAITING = 4096
 """Members that may be about to connect at a time."""
 
@@ -76,7 +79,18 @@ def reserved_port(address: str) -> socket.socket:
 
 
 def own_address() -> str:
-    """Return the address of this machine for others: the one that Ray uses; no packet is sent."""
+    """Return the address of this machine for others; no packet is sent.
+
+    The first IPv4 address of an interface that ``NCCL_SOCKET_IFNAME`` lists, as NCCL reads it (beginnings of names, or
+    ``=`` and names); else the one that Ray uses.
+    """
+    listed = os.environ.get(INTERFACES, "")
+    wanted = tuple(name for name in listed.lstrip("=").split(",") if name and not listed.startswith("^"))
+    for interface, addresses in psutil.net_if_addrs().items():
+        if interface in wanted or (not listed.startswith("=") and interface.startswith(wanted)):
+            for one in addresses:
+                if one.family == socket.AF_INET:
+                    return str(one.address)
     if ray.is_initialized():
         return str(ray.util.get_node_ip_address())
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 
@@ -44,3 +45,32 @@ def test_a_store_drops_the_packets_of_strangers() -> None:
 def test_without_ray_the_address_is_one_of_this_machine() -> None:
     addresses = {one.address for of in psutil.net_if_addrs().values() for one in of}
     assert own_address() in addresses
+
+
+@pytest.mark.parametrize(
+    ("listed", "address"),
+    [
+        ("ib", "10.0.0.7"),
+        ("eth1,ib", "10.0.0.7"),
+        ("=ib0", "10.0.0.7"),
+        ("=ib", None),
+        ("^ib", None),
+        ("", None),
+    ],
+)
+def test_the_address_is_on_the_interface_that_nccl_is_to_use(
+    listed: str, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Address(NamedTuple):
+        family: int
+        address: str
+
+    interfaces = {
+        "eth0": [Address(socket.AF_INET, "192.168.0.7")],
+        "ib0": [Address(socket.AF_INET6, "fe80::1"), Address(socket.AF_INET, "10.0.0.7")],
+    }
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    by_ray = own_address()
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", listed)
+    assert own_address() == (address or by_ray)
