@@ -20,7 +20,7 @@ from backends.transfer.row import layout, view_of  # noqa: E402
 from backends.transfer.transport import is_mismatch  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
-from pipelinerl.hardware.transport import BROADCAST, FILE, WeightTransport  # noqa: E402
+from pipelinerl.hardware.transport import BROADCAST, DELTA, FILE, WeightTransport  # noqa: E402
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -98,6 +98,28 @@ def test_names_bits_and_types_are_those_of_save_pretrained(model_type: str, tmp_
     assert same({place.name: view_of(row, place) for place in layout(sent._source.parameters)}, saved)  # type: ignore[union-attr]
     save_policy(model, copy_policy(model, receive=True), tmp_path / "exported")
     assert same(load_file(tmp_path / "exported" / "model.safetensors"), saved)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_delta_brings_the_row_to_what_the_model_has(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fused experts, tied parameters and biases in float32, too; gathered in several buckets."""
+    monkeypatch.setattr(backends.trainer.model, "BUCKET_BYTES", 50_000)
+    saved_model(model_type, tmp_path)
+    model = loaded(tmp_path)
+    one = publisher(tmp_path, DELTA)
+    one.publish(model, 1)
+    for parameter in model.policy.parameters():
+        parameter.data.view(-1)[::50] += 1
+    weights = one.publish(model, 2)
+    assert weights is not None
+    assert weights.delta_share == pytest.approx(1 / 50, rel=0.1)
+    assert len(one._sender._ends) > 2  # type: ignore[attr-defined]
+    one._sender._apply()  # type: ignore[attr-defined]
+    row = one.group.row.row  # type: ignore[union-attr]
+    held = {place.name: view_of(row, place) for place in layout(one._source.parameters)}  # type: ignore[union-attr]
+    assert same(held, copy_policy(model, receive=True))
 
 
 def test_layers_that_only_draft_tokens_are_neither_trained_nor_missed(tmp_path: Path) -> None:

@@ -7,9 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from transfer_group import row_of  # noqa: E402
+
+from backends.transfer.delta import Delta, body, encode, header  # noqa: E402
+from backends.transfer.row import layout, parameters_of  # noqa: E402
 from backends.vllm.direct_copies import NotPlainError, Swap, noted_copies  # noqa: E402
 
 HIDDEN, HEADS = 6, 4
@@ -31,8 +37,8 @@ class Model(torch.nn.Module):
     def load_weights(self, items: Iterable[tuple[str, Any]]) -> None:
         self.num_loads += 1
         half = HEADS // 2
-        for name, given in items:
-            tensor = self.change(name, given)
+        for name, loaded in items:
+            tensor = self.change(name, loaded)
             if tensor is None:
                 continue
             match name:
@@ -166,3 +172,51 @@ def test_a_parameter_that_is_not_contiguous_is_not_plain() -> None:
     model.o = torch.nn.Parameter(torch.zeros(2, 3).t())
     with pytest.raises(NotPlainError, match="o is not contiguous"):
         noted_copies(model, sent(1))
+
+
+def delta_between(before: dict[str, Any], after: dict[str, Any]) -> Delta:
+    """What turns the weights of one version into those of another."""
+    rows = [row_of(tensors) for tensors in (before, after)]
+    changes = encode(*(row.view(torch.int32) for row in rows))
+    payload = torch.cat([header([(0, len(changes.gaps_C))], 4), body([changes])])
+    return Delta(layout(parameters_of(after)), torch.cat([rows[1], payload]))
+
+
+class Turned(Model):
+    """Keeps o transposed."""
+
+    def load_weights(self, items: Iterable[tuple[str, Any]]) -> None:
+        super().load_weights(
+            (name, tensor.view(HEADS, HIDDEN).t() if name == "o" else tensor) for name, tensor in items
+        )
+
+
+@pytest.mark.parametrize("kind", [Model, Turned])
+@given(changed=st.sets(st.integers(0, 77), max_size=20))
+def test_what_has_changed_goes_where_the_loader_would_copy_it(kind: type[Model], changed: set[int]) -> None:
+    model, slow = kind(), kind()
+    swap = swap_of(model)
+    assert not swap.patch(delta_between(sent(1), sent(2)))  # there is no table yet
+    swap(sent(1))
+    row = torch.cat([sent(1)[name].reshape(-1) for name in ("q", "k", "o", "embed")])
+    row[[index for index in changed if index < len(row)]] += 1
+    q, k, o, embed = row.split([HEADS * HIDDEN, HEADS * HIDDEN, HIDDEN * HEADS, HIDDEN])
+    new = {"q": q.view(HEADS, HIDDEN), "k": k.view(HEADS, HIDDEN), "o": o.view(HIDDEN, HEADS), "embed": embed}
+    assert swap.patch(delta_between(sent(1), new))
+    slow.load_weights(iter(new.items()))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, dict(slow.named_parameters())[name])
+
+
+def test_a_number_that_goes_to_several_places_is_not_patched() -> None:
+    class Spread(Model):
+        def load_weights(self, items: Iterable[tuple[str, Any]]) -> None:
+            super().load_weights((name, one[:1].expand(HEADS, HIDDEN) if name == "k" else one) for name, one in items)
+
+    model = Spread()
+    swap = swap_of(model)
+    swap(sent(1))
+    assert swap.direct
+    before = model.qk.clone()
+    assert not swap.patch(delta_between(sent(1), sent(2)))
+    assert torch.equal(model.qk, before)
