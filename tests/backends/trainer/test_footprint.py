@@ -240,7 +240,7 @@ def test_the_key_to_change_for_a_machine_is_the_one_that_helps(
         return module.HostMemory(weights, 12e9, loading)
 
     monkeypatch.setattr(module, "host_memory", counted)
-    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
+    monkeypatch.setattr(module, "memory_bytes", lambda: gigabytes * 1e9)
     assert message(check_host_memory, run_of_8(*sets), LLAMA).startswith(key)
 
 

@@ -36,12 +36,14 @@ from tiny_trainer import (  # noqa: E402
 )
 from transfer_group import digest_of, held_by  # noqa: E402
 
+import backends.trainer.deepspeed.rank  # noqa: E402
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
 import backends.transfer.streamed  # noqa: E402
 from backends.check.machine_rows import taught  # noqa: E402
 from backends.interface import Sample, TrainResult, Weights  # noqa: E402
 from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, torch_adamw_passes  # noqa: E402
+from backends.trainer.model import load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
@@ -262,10 +264,24 @@ def test_the_port_that_ranks_meet_at_is_given_to_nobody_else_before_they_do(mode
     rank.start(address, port)
 
 
-def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(model_path: Path) -> None:
+def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In DeepSpeed's own copy of the group, too; longer while they load the model."""
+    loading: list[float] = []
+
+    def timeouts() -> list[float]:
+        backends = [one._get_backend(torch.device("cpu")) for one in torch.distributed.distributed_c10d._world.pg_map]
+        return [one.options._timeout.total_seconds() for one in backends]
+
+    def load(*arguments: Any, **named: Any) -> Any:
+        loading.extend(timeouts())
+        return load_policy(*arguments, **named)
+
+    monkeypatch.setattr(backends.trainer.deepspeed.rank, "load_policy", load)
     started(model_path)
-    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    assert group.options._timeout.total_seconds() == TrainerConfig().collective_timeout_s == 600
+    assert set(loading) == {3600} == {TrainerConfig().start_timeout_s}
+    assert timeouts() == [900, 900] == 2 * [TrainerConfig().collective_timeout_s]
 
 
 def test_steps_that_are_skipped_in_a_row_end_the_run(model_path: Path) -> None:
