@@ -79,7 +79,7 @@ class DeepSpeedRank:
         """Join the other ranks at a free port of rank 0's machine (``RendezvousStore``); load the model."""
         settings = self._settings
         log_to(settings.logs and f"{settings.logs}/rank-{settings.rank}.log")
-        os.environ |= nccl_logs(settings.logs, settings.rank) | {
+        os.environ |= {
             "DS_ACCELERATOR": "cpu" if settings.device == "cpu" else "cuda",
             "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.num_ranks),
@@ -89,6 +89,7 @@ class DeepSpeedRank:
         }
         self._device = torch.device("cpu" if settings.device == "cpu" else "cuda:0")
         if settings.device == "gpu":
+            os.environ |= nccl_logs(settings.logs, settings.rank)
             torch.cuda.set_device(self._device)
         _silence_libraries()
         with self._reserved or contextlib.nullcontext():
