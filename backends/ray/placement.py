@@ -41,8 +41,8 @@ from backends.interface import (
     TrainerKind,
 )
 from backends.preflight import trainer_ranks
-from backends.this_machine import driver_fault, memory_bytes, network_variables
 from backends.ray.actors import RayTrainer
+from backends.this_machine import driver_fault, memory_bytes, network_variables
 from backends.trainer.deepspeed.settings import rank_environment
 from backends.trainer.footprint import SHARED_MEMORY
 from backends.trainer.reference import RayReference, ReferenceSettings

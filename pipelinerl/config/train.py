@@ -186,8 +186,8 @@ class TrainConfig(StrictModel):
         waits_s, updates_s = self.trainer.collective_timeout_s, self.engine.update_timeout_s
         if streams and waits_s <= updates_s:
             raise ValueError(
-                "trainer.collective_timeout_s must be above engine.update_timeout_s where weights are streamed, else an "
-                f"engine that hangs ends the ranks that wait for rank 0, got {waits_s:g} and {updates_s:g}"
+                "trainer.collective_timeout_s must be above engine.update_timeout_s where weights are streamed, else "
+                f"an engine that hangs ends the ranks that wait for rank 0, got {waits_s:g} and {updates_s:g}"
             )
         if self.trainer.step_timeout_s <= waits_s:
             raise ValueError(

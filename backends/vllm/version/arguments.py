@@ -111,7 +111,7 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
     """Return the arguments of vLLM's engine; the run file overrides our defaults where nothing depends on them."""
     replicas = settings.arguments.get("data_parallel_size", 1)
     on_cpu = settings.device == "cpu"
-    ours = {
+    ours: dict[str, Any] = {
         "enforce_eager": on_cpu,
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, settings.num_slots),
         "enable_prefix_caching": True,

@@ -245,8 +245,8 @@ def test_two_workers_that_share_the_experts_of_a_mixture_load_every_version(
 ) -> None:
     """Each has half of every expert; the trainer sends experts one by one.
 
-    On CPU vLLM packs experts for its kernel, so the engine reloads them at every update. A GPU leaves them as the loader
-    of this second model does, which each worker makes: there copies alone must give the same bits. 17 s of two cores.
+    On CPU vLLM packs experts for its kernel, so the engine reloads them at every update. A GPU leaves them as the
+    loader of a second model does, that each worker makes: there copies alone must give the same bits. 17 s of a core.
     """
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     model = make_mixture(tmp_path / "model")
