@@ -76,6 +76,10 @@ class RankFacts:
     """From the device into pinned memory of the host. None: it is the host."""
     total_gb: float | None
     """Memory of the device. None: it is the host."""
+    host: str = ""
+    """Name of its machine."""
+    network: str | None = None
+    """Of NCCL between machines, as it names it. None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

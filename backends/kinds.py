@@ -18,6 +18,7 @@ from backends.driver.evaluation import evaluation_slots
 from backends.huggingface_codec import load_codec
 from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.owner import temporary_folder
+from backends.this_machine import driver_fault
 from backends.vllm.version.arguments import check_arguments, check_version
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
@@ -47,6 +48,8 @@ class RayBackend:
         missing = self.missing()
         if missing:
             raise ConfigError(f"train needs {', '.join(missing)}, not installed: {install(f'train-{train.device}')}")
+        if train.device == "gpu" and train.ray_address is None and (fault := driver_fault()):
+            raise ConfigError(f"train.device='gpu' needs a newer driver on this machine, or another torch: {fault}")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
         _check_settings(config, train)
         for kind in (self.engine, self.trainer):

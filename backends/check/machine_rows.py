@@ -100,6 +100,8 @@ def reduce_bytes_s(*, one_node: bool) -> Callable[[Gpu, Coefficients], float]:
     return lambda gpu, values: values.allreduce_share * ring_bytes_s(gpu, one_node=one_node)
 
 
+SOCKET = "Socket"
+"""NCCL's name of plain TCP."""
 ATTENTION_ERROR = {"cpu": 1e-5, "gpu": 2e-2}
 """Largest error of attention over its largest value: float32 and bfloat16 have 2^-24 and 2^-9, and some hops."""
 
@@ -155,6 +157,8 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
     if not error <= most:
         kernel = wrong("attention kernel", text, f"at most {most:.0e} is rounding: torch and driver do not fit")
     rows = [kernel]
+    if len({one.host for one in ranks}) > 1 and config.train_table.device == "gpu":
+        rows.append(_network_row([one.network for one in ranks]))
     if all(one.same_checksum for one in ranks):
         rows.append(CheckRow(what="checksum of weights", measured="the same bits on device and host"))
     else:
@@ -176,6 +180,16 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
         advice = "weights cross to the host at every update: look at PCIe lanes and at the NUMA node of the process"
         rows.append(expected.rate("GPU to pinned memory", speed, lambda _, values: values.host_bandwidth, advice))
     return rows
+
+
+def _network_row(networks: Sequence[str | None]) -> CheckRow:
+    what, text = "NCCL between machines", ", ".join(sorted({str(one) for one in networks}))
+    if None in networks:
+        return unchecked(what, "no log of NCCL", "leave NCCL_DEBUG and NCCL_DEBUG_FILE unset for the check")
+    if SOCKET in networks:
+        advice = "install libibverbs and give containers /dev/infiniband, --network host and --ulimit memlock=-1"
+        return wrong(what, f"{text}: 5 to 20 times slower than RDMA", advice)
+    return CheckRow(what=what, measured=text)
 
 
 # -------------------------------------------------------------------------------------------- the longest pack

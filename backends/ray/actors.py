@@ -13,7 +13,7 @@ incomplete. So only ``shutdown`` can follow.
 ========================  ============================  =====================================
 call of the trainer       waits for                     limit
 ========================  ============================  =====================================
-``start``                 places for all ranks          ``placing_timeout_s``; then as every call
+``start``                 places, then all ranks        ``placing_timeout_s``, then ``start_timeout_s``
 every call                all ranks                     ``step_timeout_s``
 ``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter
 ``shutdown``              all ranks that still answer   ``RANKS_SHUTDOWN_TIMEOUT_S``; then it kills
@@ -98,7 +98,8 @@ class RayTrainer:
         await self._all("placing", ready, timeout_s=self._placing_timeout_s)
         ((address, port),) = await self._call("meet", "free_address", ranks=self._ranks[:1])
         members = await self._call("meet", "address_towards", address)
-        await self._call("start", "start", address, port, members)
+        starts = [rank.start.remote(address, port, members) for rank in self._ranks]
+        await self._all("start", starts, timeout_s=self._settings.trainer.start_timeout_s)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         rows = pack(samples, pack_tokens=self._settings.trainer.pack_tokens, num_ranks=len(self._ranks))

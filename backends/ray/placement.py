@@ -42,6 +42,7 @@ from backends.interface import (
 )
 from backends.preflight import trainer_ranks
 from backends.ray.actors import RayTrainer
+from backends.this_machine import driver_fault, memory_bytes, network_variables
 from backends.trainer.deepspeed.settings import rank_environment
 from backends.trainer.footprint import SHARED_MEMORY
 from backends.trainer.reference import RayReference, ReferenceSettings
@@ -58,25 +59,23 @@ def place_facts(marker: str | None) -> PlaceFacts:
     """Look at this machine; ``marker`` is a file in the run's folder, which all machines are to see."""
     import psutil
 
-    memory = psutil.virtual_memory()
+    machine, memory, _ = name_and_memory()
     return PlaceFacts(
-        machine=name_and_memory()[0],
+        machine=machine,
         versions=versions(),
         gpus=_gpus(),
-        memory_gb=memory.total / 1e9,
-        free_memory_gb=memory.available / 1e9,
+        memory_gb=memory / 1e9,
+        free_memory_gb=min(memory, psutil.virtual_memory().available) / 1e9,
         free_shared_gb=shutil.disk_usage(SHARED_MEMORY).free / 1e9,
         sees_folder=None if marker is None else Path(marker).is_file(),
     )
 
 
-def name_and_memory() -> tuple[str, float]:
-    """Return the name of this machine, and its memory (bytes)."""
-    import psutil
-
+def name_and_memory() -> tuple[str, float, str | None]:
+    """Return the name of this machine, its memory (bytes), and the fault of its GPU driver, if any."""
     from backends.transfer.rendezvous import own_address
 
-    return f"{socket.gethostname()} {own_address()}", float(psutil.virtual_memory().total)
+    return f"{socket.gethostname()} {own_address()}", memory_bytes(), driver_fault()
 
 
 def versions() -> dict[str, str]:
@@ -163,9 +162,15 @@ def _bundles(config: RunConfig) -> list[dict[str, float]]:
 
 
 def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
-    """Ask the machines that accelerators were set aside on for their memory; return what will be on each."""
+    """Ask the machines that accelerators were set aside on for their memory; return what will be on each.
+
+    ``ConfigError`` if the GPU driver of one is too old.
+    """
     look, on_nodes = ray.remote(num_cpus=0)(name_and_memory), _bundles_by_node(places)
     facts = ray.get([look.options(scheduling_strategy=_at(node)).remote() for node in on_nodes])
+    for machine, _, fault in facts:
+        if fault is not None:
+            raise ConfigError(f"train.ray_address must lead to machines with a newer driver: on {machine} {fault}")
     engines, ranks = range(config.num_engines), _rank_bundles(config)
     return [
         Share(
@@ -175,7 +180,7 @@ def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
             ranks=len(here.intersection(ranks)),
             leads=ranks.start in here,
         )
-        for (machine, memory), here in zip(facts, on_nodes.values(), strict=True)
+        for (machine, memory, _), here in zip(facts, on_nodes.values(), strict=True)
     ]
 
 
@@ -281,9 +286,10 @@ def rank_options(config: RunConfig, places: PlacementGroup) -> list[dict[str, An
 
 def _options(config: RunConfig, places: PlacementGroup, bundles: range, number: float) -> list[dict[str, Any]]:
     """Return Ray's options of a process in each bundle, with so many accelerators."""
-    each: dict[str, float] = {"num_gpus": 0, "num_cpus": number}
+    each: dict[str, Any] = {"num_gpus": 0, "num_cpus": number}
     if _resource(config) == "GPU":
         each = {"num_gpus": number, "num_cpus": DRIVING_CORES}
+    each |= {"runtime_env": {"env_vars": variables}} if (variables := network_variables()) else {}
     return [{**each, "scheduling_strategy": PlacementGroupSchedulingStrategy(places, bundle)} for bundle in bundles]
 
 

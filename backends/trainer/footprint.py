@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -26,8 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from backends.interface import Share
 from backends.preflight import trainer_ranks
+from backends.this_machine import memory_bytes
 from backends.trainer.attention import register_packed_attention, sequence_arguments
 from backends.trainer.model import (
+    BUCKET_BYTES,
     REDUCE_BUCKET,
     WHOLE_PARAMETERS,
     PolicyModel,
@@ -93,11 +94,13 @@ class Footprint:
     workspace: float
     """Parameters that ZeRO-3 has put together, gradients on their way, a reference model."""
     activations: float
+    sending: float = 0.0
+    """Buckets in which rank 0 sends weights, and a gathered one, while nothing is trained."""
 
     @property
     def total(self) -> float:
         """Peak."""
-        return self.states + self.workspace + self.activations
+        return self.states + self.workspace + max(self.activations, self.sending)
 
 
 def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool = False) -> int:
@@ -169,7 +172,8 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
     numels = [parameter.numel() for parameter in policy.parameters()]
     num, stage = sum(numels), trainer.zero_stage
     spread = [trainer_ranks(config) if stage >= least else 1 for least in (3, 2, 1)]
-    workspace = (2 + 4) * min(num, max(REDUCE_BUCKET, *numels))  # in the type of the weights, and in float32
+    in_weights = 2 * (1 + (stage == 2))  # with ZeRO-2 one is filled while another is reduced
+    workspace = (in_weights + 4) * min(num, max(REDUCE_BUCKET, *numels))  # in the type of the weights, and in float32
     if stage == 3:
         workspace += 2 * min(num, WHOLE_PARAMETERS)
     if loss.kl_coefficient > 0:  # a replica of the reference model
@@ -180,8 +184,11 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         checkpointing=trainer.activation_checkpointing,
         value_head=loss.value_coefficient > 0,
     )
+    streams = config.train.chosen_transport(colocated=config.colocated).standing_still
+    bucket = largest_bucket_bytes(dict(policy.named_parameters()), STREAM_BYTES if streams else BUCKET_BYTES)
+    sending = (2 * streams + (stage == 3)) * bucket
     states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]
-    return Footprint(states, workspace, activations)
+    return Footprint(states, workspace, activations, sending)
 
 
 def check_memory(config: RunConfig, model_config: Any) -> None:
@@ -292,8 +299,8 @@ def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Sha
     """Check the machines' host memory (``shares`` None: this one, in a private Ray); ``ConfigError`` names a key."""
     assert config.train is not None
     if shares is None:
-        memory, ranks = psutil.virtual_memory().total, trainer_ranks(config)
-        shares = [Share("this machine", memory, config.generation_accelerators, ranks, leads=True)]
+        engines, ranks = config.generation_accelerators, trainer_ranks(config)
+        shares = [Share("this machine", memory_bytes(), engines, ranks, leads=True)]
         otherwise = "train.ray_address must lead to a cluster of more machines"
     else:
         otherwise = "train.ray_address must lead to machines of more memory"

@@ -32,6 +32,8 @@ REDUCE_BUCKET = 100_000_000
 """Gradients that are reduced at once (numbers); a larger parameter goes alone."""
 WHOLE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 keeps whole at once, at most (numbers)."""
+PREFETCHED_PARAMETERS = 250_000_000
+"""Of these, put together before they are used: a layer of a 7B (numbers)."""
 LAYER = re.compile(r".*?\.\d+\.")
 """Beginning of the names of a layer's weights: a checkpoint may hold the weights of one layer in other pieces."""
 TRAINED_DTYPES: dict[str, torch.dtype] = {"cpu": torch.float32, "gpu": torch.bfloat16}

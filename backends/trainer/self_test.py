@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ REPEATS = 3
 """Of a speed, after once to warm up; the fastest counts: others may use the link, too."""
 
 
-def self_test(device: torch.device, num_bytes: int) -> RankFacts:
+def self_test(device: torch.device, num_bytes: int, *, nccl_log: str | None = None) -> RankFacts:
     """Measure with all-reduce, broadcast and copy of so many bytes; all ranks call it together."""
     torch.manual_seed(SEED)
     cuda = device.type == "cuda"
@@ -36,7 +39,16 @@ def self_test(device: torch.device, num_bytes: int) -> RankFacts:
         link_gb=num_bytes / 1e9,
         to_host_gb_s=_to_host_gb_s(device, num_bytes) if cuda else None,
         total_gb=torch.cuda.mem_get_info(device)[1] / 1e9 if cuda else None,
+        host=socket.gethostname(),
+        network=nccl_network(nccl_log),
     )
+
+
+def nccl_network(log: str | None) -> str | None:
+    """Return the network between machines that NCCL has logged: ``IB``, ``Socket``, ...; None: nothing is logged."""
+    text = Path(log).read_text(errors="replace") if log is not None and Path(log).is_file() else ""
+    found = re.search(r"NCCL INFO Using network (.+)", text)
+    return None if found is None else found[1].strip()
 
 
 def attention_error(device: torch.device, dtype: torch.dtype) -> float:

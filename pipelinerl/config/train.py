@@ -73,10 +73,12 @@ class TrainerConfig(StrictModel):
     """Tokens of a rank's forward pass, packed from sequences."""
     activation_checkpointing: bool = True
     """Recompute activations in the backward pass."""
+    start_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds the ranks may take to load the model, waiting for one another."""
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds until a micro-batch counts as hung."""
-    collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds a rank waits for others (NCCL, gloo)."""
+    collective_timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds a rank waits for others (NCCL, gloo) after the start."""
     restarts: CountOrZero = 3
     """Automatic restarts from the last checkpoint after a lost rank (count)."""
 
@@ -180,7 +182,18 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _restrictions(self) -> Self:
-        _ = self.chosen_transport(colocated=False)
+        streams = self.chosen_transport(colocated=False).standing_still
+        waits_s, updates_s = self.trainer.collective_timeout_s, self.engine.update_timeout_s
+        if streams and waits_s <= updates_s:
+            raise ValueError(
+                "trainer.collective_timeout_s must be above engine.update_timeout_s where weights are streamed, else "
+                f"an engine that hangs ends the ranks that wait for rank 0, got {waits_s:g} and {updates_s:g}"
+            )
+        if self.trainer.step_timeout_s <= waits_s:
+            raise ValueError(
+                "trainer.step_timeout_s must be above trainer.collective_timeout_s, else no rank can name the one it "
+                f"waits for, got {self.trainer.step_timeout_s:g} and {waits_s:g}"
+            )
         if self.loss.kind == "gspo" and self.loss.value_coefficient:
             raise ValueError("loss.value_coefficient must be 0 with loss.kind='gspo': its advantage is per sequence")
         return self

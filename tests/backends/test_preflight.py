@@ -11,13 +11,20 @@ from needs import need
 
 need("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray")
 
+from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
+from model_configs import ARCHITECTURES  # noqa: E402
+
 from backends import kinds  # noqa: E402
 from backends.driver import metrics as metrics_log  # noqa: E402
+from backends.preflight import check_run, evaluation_task, task_of  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
+from backends.trainer import footprint  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
+TRAINED = [path for path in sorted(EXAMPLE.parent.glob("*.toml")) if load_run(path).train is not None]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +44,31 @@ def refuses(model, tmp_path, command):
         assert not (tmp_path / "out").exists()
 
     return check
+
+
+@pytest.fixture(scope="module")
+def real_shape(tmp_path_factory):
+    """A folder with the shape of the model of the large examples, a tokenizer, and no weights."""
+    folder = tmp_path_factory.mktemp("models") / "Qwen2.5-7B"
+    chat_tokenizer(CHATML, "<|im_end|>").save_pretrained(folder)
+    shape = ARCHITECTURES["Qwen2.5-7B"][0] | {"max_position_embeddings": 131_072}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize("example", TRAINED, ids=lambda path: path.stem)
+def test_every_example_passes_the_checks_before_a_run(example, model, real_shape, tmp_path, monkeypatch):
+    """On a machine of 2 TB, as H100s have; counting a 7B takes two seconds."""
+    monkeypatch.setattr(footprint, "memory_bytes", lambda: 2e12)
+    sets = [f"train.model.path={model}"]
+    if load_run(example).train.device == "gpu":
+        problems = [json.dumps({"problem": f"{number} + 1", "answer": f"{number + 1}"}) for number in range(6000)]
+        (tmp_path / "problems.jsonl").write_text("\n".join(problems))
+        sets = [f"train.model.path={real_shape}", f"train.task.settings.path={tmp_path / 'problems.jsonl'}"]
+    config = load_run(example, sets)
+    kinds.backend_of(check_run(config)).check(config)
+    evaluation_task(config, task_of(config))
 
 
 def changed(name, change):
@@ -81,16 +113,10 @@ def test_a_model_that_cannot_be_trained(refuses, model, tmp_path, make, words):
 
 
 @pytest.mark.slow
-def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, tmp_path):
+def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_shape):
     """The main example, with the real shape of its model and no weights, as on a machine without GPUs."""
-    folder = tmp_path / "Qwen2.5-7B"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"")
-    shape = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28}
-    shape |= {"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
-    (folder / "config.json").write_text(json.dumps(shape | {"model_type": "qwen2", "tie_word_embeddings": False}))
     refuses(
-        f"train.model.path={folder}",
+        f"train.model.path={real_shape}",
         "train.trainer.activation_checkpointing=false",
         example=EXAMPLE.parent / "qwen7b_128_h100.toml",
         words=["train.trainer.activation_checkpointing must be true", "needs 114.7 GB a GPU"],
@@ -132,6 +158,12 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, tmp_pat
 )
 def test_settings_that_do_not_fit(refuses, overrides, words):
     refuses(*overrides, words=[words])
+
+
+def test_a_driver_older_than_torch_needs_is_one_line(refuses, monkeypatch):
+    monkeypatch.setattr(kinds, "driver_fault", lambda: "the NVIDIA driver runs CUDA 12.8, and torch was built for 13.0")
+    line = "train.device='gpu' needs a newer driver on this machine, or another torch: the NVIDIA driver runs CUDA 12.8"
+    refuses("train.device=gpu", words=[line])
 
 
 def test_a_run_file_without_the_train_table(command, tmp_path):

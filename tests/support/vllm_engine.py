@@ -51,6 +51,7 @@ class Subject:
     def next_weights(self) -> Weights:
         """Disturb the last version's weights, strongly, and write them into a file."""
         import torch
+        from transformers.core_model_loading import revert_weight_conversion
 
         from backends.transfer.file import write_weights
 
@@ -62,7 +63,8 @@ class Subject:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
         self.versions.append(model)
         path = self.folder / f"weights-{version}"
-        return Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
+        sent = revert_weight_conversion(model, dict(model.named_parameters()))
+        return Weights(version, f"file:{path}", write_weights(path, sent))
 
     def error(
         self, generated: Generated, prompt: tuple[int, ...] = PROMPT, *, keep: bool, temperature: float = 1.0

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ import transformers
 from numpy.typing import NDArray
 
 from backends.interface import RankFacts, Weights
-from backends.trainer.deepspeed.settings import RankSettings, deepspeed_config, make_optimizer
+from backends.trainer.deepspeed.settings import RankSettings, deepspeed_config, make_optimizer, nccl_logs
 from backends.trainer.deepspeed.state import RankState
 from backends.trainer.model import PolicyModel, copy_policy, load_policy, save_policy
 from backends.trainer.packing import PackedRow
@@ -45,6 +46,8 @@ from pipelinerl.util.user_code import kind_and_line
 
 MAX_SKIPPED = 5
 """Optimizer steps in a row whose gradient is not finite, after which the run ends."""
+ANSWER_S = 10.0
+"""For rank 0's machine to accept or refuse a connection; it is silent where packets are dropped."""
 
 
 class DeepSpeedRank:
@@ -86,10 +89,12 @@ class DeepSpeedRank:
         }
         self._device = torch.device("cpu" if settings.device == "cpu" else "cuda:0")
         if settings.device == "gpu":
+            os.environ |= nccl_logs(settings.logs, settings.rank)
             torch.cuda.set_device(self._device)
         _silence_libraries()
         with self._reserved or contextlib.nullcontext():
             self._meet(master_address, master_port, members)
+        wait_at_most(settings.trainer.start_timeout_s)
         import deepspeed  # reads DS_ACCELERATOR when it is imported
 
         # On CPU DeepSpeed would compile a faster all-reduce at the first start, for a minute and with a C++ compiler;
@@ -99,6 +104,7 @@ class DeepSpeedRank:
         config = deepspeed_config(settings)
         split = config if settings.trainer.zero_stage == 3 else None
         policy = load_policy(settings.model_path, device=settings.device, zero3=split)
+        torch.distributed.barrier()  # DeepSpeed's own group waits less long for a rank that still reads
         if settings.trainer.activation_checkpointing:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         value_head = settings.loss.value_coefficient > 0
@@ -114,6 +120,7 @@ class DeepSpeedRank:
         )
         self._state = RankState(self._engine, rank=settings.rank)
         self._publisher.check(self._engine.module)
+        wait_at_most(settings.trainer.collective_timeout_s)
 
     def _meet(self, master_address: str, master_port: int, members: Sequence[str] | None) -> None:
         """Make the group of ranks before DeepSpeed does: its own is bound to a device, and further groups can hang.
@@ -122,10 +129,11 @@ class DeepSpeedRank:
         """
         if torch.distributed.is_initialized():
             return
-        settings, timeout_s = self._settings, self._settings.trainer.collective_timeout_s
+        settings, timeout_s = self._settings, self._settings.trainer.start_timeout_s
         if settings.rank == 0:
             store: Any = RendezvousStore(master_address, master_port, timeout_s=timeout_s, members=members)
         else:
+            reach(master_address, master_port, timeout_s=timeout_s)
             store = torch.distributed.TCPStore(master_address, master_port, timeout=timedelta(seconds=timeout_s))
         torch.distributed.init_process_group(
             "gloo" if settings.device == "cpu" else "nccl",
@@ -227,7 +235,7 @@ class DeepSpeedRank:
             transformers.AutoTokenizer.from_pretrained(self._settings.model_path).save_pretrained(folder)
 
     def self_test(self, num_bytes: int) -> RankFacts:
-        return self_test(self._device, num_bytes)
+        return self_test(self._device, num_bytes, nccl_log=os.environ.get("NCCL_DEBUG_FILE"))
 
     def offload(self) -> None:
         """Move everything from the GPU to the host's memory; needs ZeRO-2 or 3. On CPU there is nothing to move."""
@@ -244,6 +252,28 @@ class DeepSpeedRank:
         """Remove the published files and give up the model. The process is to end then."""
         self._publisher.close()
         self._engine.destroy()
+
+
+def reach(address: str, port: int, *, timeout_s: float) -> None:
+    """Wait until something listens there; ``BackendError`` after ``ANSWER_S`` if packets are dropped."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=ANSWER_S).close()
+        except OSError as error:
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > until_s:
+                raise BackendError(
+                    f"no connection to rank 0 at {address}:{port}: {kind_and_line(error)}; the trainer's machines must "
+                    "reach each other directly, without a firewall or NAT between them"
+                ) from None
+        time.sleep(0.1)  # rank 0 does not listen yet
+
+
+def wait_at_most(seconds: float) -> None:
+    """Set how long collectives wait for other ranks, in all groups: DeepSpeed makes one of its own."""
+    groups = torch.distributed.distributed_c10d
+    for group in groups._world.pg_map:
+        groups._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 @contextlib.contextmanager

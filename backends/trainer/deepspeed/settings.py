@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from backends.trainer.model import REDUCE_BUCKET, TRAINED_DTYPES, WHOLE_PARAMETERS, PolicyModel
+from backends.this_machine import network_variables
+from backends.trainer.model import PREFETCHED_PARAMETERS, REDUCE_BUCKET, TRAINED_DTYPES, WHOLE_PARAMETERS, PolicyModel
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import WeightTransport
 from pipelinerl.rl.config import LossConfig
@@ -58,7 +60,9 @@ def deepspeed_config(settings: RankSettings) -> dict[str, Any]:
         "zero_optimization": {
             "stage": settings.trainer.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET,
+            "overlap_comm": settings.trainer.zero_stage >= 2,  # DeepSpeed's default is 3 only
             "stage3_max_live_parameters": WHOLE_PARAMETERS,
+            "stage3_prefetch_bucket_size": PREFETCHED_PARAMETERS,
             "stage3_param_persistence_threshold": settings.whole_parameter_elements,
         },
     }
@@ -80,13 +84,22 @@ def make_optimizer(settings: RankSettings, model: PolicyModel) -> torch.optim.Op
     )
 
 
+def nccl_logs(logs: str | None, rank: int) -> dict[str, str]:
+    """Return variables for a log of NCCL, and for torch's record of collectives when one times out, where not set."""
+    wanted = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+    if logs is not None:
+        wanted |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{logs}/nccl-{rank}.log"}
+        wanted["TORCH_FR_DUMP_TEMP_FILE"] = f"{logs}/collectives-"  # the rank is appended
+    return wanted | {name: os.environ[name] for name in wanted if name in os.environ}
+
+
 def rank_environment(device: Literal["cpu", "gpu"], *, num_threads: int) -> dict[str, str]:
     """Return the environment variables of a rank's process.
 
     Rows differ in length: without expandable segments the allocator would keep pieces that fit no row, and compiled
     code would be compiled anew for every length.
     """
-    variables = {"OMP_NUM_THREADS": str(num_threads), "TORCHDYNAMO_DISABLE": "1"}
+    variables = network_variables() | {"OMP_NUM_THREADS": str(num_threads), "TORCHDYNAMO_DISABLE": "1"}
     if device == "gpu":
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any, Literal
 
 from backends.vllm.process import VLLMSettings
@@ -44,6 +46,7 @@ REFUSED = {
     "worker_extension_cls": "workers have ours",
 }
 """They would break a promise of the driver."""
+CUDA = "/usr/local/cuda"
 MIN_BATCHED_TOKENS = 8192
 """Of prompts and answers that one decode step may compute, if not more slots."""
 
@@ -99,16 +102,24 @@ def _argument_names() -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+def has_compiler() -> bool:
+    """Return whether CUDA's compiler is on this machine, where FlashInfer looks for it."""
+    return which("nvcc", path=f"{os.environ.get('PATH', '')}:{os.environ.get('CUDA_HOME', CUDA)}/bin") is not None
+
+
 def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
     """Return the arguments of vLLM's engine; the run file overrides our defaults where nothing depends on them."""
     replicas = settings.arguments.get("data_parallel_size", 1)
     on_cpu = settings.device == "cpu"
-    ours = {
+    ours: dict[str, Any] = {
         "enforce_eager": on_cpu,
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, settings.num_slots),
         "enable_prefix_caching": True,
         "disable_log_stats": True,
     }
+    if settings.tensor_parallel > replicas and not on_cpu and not has_compiler():
+        # Else FlashInfer would compile it with nvcc at the first start.
+        ours["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     fixed = {
         "model": settings.model_path,
         "dtype": "float32" if on_cpu else "bfloat16",

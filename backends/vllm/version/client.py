@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from backends.interface import Generated, GenerateRequest, busy_s
+from backends.this_machine import local_cache
 from backends.vllm.process import VLLMSettings
 from backends.vllm.times import RequestTimes, StepMeter
 from backends.vllm.version.arguments import engine_arguments
@@ -89,6 +90,14 @@ class EngineDiedError(Exception):
     """A process of vLLM has ended."""
 
 
+def environment(settings: VLLMSettings) -> dict[str, str]:
+    """Return the variables of an engine's processes, where they are not set."""
+    level = {} if settings.log_file is None else {"VLLM_LOGGING_LEVEL": "INFO"}
+    on_device = CPU_ENVIRONMENT if settings.device == "cpu" else local_cache()
+    on_transport = STREAMED_ENVIRONMENT if settings.transport.standing_still else {}
+    return ENVIRONMENT | on_device | on_transport | level
+
+
 def start_client(settings: VLLMSettings) -> Client:
     """Start vLLM's processes; blocks until the model is loaded. ``ConfigError`` if vLLM is not installed."""
     plugins = os.environ.get("VLLM_PLUGINS")
@@ -100,10 +109,7 @@ def start_client(settings: VLLMSettings) -> Client:
         os.environ[IN_PLACE] = "1"
     if settings.cpu_cores is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
-    level = {} if settings.log_file is None else {"VLLM_LOGGING_LEVEL": "INFO"}
-    on_device = CPU_ENVIRONMENT if settings.device == "cpu" else {}
-    on_transport = STREAMED_ENVIRONMENT if settings.transport.standing_still else {}
-    for name, value in (ENVIRONMENT | on_device | on_transport | level).items():
+    for name, value in environment(settings).items():
         os.environ.setdefault(name, value)
     try:
         from vllm.config.weight_transfer import WeightTransferConfig

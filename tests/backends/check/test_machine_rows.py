@@ -63,6 +63,21 @@ def test_what_is_wrong_with_a_machine(place: dict[str, Any], rank: dict[str, Any
     assert [name for name, finding in found.items() if finding is Finding.WRONG] == [what]
 
 
+@pytest.mark.parametrize(
+    ("networks", "finding"),
+    [(("IB", "IB"), Finding.OK), (("IB", "Socket"), Finding.WRONG), (("Socket", None), Finding.UNCHECKED)],
+)
+def test_nccl_on_sockets_between_machines_is_wrong(networks: tuple[str | None, ...], finding: Finding) -> None:
+    """Without a rank on another machine nothing is sent over it."""
+    ranks = tuple(replace(RANK, host=host, network=network) for host, network in zip("ab", networks, strict=True))
+    found = {row.what: row for row in machine_rows(run(), SelfTest((PLACE,), ranks, None), OWN, 15.2)}
+    assert found["NCCL between machines"].finding is finding
+    one = tuple(replace(rank, host="a") for rank in ranks)
+    assert "NCCL between machines" not in {
+        row.what for row in machine_rows(run(), SelfTest((PLACE,), one, None), OWN, 0)
+    }
+
+
 def test_streamed_weights_need_no_room_on_the_host() -> None:
     found = rows({"free_memory_gb": 15.0}, {}, "train.transport=streamed")
     assert {row.finding for row in found.values()} == {Finding.OK}

@@ -55,6 +55,18 @@ def test_a_bundle_holds_all_that_is_placed_in_it(device: str, kind: str, kl_coef
         assert all(sum(place.values()) > 0 and place[name] <= bundle.get(name, 0.0) for name in place)
 
 
+def test_variables_of_the_network_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines, ranks and replicas of a cluster start in the environment of its machines, not of the driver."""
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    config = config_of(train={"device": "gpu", "loss": {"kl_coefficient": 0.1}})
+    reference, ranks = placement._make_reference(config, PLACES, None), placement.rank_options(config, PLACES)
+    trainer = DEEPSPEED.make(config, Place(options=tuple(ranks), weights_folder=Path("nowhere")))
+    assert isinstance(trainer, RayTrainer)
+    assert reference is not None
+    for options in (*placement.engine_options(config, PLACES), *trainer._options, *reference._options):
+        assert options["runtime_env"]["env_vars"]["NCCL_IB_HCA"] == "mlx5"
+
+
 def test_files_in_the_memory_of_one_machine_are_refused_where_there_are_more() -> None:
     files = config_of(kind="conventional", train={"transport": "file"})
     assert message(placement._check_folder, files, ["one", "two", "one"]) == (

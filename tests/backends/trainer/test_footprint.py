@@ -111,6 +111,26 @@ def test_states_are_of_mixed_precision(stage: int, numbers: float) -> None:
     assert footprint(config, transformers.Qwen2Config(**SMALL), pack_tokens=64).states == pytest.approx(numbers * num)
 
 
+def test_buckets_in_which_weights_are_streamed_count_where_they_are_more_than_the_activations() -> None:
+    """Of the whole small model: two on their way and, with ZeRO-3, one gathered. Else, with ZeRO-3, that one."""
+    small = transformers.Qwen2Config(**SMALL)
+    num = 2 * 1000 * 128 + 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256) + 128
+    for transport, stage, times in (("streamed", 3, 3), ("streamed", 2, 2), ("broadcast", 3, 1), ("broadcast", 2, 0)):
+        sets = f"train.transport={transport}", f"train.trainer.zero_stage={stage}"
+        needs = footprint(run(*sets), small, pack_tokens=64)
+        assert needs.sending == times * 2 * num
+        assert needs.total == needs.states + needs.workspace + max(needs.sending, needs.activations)
+    assert needs.sending < needs.activations
+
+
+def test_gradients_of_zero_2_are_collected_while_others_are_reduced() -> None:
+    """A second bucket in the type of the weights: here of the whole model, of 2 bytes a number."""
+    small = transformers.Qwen2Config(**SMALL)
+    one, two = (footprint(run(f"train.trainer.zero_stage={stage}"), small, pack_tokens=64) for stage in (1, 2))
+    num = 2 * 1000 * 128 + 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256) + 128
+    assert two.workspace - one.workspace == 2 * num
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("recomputation", "below"), [(1.0, 0.05), (0.0, 0.16)])
 def test_the_planners_formula_is_near(qwen7b: Any, recomputation: float, below: float) -> None:
@@ -240,7 +260,7 @@ def test_the_key_to_change_for_a_machine_is_the_one_that_helps(
         return module.HostMemory(weights, 12e9, loading)
 
     monkeypatch.setattr(module, "host_memory", counted)
-    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
+    monkeypatch.setattr(module, "memory_bytes", lambda: gigabytes * 1e9)
     assert message(check_host_memory, run_of_8(*sets), LLAMA).startswith(key)
 
 

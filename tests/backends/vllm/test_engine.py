@@ -226,6 +226,70 @@ async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder:
     await engine._vllm.resume()
 
 
+def make_mixture(folder: Path) -> Any:
+    """Write an untrained Qwen3 mixture of four experts in the place of the model in a folder; return it."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    make_model(folder, end_token=None)
+    dense = AutoConfig.from_pretrained(folder).to_dict()
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "max_position_embeddings", "tie_word_embeddings")  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{name: dense[name] for name in kept}, **experts)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_two_workers_that_share_the_experts_of_a_mixture_load_every_version(
+    run: Run[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has half of every expert; the trainer sends experts one by one.
+
+    On CPU vLLM packs experts for its kernel, so the engine reloads them at every update. A GPU leaves them as the
+    loader of a second model does, that each worker makes: there copies alone must give the same bits. 17 s of a core.
+    """
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    model = make_mixture(tmp_path / "model")
+    engine = VLLMEngine(settings(tmp_path / "model", tensor_parallel=2, cpu_cores="0|1"))
+    subject = Subject(engine, tmp_path, [model])
+
+    def by_copies(worker: Any, paths: list[str]) -> list[bool]:  # named by value: workers do not know this module
+        import torch
+        from safetensors.torch import load_file
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        from backends.vllm.direct_copies import Swap
+
+        with set_current_vllm_config(worker.vllm_config):
+            second = initialize_model(worker.vllm_config, prefix="second")
+        swap = Swap(second, lambda tensors: second.load_weights(iter(tensors.items())))
+        same = []
+        for path in paths:
+            swap(load_file(path))
+            copied = [one.clone() for one in second.parameters()]
+            second.load_weights(iter(load_file(path).items()))
+            same.append(all(map(torch.equal, copied, second.parameters())))
+        return [swap.direct, *same]
+
+    async def scenario() -> None:
+        await engine.start()
+        files = []
+        for version in (1, 2, 3):
+            weights = subject.next_weights()
+            files.append(weights.location.removeprefix("file:"))
+            await engine.update(weights, WeightUpdate.KEEP)
+            answers = await gather(engine, [request(number, 40) for number in range(4)])
+            assert all(answer.spans.versions == (version,) for answer in answers)
+            assert max(subject.error(answer, keep=False) for answer in answers) < 1e-5
+        assert await engine._vllm.llm.collective_rpc(by_copies, args=(files,)) == 2 * [[True, True, True, True]]
+
+    try:
+        run(scenario())
+    finally:
+        run(engine.shutdown())
+
+
 def broadcast_weights(version: int, model: Any) -> Weights:
     from transfer_group import digest_of, label_of
 

@@ -13,7 +13,7 @@ from vllm_engine import settings
 
 from backends.vllm.version import arguments
 from backends.vllm.version.arguments import check_arguments, check_version, engine_arguments
-from backends.vllm.version.client import as_generated
+from backends.vllm.version.client import as_generated, environment
 from pipelinerl.errors import BackendError, ConfigError
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -66,6 +66,50 @@ def test_arguments_of_the_run_file_override_ours_but_not_arguments_that_follow_f
     changed = engine_arguments(settings(Path("model"), num_slots=66, tensor_parallel=4, arguments=given))
     assert (changed["enable_prefix_caching"], changed["max_num_batched_tokens"]) == (False, 1000)
     assert (changed["data_parallel_size"], changed["tensor_parallel_size"], changed["max_num_seqs"]) == (4, 1, 17)
+
+
+@pytest.mark.parametrize(
+    ("device", "tensor_parallel", "compiler", "given", "off"),
+    [
+        ("gpu", 2, False, {}, True),
+        ("gpu", 2, True, {}, False),
+        ("gpu", 1, False, {}, False),
+        ("cpu", 2, False, {}, False),
+        ("gpu", 2, False, {"data_parallel_size": 2}, False),
+        ("gpu", 2, False, {"compilation_config": {"mode": 3}}, False),
+    ],
+)
+def test_the_fused_all_reduce_is_off_where_it_could_not_be_compiled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    tensor_parallel: int,
+    compiler: bool,
+    given: dict[str, Any],
+    off: bool,
+) -> None:
+    """It needs nvcc on the machine, and several workers that share a layer; the run file has the last word."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    if compiler:
+        (tmp_path / "cuda" / "bin").mkdir(parents=True)
+        (tmp_path / "cuda" / "bin" / "nvcc").touch(mode=0o755)
+    asked = engine_arguments(settings(tmp_path, device=device, tensor_parallel=tensor_parallel, arguments=given))
+    switched = {"pass_config": {"fuse_allreduce_rms": False}}
+    assert (asked.get("compilation_config") == switched) is off
+
+
+@needs_vllm
+def test_vllm_knows_the_switch_of_the_fused_all_reduce() -> None:
+    """Read from its source: loading it takes seconds."""
+    source = (arguments._package() / "config" / "compilation.py").read_text()
+    assert "    pass_config: PassConfig" in source
+    assert "    fuse_allreduce_rms: bool" in source
+
+
+def test_only_engines_on_gpus_compile_and_keep_it_on_their_own_disk() -> None:
+    assert "VLLM_CACHE_ROOT" not in environment(settings(Path("model")))
+    assert environment(settings(Path("model"), device="gpu"))["VLLM_CACHE_ROOT"].startswith("/tmp/")
 
 
 def answer(tokens: list[int], of_tokens: list[int]) -> Any:

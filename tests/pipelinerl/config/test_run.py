@@ -90,6 +90,29 @@ def test_a_setting_that_a_run_file_cannot_keep_is_one_line(key: str, value: str)
     assert line.startswith(f"run: {key}: must hold finite numbers, got ")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("train.trainer.collective_timeout_s=10.0", "train.transport=streamed"),
+            "collective_timeout_s must be above engine.update_timeout_s where weights are streamed, else an engine "
+            "that hangs ends the ranks that wait for rank 0, got 10 and 10"),
+        (("train.trainer.step_timeout_s=30.0",),
+            "step_timeout_s must be above trainer.collective_timeout_s, else no rank can name the one it waits for, "
+            "got 30 and 30"),
+        (("train.trainer.collective_timeout_s=11.0", "train.transport=streamed", "train.trainer.step_timeout_s=12.0"),
+            None),
+        (("train.trainer.collective_timeout_s=10.0", "train.transport=broadcast"), None),  # no rank waits for it
+    ],
+)  # fmt: skip
+def test_who_waits_for_another_waits_longer_than_that_one(overrides: tuple[str, ...], line: str | None) -> None:
+    expected = [] if line is None else [f"run: train.trainer.{line}"]
+    data = with_overrides(EVERY_KEY, list(overrides))
+    if line is None:
+        parse_run(data)
+    else:
+        assert faults(data) == expected
+
+
 @pytest.mark.parametrize("key", ["policy.temperature", "train.sampling.temperature"])
 @pytest.mark.parametrize(("value", "rule"), [(1e-300, "at least 0.01"), (0, "at least 0.01"), (1e300, "at most 100")])
 def test_a_temperature_is_one_that_engines_sample_at(key: str, value: float, rule: str) -> None:

@@ -138,7 +138,8 @@ def test_a_listed_value_that_does_not_fit_or_equals_another_is_reported(
 
 # Every key that a user may turn is an axis or has the reason why it is none.
 
-OTHERS = {f"train.trainer.{name}" for name in ("kind", "step_timeout_s", "collective_timeout_s", "restarts")}
+TIMEOUTS = ("start_timeout_s", "step_timeout_s", "collective_timeout_s")
+OTHERS = {f"train.trainer.{name}" for name in ("kind", *TIMEOUTS, "restarts")}
 """Keys of these tables that move neither throughput nor lag."""
 TABLES = {
     "cluster": ClusterConfig,

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,17 +37,20 @@ from tiny_trainer import (  # noqa: E402
 )
 from transfer_group import held_by, row_of  # noqa: E402
 
+import backends.trainer.deepspeed.rank  # noqa: E402
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
 import backends.transfer.streamed  # noqa: E402
 from backends.check.machine_rows import taught  # noqa: E402
 from backends.interface import Sample, TrainResult, Weights  # noqa: E402
-from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, torch_adamw_passes  # noqa: E402
+from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, reach, torch_adamw_passes  # noqa: E402
+from backends.trainer.model import load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
+from backends.transfer.rendezvous import RendezvousStore, reserved_port  # noqa: E402
 from backends.transfer.row import digest, label, ranges  # noqa: E402
 from backends.transfer.streamed import StreamReceiver  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
@@ -266,10 +270,57 @@ def test_the_port_that_ranks_meet_at_is_given_to_nobody_else_before_they_do(mode
     rank.start(address, port)
 
 
-def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(model_path: Path) -> None:
+def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In DeepSpeed's own copy of the group, too; longer while they load the model."""
+    loading: list[float] = []
+
+    def timeouts() -> list[float]:
+        backends = [one._get_backend(torch.device("cpu")) for one in torch.distributed.distributed_c10d._world.pg_map]
+        return [one.options._timeout.total_seconds() for one in backends]
+
+    def load(*arguments: Any, **named: Any) -> Any:
+        loading.extend(timeouts())
+        return load_policy(*arguments, **named)
+
+    monkeypatch.setattr(backends.trainer.deepspeed.rank, "load_policy", load)
     started(model_path)
-    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    assert group.options._timeout.total_seconds() == TrainerConfig().collective_timeout_s == 600
+    assert set(loading) == {3600} == {TrainerConfig().start_timeout_s}
+    assert timeouts() == [900, 900] == 2 * [TrainerConfig().collective_timeout_s]
+
+
+@pytest.mark.parametrize(("zero_stage", "overlaps"), [(1, False), (2, True), (3, True)])
+def test_gradients_are_reduced_and_parameters_gathered_beside_other_work(
+    model_path: Path, zero_stage: int, overlaps: bool
+) -> None:
+    """ZeRO-3 gathers a layer of a 7B ahead, which has 233,057,792 numbers."""
+    engine = started(model_path, zero_stage=zero_stage)._engine
+    assert engine.zero_overlap_comm() is overlaps
+    assert engine.zero_prefetch_bucket_size() >= 2 * 3584 * (3584 + 512) + 3 * 3584 * 18_944 + 3584 + 2 * 512 + 2 * 3584
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packets are dropped: the store admits another address than the one that it comes from, as behind NAT."""
+    monkeypatch.setattr(backends.trainer.deepspeed.rank, "ANSWER_S", 0.2)
+    store = RendezvousStore("127.0.0.1", timeout_s=600, members=["127.0.0.1"])
+    behind_nat = partial(socket.create_connection, source_address=("127.0.0.2", 0))
+    monkeypatch.setattr(socket, "create_connection", behind_nat)
+    with pytest.raises(BackendError, match=rf"^no connection to rank 0 at 127.0.0.1:{store.port}: .*firewall or NAT"):
+        reach("127.0.0.1", store.port, timeout_s=600)
+
+
+def test_a_rank_waits_until_rank_0_listens() -> None:
+    with reserved_port("127.0.0.1") as held, ThreadPoolExecutor(1) as thread:
+        port = held.getsockname()[1]
+        waits = thread.submit(reach, "127.0.0.1", port, timeout_s=600)
+        with pytest.raises(TimeoutError):
+            waits.result(timeout=0.3)
+        store = RendezvousStore("127.0.0.1", port, timeout_s=600)
+        waits.result()
+    store.set("key", "the store is as good as before")
+    with pytest.raises(BackendError, match="Connection refused"):
+        reach("127.0.0.1", 1, timeout_s=0)
 
 
 def test_steps_that_are_skipped_in_a_row_end_the_run(model_path: Path) -> None:
