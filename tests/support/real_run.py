@@ -34,6 +34,15 @@ def python_path(folder):
     return os.pathsep.join((str(folder), here, *filter(None, [os.environ.get("PYTHONPATH")])))
 
 
+def cached_model(folder, cache, name):
+    """Put a model into a cache of Hugging Face (``HF_HOME``), as a download would; return its folder there."""
+    place = cache / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, place / "snapshots" / "1")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("1")
+    return place / "snapshots" / "1"
+
+
 class Process:
     """A run in a process of its own; all that it starts dies with the test."""
 
