@@ -141,7 +141,7 @@ class CheckpointKeeper:
         content[_DRIVER] = self._lock.id
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 
-    def keep(self, version: int, content: bytes, digests: Mapping[str, str], *, longer: bytes | None) -> None:
+    def keep(self, version: int, content: bytes, digests: Mapping[str, str], longer: bytes | None) -> None:
         """Complete the checkpoint, whose trainer's part is written; remove the oldest.
 
         ``content``, ``longer``: from ``copy``, now and before the end. ``digests``: of files of the trainer's part.

@@ -347,7 +347,7 @@ class Driver:
 
     async def _write(self, keeper: CheckpointKeeper, version: int, content: bytes) -> None:
         digests = await self._trainer.save(await asyncio.to_thread(keeper.trainer_folder))
-        await asyncio.to_thread(keeper.keep, version, content, digests or {}, longer=self._longer)
+        await asyncio.to_thread(keeper.keep, version, content, digests or {}, self._longer)
 
     async def _before_end(self) -> None:
         """Copy the state before the last event: the run goes on from it if its ``optimizer_steps`` are raised."""

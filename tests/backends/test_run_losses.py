@@ -86,6 +86,15 @@ class Moody(Arithmetic):
 """
 
 
+def check_same_model(*folders):
+    """Bits, tokenizer, and what transformers makes of them."""
+    one, other = (load_file(folder / "model.safetensors") for folder in folders)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
+    assert len({type(AutoModelForCausalLM.from_pretrained(folder)) for folder in folders}) == 1
+
+
 def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_sigterm_to_its_group(
     unfitted, tmp_path, command, monkeypatch
 ):
@@ -107,7 +116,10 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_si
     for line in ("no reward today", "reference model died: phase=logprobs replica=0", "engine 0 lost"):
         run.wait_for_line(line)
     run.wait_for_step(5, **{"restarts/engines": 1})
-    os.killpg(run.process.pid, signal.SIGTERM)  # the group of the command, as Slurm and ``timeout`` do
+    # The group of the command, as Slurm and ``timeout`` do: none of all that it has started is in it.
+    assert len({name for name in ("raylet", "gcs_server", "DeepSpeedRank", "VLLM::") if run.named(name)}) == 4
+    assert run.in_its_group() == []
+    os.killpg(run.process.pid, signal.SIGTERM)
     status, _, stderr = run.end()
     assert status == 1
     assert stderr.splitlines()[-1].startswith("pipelinerl: interrupted; what was finished is kept")
@@ -138,11 +150,5 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_si
     assert load_run(out / "run.toml").train.model.path == "some/model"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(snapshot.parents[2]))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    exported = tmp_path / "exported"
-    assert command("export", out / "checkpoints" / "step_000022", "--out", exported).status == 0
-    theirs, ours = load_file(out / "model" / "model.safetensors"), load_file(exported / "model.safetensors")
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
-    kinds = {type(AutoModelForCausalLM.from_pretrained(folder)) for folder in (unfitted, exported)}
-    assert len(kinds) == 1
-    assert (exported / "tokenizer.json").read_bytes() == (out / "model" / "tokenizer.json").read_bytes()
+    assert command("export", out / "checkpoints" / "step_000022", "--out", tmp_path / "exported").status == 0
+    check_same_model(tmp_path / "exported", out / "model")

@@ -1,6 +1,7 @@
 """`pipelinerl train` as a user runs it: a process of its own, whose whole tree dies with the test."""
 
 import atexit
+import contextlib
 import getpass
 import json
 import os
@@ -88,6 +89,14 @@ class Process:
 
     def named(self, name):
         return [one for one, what in self.tree() if name in what and one.is_running()]
+
+    def in_its_group(self):
+        """What it has started and what a signal to its process group would reach."""
+        found = []
+        for one, what in self.tree():
+            with contextlib.suppress(ProcessLookupError):
+                found += [what] * (os.getpgid(one.pid) == self.process.pid)
+        return found
 
     def wait_for(self, condition, what):
         """Wait until something holds of a run that goes on."""
