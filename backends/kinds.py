@@ -94,10 +94,7 @@ def _check_settings(config: RunConfig, train: TrainConfig) -> None:
 
 
 def with_local_model(config: RunConfig) -> RunConfig:
-    """Return a run whose model is a folder: of an id at Hugging Face the snapshot in its cache, downloaded if need be.
-
-    ``ConfigError`` if it is neither there nor can be downloaded.
-    """
+    """Return a run whose model is a folder: an id at Hugging Face is downloaded into its cache, or ``ConfigError``."""
     train = config.train_table
     path = train.model.path
     if not is_model_id(path):
@@ -108,7 +105,7 @@ def with_local_model(config: RunConfig) -> RunConfig:
         folder = snapshot_download(path, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES)
     except Exception as error:  # its errors have no common root, or it is not installed
         raise ConfigError(
-            f"train.model.path must be a folder with a model, or an id at Hugging Face that is in its cache or can be "
+            "train.model.path must be a folder with a model, or an id at Hugging Face that is in its cache or can be "
             f"downloaded, got {path!r}: {first_line(error)}"
         ) from None
     model = train.model.model_copy(update={"path": folder})

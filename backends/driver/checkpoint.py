@@ -1,11 +1,10 @@
 """Checkpoints: a folder per version, complete or not there at all.
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
-not yet trained on, place in the trace), after the last step also ``longer.pickle`` (the same before its end, for more
-``optimizer_steps``), the id of its ``driver`` and ``manifest.json``. It is copied in one instant and
-written while the run goes on, in its driver's folder: fsynced, then moved here; only then is an older one of its
-version removed. A resume warns of a broken checkpoint and takes the one before; it refuses another format before
-unpickling.
+not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``; at the end of a run also
+``longer.pickle``, the same before the end, for more ``optimizer_steps``. It is copied in one instant and written while
+the run goes on, in its driver's folder: fsynced, then moved here; only then is an older one of its version removed. A
+resume warns of a broken checkpoint and takes the one before; it refuses another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 
@@ -142,10 +141,7 @@ class CheckpointKeeper:
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 
     def keep(self, version: int, content: bytes, digests: Mapping[str, str], longer: bytes | None) -> None:
-        """Complete the checkpoint, whose trainer's part is written; remove the oldest.
-
-        ``content``, ``longer``: from ``copy``, now and before the end. ``digests``: of files of the trainer's part.
-        """
+        """Complete the checkpoint: ``copy`` now and before the end, the written trainer's part; remove the oldest."""
         partial, whole = self._partial, self._folder / f"step_{version:06d}"
         with writing(partial):
             (partial / _RUN).write_bytes(content)

@@ -220,7 +220,8 @@ class Scheduler(ABC):
                 case TrainingFinished():
                     self._training_finished(event)
                 case StepsRaised():
-                    if self.stopped is not None or not self.may_be_longer:
+                    longer = event.optimizer_steps > self.optimizer_steps
+                    if self.stopped is not None or not (self.may_be_longer and longer):
                         raise self._impossible(event)
                     self.optimizer_steps = event.optimizer_steps
                 case WeightsPublished():
