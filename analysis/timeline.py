@@ -45,6 +45,7 @@ from pipelinerl.scheduler.events import (
     RolloutScored,
     StartRollout,
     StartTraining,
+    StepsRaised,
     Stop,
     TrainingFinished,
     TurnFinished,
@@ -205,6 +206,8 @@ class Timeline:
                 self._mark(SANDBOXES, self._sandboxes, rollout_id, now_s, fault.value)
             case RolloutPreempted(rollout_id=rollout_id, engine=engine):
                 self._mark(FIRST_ENGINE + engine, self._engines[engine], rollout_id, now_s, "preempted")
+            case StepsRaised():
+                pass
             case RolloutFinished(rollout_id=rollout_id, spans=spans, reward=reward):
                 self.counts.rollouts_finished += now_s >= self._begin_s
                 self._left_engine(rollout_id, now_s, spans=spans)

@@ -309,8 +309,8 @@ class Trainer(Protocol):
     async def snapshot(self) -> None:
         """Copy weights, optimizer and schedule for ``save``; nothing is trained meanwhile."""
 
-    async def save(self, folder: Path) -> None:
-        """Write the last ``snapshot`` into a new folder before the next one; training goes on."""
+    async def save(self, folder: Path) -> Mapping[str, str] | None:
+        """Write the last ``snapshot`` into a new folder beside training; may return the SHA-256 of files by name."""
 
     async def load(self, folder: Path) -> None:
         """Go on from the state that ``save`` wrote."""

@@ -21,11 +21,13 @@ from backends.owner import temporary_folder
 from backends.this_machine import driver_fault
 from backends.vllm.version.arguments import check_arguments, check_version
 from pipelinerl.config.environment import PrefixCaching
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import RunConfig, is_model_id
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
 from pipelinerl.util.user_code import first_line, named_value
 
+MODEL_FILES, OTHER_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"], ["*/*", "consolidated*"]
+"""Files of a model at Hugging Face that are wanted; among them weights in other formats, in folders or not."""
 NEEDED = {"torch": "torch", "ray": "Ray", "transformers": "transformers"}
 """Packages of every real run: name of the import, name of the package."""
 
@@ -50,11 +52,11 @@ class RayBackend:
             raise ConfigError(f"train needs {', '.join(missing)}, not installed: {install(f'train-{train.device}')}")
         if train.device == "gpu" and train.ray_address is None and (fault := driver_fault()):
             raise ConfigError(f"train.device='gpu' needs a newer driver on this machine, or another torch: {fault}")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local now; nothing may wait for a network
         _check_settings(config, train)
         for kind in (self.engine, self.trainer):
             kind.check(config)
-        load_codec(train.model.path)
+        load_codec(config)
 
     @contextlib.contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
@@ -92,6 +94,25 @@ def _check_settings(config: RunConfig, train: TrainConfig) -> None:
     folder = Path(train.weights_folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"train.weights_folder must be a folder that can be written, got {train.weights_folder!r}")
+
+
+def with_local_model(config: RunConfig) -> RunConfig:
+    """Return a run whose model is a folder: an id at Hugging Face is downloaded into its cache, or ``ConfigError``."""
+    train = config.train_table
+    path = train.model.path
+    if not is_model_id(path):
+        return config
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(path, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES)
+    except Exception as error:  # its errors have no common root, or it is not installed
+        raise ConfigError(
+            "train.model.path must be a folder with a model, or an id at Hugging Face that is in its cache or can be "
+            f"downloaded, got {path!r}: {first_line(error)}"
+        ) from None
+    model = train.model.model_copy(update={"path": folder})
+    return config.model_copy(update={"train": train.model_copy(update={"model": model})})
 
 
 def model_config(path: str) -> Any:

@@ -19,7 +19,7 @@ from backends.driver.lifecycle import Driver
 from backends.driver.metrics import MetricsLog
 from backends.driver.tasks import DriverLoop
 from backends.interface import Backend, Parts
-from backends.kinds import backend_of
+from backends.kinds import backend_of, with_local_model
 from backends.owner import DriverLock, driving
 from backends.preflight import check_run, evaluation_task, task_of
 from pipelinerl.config.run import RunConfig
@@ -146,14 +146,15 @@ def train(
     """
     train = check_run(config)
     backend = backend or backend_of(train)
-    backend.check(config)
+    located = with_local_model(config)
+    backend.check(located)
     task = task_of(config)
     held = evaluation_task(config, task)
     if not resume:
         check_vacant(out)
     with driving(out) as lock:
         checkpoint = read_newest(out, config) if resume else None
-        with backend.open(config, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
+        with backend.open(located, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
             return drive(
                 config, parts=parts, task=task, evaluation_task=held, lock=lock, checkpoint=checkpoint, on_step=on_step
             )

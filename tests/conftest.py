@@ -50,8 +50,9 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command line in this process."""
+    """Run a command line in this process; however slow, it says nothing of its progress."""
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("pipelinerl.cli.output.LINE_EVERY_S", 1e6)
 
     def call(*arguments: object) -> Result:
         monkeypatch.setattr("sys.argv", ["pipelinerl", *map(str, arguments)])

@@ -21,7 +21,7 @@ from backends.check.machine_rows import Expected, longest_pack, machine_rows, pa
 from backends.check.task_rows import environment_rows, task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
-from backends.kinds import RayBackend, backend_of
+from backends.kinds import RayBackend, backend_of, with_local_model
 from backends.owner import driving
 from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
 from backends.run import drive
@@ -143,11 +143,12 @@ def check(
     backend = backend or backend_of(train)
     missing = backend.missing() if isinstance(backend, RayBackend) else []
     if not missing:
+        config = with_local_model(config)
         backend.check(config)
     check_vacant(out)
     if (out / HARDWARE_FILE).exists():
         raise ConfigError(f"--out must be a folder without a {HARDWARE_FILE}, got {out}")
-    codec, why_not = _codec(train.model.path)
+    codec, why_not = _codec(config)
     rows = environment_rows(config, codec, why_not) if task is None else task_rows(config, task, codec, why_not)
     if missing:
         advice = install(f"train-{train.device}")
@@ -155,7 +156,8 @@ def check(
         rows += [unchecked(what, why, advice) for what in ("machines and links", "training", "engines and weights")]
     else:
         make_folder(out)
-        weights_gb = sum(file.stat().st_size for file in Path(train.model.path).glob("*.safetensors")) / 1e9
+        model = Path(config.train_table.model.path)
+        weights_gb = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
         rows += _Trial(config, task, out, shared, backend, on_step, weights_gb).run()
     report = CheckReport(rows=rows)
     make_folder(out)
@@ -163,12 +165,13 @@ def check(
     return report
 
 
-def _codec(path: str) -> tuple[Codec | None, str]:
+def _codec(config: RunConfig) -> tuple[Codec | None, str]:
+    path = config.train_table.model.path
     if not Path(path).is_dir():  # a name would be looked for in the network
         return None, f"train.model.path={path!r} is no folder"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        return load_codec(path), ""
+        return load_codec(config), ""
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
     except ConfigError as error:

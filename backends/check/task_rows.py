@@ -99,7 +99,8 @@ def _length_rows(config: RunConfig, problems: Sequence[Problem], codec: Codec) -
     rows = [lengths_row("prompt tokens", lengths, failing, f"1 to train.task.max_prompt_tokens = {longest}", "fail")]
     answers: list[Any] = [one.expected for one in problems if isinstance(one.expected, str)]
     if answers:
-        lengths = [len(codec.encode(answer)) for answer in answers]
+        around = len(codec.encode(""))  # a chat template puts it around prompts
+        lengths = [len(codec.encode(answer)) - around for answer in answers]
         too_long = sum(length >= cut for length in lengths)  # the end token comes on top
         rows.append(
             lengths_row("expected answer tokens", lengths, too_long, f"below workload.length.max = {cut}", "be cut")

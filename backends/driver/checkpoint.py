@@ -1,10 +1,10 @@
 """Checkpoints: a folder per version, complete or not there at all.
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (the trainer's own format), ``run.pickle`` (scheduler, ledger, rollouts
-not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``. It is copied in one instant and
-written while the run goes on, in its driver's folder: fsynced, then moved here; only then is an older one of its
-version removed. A resume warns of a broken checkpoint and takes the one before; it refuses another format before
-unpickling.
+not yet trained on, place in the trace), the id of its ``driver`` and ``manifest.json``; at the end of a run also
+``longer.pickle``, the same before the end, for more ``optimizer_steps``. It is copied in one instant and written while
+the run goes on, in its driver's folder: fsynced, then moved here; only then is an older one of its version removed. A
+resume warns of a broken checkpoint and takes the one before; it refuses another format before unpickling.
 Pickles can run code: resume only from your own checkpoints.
 """
 
@@ -15,6 +15,7 @@ import json
 import logging
 import pickle
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from pipelinerl.util.explain import writing
 from pipelinerl.util.read import read_json
 
 LOG = logging.getLogger("pipelinerl")
-FORMAT = 5
+FORMAT = 6
 """One more whenever a pickled class, or the trainer's part, changes."""
 
 # ------------------------------------------------------------------------------------- manifests
@@ -44,12 +45,15 @@ class OtherFormatError(Exception):
     """A folder has another format."""
 
 
-def seal(folder: Path) -> None:
-    """Fsync all files of a complete folder, then write its manifest with their SHA-256; ``OSError`` if one fails."""
+def seal(folder: Path, digests: dict[str, str]) -> None:
+    """Fsync all files of a complete folder, write its manifest with their SHA-256, ``digests`` if known; or OSError."""
     files = _files(folder)
+    for name in sorted(digests.keys() - files.keys()):
+        raise OSError(0, "its rank has written it, but the driver does not see it: all must share --out", name)
+    others = files.keys() - digests.keys()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(sync, files.values()))
-        digests = dict(zip(files, pool.map(_digest, files.values()), strict=True))
+        digests |= zip(others, pool.map(lambda name: _digest(files[name]), others), strict=True)
     manifest = folder / MANIFEST_FILE
     content = {"files": digests, "format": FORMAT}
     manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -102,7 +106,8 @@ MAY_DIFFER = (
     *("train.ray_address.", "train.weights_folder."),
 )
 """Beginnings of keys that may differ when a run is resumed."""
-_TRAINER, _RUN, _DRIVER, _BEFORE = "trainer", "run.pickle", "driver", ".before"
+TRAINER_FOLDER = "trainer"
+_RUN, _LONGER, _DRIVER, _BEFORE = "run.pickle", "longer.pickle", "driver", ".before"
 
 
 class Checkpoint(NamedTuple):
@@ -127,7 +132,7 @@ class CheckpointKeeper:
         with writing(self._partial):
             self._partial.mkdir()
             (self._partial / _DRIVER).write_text(self._lock.id)  # whose weights will be here
-        return self._partial / _TRAINER
+        return self._partial / TRAINER_FOLDER
 
     def copy(self, state: DriverState) -> bytes:
         """Return a checkpoint without the trainer's part; the trace is on disk up to here."""
@@ -135,14 +140,16 @@ class CheckpointKeeper:
         content[_DRIVER] = self._lock.id
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # copies arrays once
 
-    def keep(self, version: int, content: bytes) -> None:
-        """Complete the checkpoint, whose trainer's part is written, by ``content`` from ``copy``; remove the oldest."""
+    def keep(self, version: int, content: bytes, digests: Mapping[str, str], longer: bytes | None) -> None:
+        """Complete the checkpoint: ``copy`` now and before the end, the written trainer's part; remove the oldest."""
         partial, whole = self._partial, self._folder / f"step_{version:06d}"
         with writing(partial):
             (partial / _RUN).write_bytes(content)
+            if longer is not None:
+                (partial / _LONGER).write_bytes(longer)
             for path in filter(Path.exists, (self._lock.folder / name for name in GROWING_FILES)):
                 sync(path)
-            seal(partial)
+            seal(partial, {f"{TRAINER_FOLDER}/{name}": digest for name, digest in digests.items()})
             self._folder.mkdir(exist_ok=True)
             sync(self._lock.folder)  # has the names of this folder, and of the files that grow
             self._lock.check()
@@ -175,8 +182,12 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
             with (folder / _RUN).open("rb") as file:
                 content = pickle.load(file)
             if len({content.get(_DRIVER, ""), *(one.read_text() for one in folder.glob(_DRIVER))}) > 1:
-                raise ValueError(f"{_RUN} and {_TRAINER}/ are of different drivers")
-            was, state, recording = content["config"], content["state"], content["recording"]
+                raise ValueError(f"{_RUN} and {TRAINER_FOLDER}/ are of different drivers")
+            was, now = content["config"], _fixed(config)
+            longer = now["optimizer_steps"] > was["optimizer_steps"]
+            if longer and (folder / _LONGER).exists():
+                content = pickle.loads((folder / _LONGER).read_bytes())
+            state, recording = content["state"], content["recording"]
         except OtherFormatError as error:  # before anything of it is unpickled
             raise ConfigError(f"--resume: {folder.name} {error}; go on with the version that wrote it") from None
         except Exception as error:
@@ -184,12 +195,15 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
             continue
         for fault in faults:
             LOG.warning("--resume: %s; going on from %s", fault, folder.name)
-        now = _fixed(config)
+        if longer and (state.scheduler.stopped is not None or not state.scheduler.may_be_longer):
+            raise ConfigError(f"--resume: optimizer_steps must stay {was['optimizer_steps']}: {folder.name} ends there")
         for key in sorted(was.keys() | now.keys()):
-            if was.get(key) != now.get(key):
+            if was.get(key) != now.get(key) and not (longer and key == "optimizer_steps"):
                 raise ConfigError(f"--resume: {folder.name} was written with {key}={was.get(key)}, got {now.get(key)}")
         check_reaches(out, recording, of=folder.name)
-        return Checkpoint(folder / _TRAINER, state, recording)
+        if longer and config.train_table.optimizer.schedule != "constant":
+            LOG.warning("--resume: the learning rate jumps to that of a run of %d steps", now["optimizer_steps"])
+        return Checkpoint(folder / TRAINER_FOLDER, state, recording)
     if faults:
         raise ConfigError(*(f"--resume: {out / FOLDER}/{fault}" for fault in faults))
     raise ConfigError(f"--resume needs a checkpoint, got {out}, which holds none in {FOLDER}/")

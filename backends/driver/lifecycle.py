@@ -88,6 +88,7 @@ class Driver:
         self.metrics = self._state.metrics
         self._interrupted = False
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint
+        self._longer: bytes | None = None
         self._tasks = RunTasks()
         self._client = TaskClient(config, task, parts.codec, _reward_processes(self._train.task, parts, logs))
         evaluation_client = self._client
@@ -138,7 +139,11 @@ class Driver:
             evaluation=self._evaluation,
             samples=samples,
             recorder=recording.recorder,
-            keep_checkpoint=self._keep,
+            after_steps=(
+                (self._train.checkpoint.every, self._keep),
+                (self._train.checkpoint.export_every, self._export),
+                (config.optimizer_steps, self._before_end),
+            ),
         )
 
     async def run(self) -> None:
@@ -247,18 +252,21 @@ class Driver:
         if self._trial is None:
             async with self._sync.trainer_turn:
                 await self._tasks.unless_ended(self._sync.to_training(), after)
-                await self._export(self._lock.folder / MODEL_FOLDER)
+            await self._export()
         if self._train.evaluation.problems:
             await self._tasks.unless_ended(self._sync.load_trained(self._state.version), after)
             self._state.evaluation["success_after"] = await self._tasks.unless_ended(
                 self._evaluation.success_rate(), after
             )
 
-    async def _export(self, model: Path) -> None:
+    async def _export(self) -> None:
+        model = self._lock.folder / MODEL_FOLDER
         new, before = (self._lock.unfinished / name for name in ("model", "model.before"))
         for left in (new, before):
             shutil.rmtree(left, ignore_errors=True)
-        await self._trainer.export(new)
+        async with self._sync.trainer_turn:
+            await self._sync.to_training()
+            await self._trainer.export(new)
         self._lock.check()
         with writing(model):
             if model.exists():
@@ -338,8 +346,14 @@ class Driver:
         self._writing = self._tasks.spawn(writing)
 
     async def _write(self, keeper: CheckpointKeeper, version: int, content: bytes) -> None:
-        await self._trainer.save(await asyncio.to_thread(keeper.trainer_folder))
-        await asyncio.to_thread(keeper.keep, version, content)
+        digests = await self._trainer.save(await asyncio.to_thread(keeper.trainer_folder))
+        await asyncio.to_thread(keeper.keep, version, content, digests or {}, self._longer)
+
+    async def _before_end(self) -> None:
+        """Copy the state before the last event: the run goes on from it if its ``optimizer_steps`` are raised."""
+        if self._keeper is not None:
+            self._state.time_s = self._loop.now()
+            self._longer = self._keeper.copy(self._state)
 
     async def _kept(self) -> None:
         if self._writing is not None:

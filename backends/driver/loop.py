@@ -65,6 +65,7 @@ from pipelinerl.scheduler.events import (
     RolloutScored,
     StartRollout,
     StartTraining,
+    StepsRaised,
     Stop,
     TrainingFinished,
     TurnFinished,
@@ -79,7 +80,10 @@ STOP_TIMEOUT_S = 30.0
 
 
 class EventLoop:
-    """Carries out commands and reports events; ``recorder`` gets both in order. Changes ``state``."""
+    """Carries out commands and reports events; ``recorder`` gets both in order. Changes ``state``.
+
+    ``after_steps``: called whenever so many optimizer steps are made, before it is reported.
+    """
 
     def __init__(
         self,
@@ -96,12 +100,12 @@ class EventLoop:
         evaluation: Evaluation,
         samples: SamplesLog,
         recorder: Recorder,
-        keep_checkpoint: Callable[[], Awaitable[None]],
+        after_steps: Sequence[tuple[int | None, Callable[[], Awaitable[None]]]],
     ) -> None:
         self._max_prompt_tokens = config.train_table.task.max_prompt_tokens
-        self._checkpoint_every, self._group_size = config.train_table.checkpoint.every, config.workload.group_size
+        self._group_size, self._optimizer_steps = config.workload.group_size, config.optimizer_steps
         self._state, self._tasks, self._trainer, self._sync, self._pool = state, tasks, trainer, sync, pool
-        self._samples, self._keep_checkpoint = samples, keep_checkpoint
+        self._samples, self._after_steps = samples, after_steps
         self._client, self._turns, self._preprocessing = client, turns, preprocessing
         self._evaluation, self._recorder = evaluation, recorder
         self.trainer_task: asyncio.Task[None] | None = None
@@ -126,6 +130,8 @@ class EventLoop:
             for micro_batch in state.micro_batches:  # of an unfinished step: a checkpoint holds no gradients
                 await self._sync.to_training()
                 await self._trainer.train(self._samples_of(micro_batch), completes_step=False)
+        if self._optimizer_steps > state.scheduler.optimizer_steps:
+            self._deliver(StepsRaised(self._optimizer_steps))
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
         for rollout_id in sorted(state.scoring):
             self._tasks.spawn(self._score(rollout_id))
@@ -346,7 +352,7 @@ class EventLoop:
     # -------------------------------------------------------------------------------------- the trainer's commands
 
     async def _train(self, command: StartTraining) -> None:
-        """Train on a micro-batch; keep a checkpoint if it completes a step after which one is due."""
+        """Train on a micro-batch; if it completes a step, do what is due after it."""
         state = self._state
         if self._sync.takes_turns:
             await self._evaluation.finished()
@@ -363,11 +369,11 @@ class EventLoop:
             self._evaluation.step_done(state.version)
             self._samples.trained(state.version, state.take_trained())
         event = TrainingFinished(state.version, train_s)
-        every = self._checkpoint_every
-        if command.completes_step and every is not None and state.version % every == 0:
-            state.pending = event
-            await self._keep_checkpoint()
-            state.pending = None
+        for every, act in self._after_steps:
+            if command.completes_step and every is not None and state.version % every == 0:
+                state.pending = event
+                await act()
+                state.pending = None
         self._deliver(event)
         state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
 

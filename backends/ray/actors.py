@@ -152,10 +152,11 @@ class RayTrainer:
     async def snapshot(self) -> None:
         await self._call("snapshot", "snapshot")
 
-    async def save(self, folder: Path) -> None:
-        await self._all(
+    async def save(self, folder: Path) -> dict[str, str]:
+        parts = await self._all(
             "save", [rank.save.options(concurrency_group=SAVING_THREAD).remote(folder) for rank in self._ranks]
         )
+        return {name: digest for part in parts for name, digest in part.items()}
 
     async def load(self, folder: Path) -> None:
         await self._call("load", "load", folder)

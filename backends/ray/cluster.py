@@ -3,7 +3,8 @@
 Theory of operation. A Ray of our own listens on this machine's loopback address only, and asks for a token of this run.
 Its files, and sockets of engines, go into one temporary folder, which only this user reaches; Ray opens its own folders
 to all. At the end its processes and their children are killed, in whatever state they are, and the folder is removed.
-Ray reads most of its settings from the environment, which is restored.
+Ray reads most of its settings from the environment, which is restored. Its processes are a session of their own: a
+signal to the group of this one (Slurm, ``timeout``, Ctrl-C) leaves them to us, and the run keeps a checkpoint.
 
 Ray kills this process silently a minute after its head, the GCS, is gone: so the head is watched.
 """
@@ -19,13 +20,14 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import ray._raylet
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from backends.owner import temporary_folder
 from pipelinerl.errors import ConfigError
@@ -59,6 +61,7 @@ def ray_cluster(address: str | None) -> Iterator[Callable[[], str | None]]:
             folder = stack.enter_context(temporary_folder(base if len(base) <= LONGEST_TEMPORARY_FOLDER else "/tmp"))
             environment, options = _own(folder)
             stack.enter_context(_environment(environment))
+            stack.enter_context(_own_session())
         else:
             options = {"address": address}
         stack.callback(ray.shutdown)
@@ -147,6 +150,17 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
             else:
                 os.environ[name] = value
         read_anew(one_machine=False)
+
+
+@contextlib.contextmanager
+def _own_session() -> Iterator[None]:
+    """Have Ray start each process in a session of its own, which its children share."""
+    popen: Any = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 class _RaysProcesses:

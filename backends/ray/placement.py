@@ -218,7 +218,7 @@ def make_parts(
     return Parts(
         engines=engines,
         trainer=trains,
-        codec=load_codec(config.train_table.model.path),
+        codec=load_codec(config),
         reference=_make_reference(config, places, logs),
         group=group,
         self_test=partial(self_test, places, trains, config) if isinstance(trains, RayTrainer) else None,

@@ -20,6 +20,7 @@ from pipelinerl.cli.compare import compare
 from pipelinerl.cli.diagnose import diagnose
 from pipelinerl.cli.drift import drift
 from pipelinerl.cli.environments import environments
+from pipelinerl.cli.export import export
 from pipelinerl.cli.measure import measure
 from pipelinerl.cli.output import complain, print_line
 from pipelinerl.cli.plan import plan
@@ -62,8 +63,8 @@ def _options(
 
 
 COMMANDS = (
-    simulate, compare, plan, environments, train, plot, report, timeline, replay, drift, validate, calibrate, diagnose,
-    measure,
+    simulate, compare, plan, environments, train, export, plot, report, timeline, replay, drift, validate, calibrate,
+    diagnose, measure,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(short_help=(inspect.getdoc(command) or "").partition("\n\n")[0])(command)  # else it is cut

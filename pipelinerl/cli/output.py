@@ -1,6 +1,7 @@
 """Results on stdout; errors, progress and notes on stderr; figures into the folder of the results.
 
-Progress is shown where stderr is a terminal. rich is imported where it draws: ``--help`` does without.
+Progress is drawn where stderr is a terminal, else printed as lines. rich is imported where it draws: ``--help`` does
+without.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -24,6 +27,12 @@ if TYPE_CHECKING:
 
 REFRESHES_PER_S = 2
 """Rate at which progress is drawn (1/s). Ten, which is rich's default, takes a tenth of a simulation's time."""
+SPEED_PERIOD_S = 3600.0
+"""Time over which the speed is measured from which the rest follows (s); rich's default is shorter than some steps."""
+LINE_EVERY_S = 10.0
+"""Time between two lines of progress, without a terminal (s)."""
+SAME_LINE_EVERY = 6
+"""Times ``LINE_EVERY_S`` until a line is repeated that only the clock has changed."""
 LOOK_FIRST = (
     "plan_throughput_against_lag", "rollouts_against_environments", "throughput_against_max_lag", "learning",
     "time_split", "lag_by_step",
@@ -84,7 +93,9 @@ def end_of_runs(
 def status(text: str) -> Iterator[None]:
     """Show a line until this block ends, where nothing can be counted."""
     if not sys.stderr.isatty():
-        yield
+        with _bars() as progress:
+            progress.add_task(text, total=None)
+            yield
         return
     from rich.console import Console
 
@@ -100,9 +111,32 @@ def _bars() -> Iterator[Any]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=REFRESHES_PER_S
-    ) as progress:
-        yield progress
+        *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=REFRESHES_PER_S,
+        speed_estimate_period=SPEED_PERIOD_S,
+    ) as progress:  # fmt: skip
+        ended = Event()
+        if progress.disable:
+            Thread(target=_print_lines, args=(progress, ended), daemon=True).start()
+        try:
+            yield progress
+        finally:
+            ended.set()
+
+
+def _print_lines(progress: Any, ended: Event) -> None:
+    """Print the newest bar as a line every ``LINE_EVERY_S``, more rarely if only the clock has changed it."""
+    last, num_same = None, 0
+    while not ended.wait(LINE_EVERY_S):
+        for bar in progress.tasks[-1:]:
+            now = (bar.id, bar.completed, bar.description)
+            last, num_same = now, num_same + 1 if now == last else 0
+            if num_same % SAME_LINE_EVERY:
+                continue
+            parts = [str(timedelta(seconds=int(bar.elapsed)))]
+            parts += [f"{bar.completed:.0f}/{bar.total:.0f}"] if bar.completed else []
+            parts += [bar.description]
+            parts += [f"{timedelta(seconds=bar.time_remaining)} left"] if bar.time_remaining else []
+            print_line("  ".join(parts), err=True)
 
 
 @contextmanager
@@ -136,9 +170,8 @@ def training_bar(total: int) -> Iterator[Callable[[Any, dict[str, float]], None]
         def step_done(row: Any, metrics: dict[str, float]) -> None:
             ess = metrics.get("ess/token_raw", float("nan"))
             learning = f"reward {row.reward_mean:.3f}  lag {row.lag_mean:.2f}  ESS {ess:.3f}"
-            progress.update(
-                task, completed=row.step, description=f"{learning}  trainer waits {metrics['idle/trainer']:.0%}"
-            )
+            speed = f"trainer waits {metrics['idle/trainer']:.0%}  {metrics['throughput/tokens_per_s']:,.0f} tokens/s"
+            progress.update(task, completed=row.step, description=f"{learning}  {speed}")
 
         yield step_done
 

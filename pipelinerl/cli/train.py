@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise RunInterruptedError for any other error after Ctrl-C: imports turn Ctrl-C into errors of their own."""
+    """Raise RunInterruptedError for any other error after Ctrl-C or SIGTERM: imports turn it into their own."""
     pressed = False
 
     def press(_signal: int, _frame: FrameType | None) -> None:
@@ -30,8 +30,8 @@ def interruptible() -> Iterator[None]:
         pressed = True
         raise KeyboardInterrupt
 
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    before = None if ignored else signal.signal(signal.SIGINT, press)
+    heeded = [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, press) for one in heeded}
     try:
         yield
     except PipelineRLError:
@@ -43,8 +43,8 @@ def interruptible() -> Iterator[None]:
             ) from None
         raise
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 @interruptible()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -567,7 +568,8 @@ def check_config(config: RunConfig) -> RunConfig:
     scheduler = config.scheduler.model_copy(update={"optimizer_steps_per_rl_step": 1, "publish_every": 1})
     train = config.train
     if train is not None:
-        train = train.model_copy(update={"evaluation": type(train.evaluation)()})
+        defaults = {"evaluation": type(train.evaluation)(), "checkpoint": type(train.checkpoint)()}
+        train = train.model_copy(update=defaults)
     steps = min(CHECK_STEPS, config.optimizer_steps)
     return config.model_copy(
         update={"optimizer_steps": steps, "scheduler": scheduler, "train": train, "plan": None, "compare": None}
@@ -688,6 +690,8 @@ PATHS = (
     ("train", "evaluation", "settings", "held_out_path"),
 )
 """Keys that hold a path, relative to the run file."""
+_MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""Of a model at Hugging Face."""
 
 
 def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
@@ -698,12 +702,18 @@ def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, s
         for key in keys[:-1]:
             table = table.get(key) if isinstance(table, dict) else None
         value = table.get(keys[-1]) if isinstance(table, dict) else None
-        if isinstance(value, str) and (keys not in NAMES_OR_PATHS or _is_path(value, folder)):
+        is_id = keys == ("train", "model", "path") and isinstance(value, str) and is_model_id(value, folder)
+        if isinstance(value, str) and not is_id and (keys not in NAMES_OR_PATHS or _is_path(value, folder)):
             if "\0" in value:
                 raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {shown(value)}")
             table[keys[-1]] = os.path.realpath(folder / value)
             changes.append((value, table[keys[-1]]))
     return changes
+
+
+def is_model_id(value: str, folder: Path = Path()) -> bool:
+    """Return whether ``train.model.path`` is the id of a model at Hugging Face: it looks like one and is no folder."""
+    return bool(_MODEL_ID.fullmatch(value)) and not (folder / value).exists()
 
 
 def _is_path(value: str, folder: Path) -> bool:

@@ -20,7 +20,9 @@ class ModelConfig(StrictModel):
     """The language model to train."""
 
     path: str
-    """Hugging Face folder with weights and tokenizer; relative to the run file."""
+    """Hugging Face folder with weights and tokenizer, relative to the run file; or an id."""
+    chat_template: bool = True
+    """Wrap prompts in the tokenizer's chat template, if any; not in environments."""
 
 
 class SamplingConfig(StrictModel):
@@ -111,6 +113,8 @@ class CheckpointConfig(StrictModel):
     """Optimizer steps between checkpoints. None: at the end and on Ctrl-C."""
     keep: Count = 2
     """Newest checkpoints kept (count)."""
+    export_every: Count | None = None
+    """Optimizer steps between exports to ``model/``. None: at the end."""
 
 
 class EvaluationConfig(StrictModel):

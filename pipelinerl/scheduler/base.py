@@ -28,6 +28,7 @@ from pipelinerl.scheduler.events import (
     RolloutPreempted,
     RolloutScored,
     StartTraining,
+    StepsRaised,
     Stop,
     StopReason,
     TrainingFinished,
@@ -177,6 +178,11 @@ class Scheduler(ABC):
         return self.published == self.version and not self.num_loading
 
     @property
+    def may_be_longer(self) -> bool:
+        """Whether ``optimizer_steps`` may be raised: nothing was left out because the run ends."""
+        return True
+
+    @property
     def groups_per_micro_batch(self) -> int:
         """Groups of a micro-batch (count)."""
         return self.settings.micro_batch // self.group_size
@@ -213,6 +219,11 @@ class Scheduler(ABC):
             match event:
                 case TrainingFinished():
                     self._training_finished(event)
+                case StepsRaised():
+                    longer = event.optimizer_steps > self.optimizer_steps
+                    if self.stopped is not None or not (self.may_be_longer and longer):
+                        raise self._impossible(event)
+                    self.optimizer_steps = event.optimizer_steps
                 case WeightsPublished():
                     if self.trainer is not TrainerState.PUBLISHING or event.version != self.published:
                         raise self._impossible(event)

@@ -243,6 +243,13 @@ class RolloutFailed:
 
 
 @value
+class StepsRaised:
+    """A resumed run makes more optimizer steps."""
+
+    optimizer_steps: int
+
+
+@value
 class TrainingFinished:
     """The trainer has finished a micro-batch and, if that completed the step, the optimizer step."""
 
@@ -279,6 +286,7 @@ Event = (
     | RolloutAborted
     | RolloutPreempted
     | RolloutFailed
+    | StepsRaised
     | TrainingFinished
     | WeightsPublished
     | WeightsLoaded

@@ -172,6 +172,11 @@ class OneStepOffScheduler(Scheduler):
         """Take groups of the RL step being trained."""
         return _take_off(self._to_train, self.groups_per_micro_batch)
 
+    @property
+    def may_be_longer(self) -> bool:
+        """Whether the last hand-over has published weights: more rollouts would be generated with those before."""
+        return self._num_needed > 0
+
     def may_publish(self) -> bool:
         """Return whether rollouts were handed over at this version and more are to be generated."""
         return self.version == self._handed_over_at and self._num_needed > 0

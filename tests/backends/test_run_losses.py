@@ -1,6 +1,7 @@
 """`pipelinerl train` as a user runs it, of which parts are killed: what the run says, and that it goes on."""
 
 import json
+import os
 import re
 import signal
 
@@ -9,9 +10,13 @@ from needs import need
 
 need("vllm", "deepspeed", "ray", "tensorboard")
 pytest.importorskip("psutil")
+torch = pytest.importorskip("torch")
+constants = pytest.importorskip("huggingface_hub.constants")
 
 from ledger_check import check_ledger, metrics_of  # noqa: E402
-from real_run import EXAMPLE, Process, python_path  # noqa: E402
+from real_run import EXAMPLE, Process, cached_model, python_path  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
@@ -81,33 +86,50 @@ class Moody(Arithmetic):
 """
 
 
-def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ctrl_c(unfitted, tmp_path):
+def check_same_model(*folders):
+    """Bits, tokenizer, and what transformers makes of them."""
+    one, other = (load_file(folder / "model.safetensors") for folder in folders)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
+    assert len({type(AutoModelForCausalLM.from_pretrained(folder)) for folder in folders}) == 1
+
+
+def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_sigterm_to_its_group(
+    unfitted, tmp_path, command, monkeypatch
+):
     """First the reference and the engine are killed, in the run that goes on the trainer.
 
     No run ends before it has shown what it is to show: after ``MOST`` rewards it has to wait. Of problems 11 in 50
     begin with a 4. With ``max_lag=2`` there are at most 7 batches of answers when the engine is lost, so the eighth has
-    some of the new one.
+    some of the new one. The model is one of Hugging Face's cache.
     """
+    snapshot = cached_model(unfitted, tmp_path / "huggingface", "some/model")
     (tmp_path / "moody.py").write_text(RAISES)
-    out, env = tmp_path / "run", {"PYTHONPATH": python_path(tmp_path)}
+    out, env = tmp_path / "run", {"PYTHONPATH": python_path(tmp_path), "HF_HUB_OFFLINE": "1"}
+    env |= {"HF_HOME": str(tmp_path / "huggingface")}
     sets = ["optimizer_steps=22", "train.checkpoint.every=10", "train.evaluation.problems=0", "scheduler.max_lag=2"]
     sets += ["scheduler.train_batch_size=64", "scheduler.generation_batch_size=32"]
     given = [*sets, "train.transport=broadcast", "train.loss.kl_coefficient=0.01", "train.task.name=moody:Moody"]
     given += ["train.task.reward_timeout_s=1000"]
-    run = Process(unfitted, out, *given, env=env | {"KILLS": "yes"})
+    run = Process("some/model", out, *given, env=env | {"KILLS": "yes"})
     for line in ("no reward today", "reference model died: phase=logprobs replica=0", "engine 0 lost"):
         run.wait_for_line(line)
     run.wait_for_step(5, **{"restarts/engines": 1})
-    run.process.send_signal(signal.SIGINT)
+    # The group of the command, as Slurm and ``timeout`` do: none of all that it has started is in it.
+    assert len({name for name in ("raylet", "gcs_server", "DeepSpeedRank", "VLLM::") if run.named(name)}) == 4
+    assert run.in_its_group() == []
+    os.killpg(run.process.pid, signal.SIGTERM)
     status, _, stderr = run.end()
     assert status == 1
     assert stderr.splitlines()[-1].startswith("pipelinerl: interrupted; what was finished is kept")
+    assert re.search(r"^0:\d\d:\d\d  \d+/22  reward \S+  lag \S+ .* tokens/s", stderr, re.MULTILINE)  # no terminal
     assert (out / "logs" / "reference-0.log").is_file()
     assert run.left_over() == []
     done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
     assert done >= 5
 
-    run = Process(unfitted, out, *given, resume=True, env=env)
+    run = Process("some/model", out, *given, resume=True, env=env)
     run.wait_for_step(done + 4)
     run.kill("DeepSpeedRank")
     run.wait_for_line("trainer died: ")
@@ -125,3 +147,8 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ct
     assert summary.mismatch.kl_at_lag_0 < 1e-5
     assert checkpoint_shapes(out / "model") == checkpoint_shapes(unfitted)
     assert run.left_over() == []
+    assert load_run(out / "run.toml").train.model.path == "some/model"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(snapshot.parents[2]))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert command("export", out / "checkpoints" / "step_000022", "--out", tmp_path / "exported").status == 0
+    check_same_model(tmp_path / "exported", out / "model")

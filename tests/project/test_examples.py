@@ -46,6 +46,14 @@ def tokens_per_s(rows):
     return sum(row.tokens for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)
 
 
+def test_every_run_on_gpus_keeps_checkpoints() -> None:
+    """Its job may end, or lose a rank, at any time."""
+    trained = {path.stem: load_run(path).train for path in EXAMPLES.glob("*.toml")}
+    every = {name: one.checkpoint.every for name, one in trained.items() if one is not None and one.device == "gpu"}
+    assert every.keys() >= {"qwen7b_8_h100", "qwen7b_128_h100", "plan_qwen7b_128_h100"}
+    assert None not in every.values()
+
+
 # ------------------------------------------------------------------------------------------ quickstart
 
 

@@ -1,6 +1,7 @@
 """`pipelinerl train` as a user runs it: a process of its own, whose whole tree dies with the test."""
 
 import atexit
+import contextlib
 import getpass
 import json
 import os
@@ -32,6 +33,15 @@ def python_path(folder):
     """Where a run finds modules: in this folder, here, and where this process does."""
     here = str(Path(__file__).parent)
     return os.pathsep.join((str(folder), here, *filter(None, [os.environ.get("PYTHONPATH")])))
+
+
+def cached_model(folder, cache, name):
+    """Put a model into a cache of Hugging Face (``HF_HOME``), as a download would; return its folder there."""
+    place = cache / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, place / "snapshots" / "1")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("1")
+    return place / "snapshots" / "1"
 
 
 class Process:
@@ -79,6 +89,14 @@ class Process:
 
     def named(self, name):
         return [one for one, what in self.tree() if name in what and one.is_running()]
+
+    def in_its_group(self):
+        """What it has started and what a signal to its process group would reach."""
+        found = []
+        for one, what in self.tree():
+            with contextlib.suppress(ProcessLookupError):
+                found += [what] * (os.getpgid(one.pid) == self.process.pid)
+        return found
 
     def wait_for(self, condition, what):
         """Wait until something holds of a run that goes on."""

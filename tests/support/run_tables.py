@@ -101,7 +101,7 @@ EVERY_KEY: dict[str, Any] = {
     },
     "train": {
         "device": "cpu", "ray_address": "auto", "transport": "file", "weights_folder": "/dev/shm",
-        "model": {"path": "/models/tiny"},
+        "model": {"path": "/models/tiny", "chat_template": False},
         "task": {
             "name": "arithmetic", "settings": {"largest_operand": 9}, "max_prompt_tokens": 16, "overlong_tokens": 4,
             "reward_timeout_s": 5.0, "reward_workers": 2,
@@ -125,7 +125,7 @@ EVERY_KEY: dict[str, Any] = {
             "update_timeout_s": 10.0, "generate_timeout_s": 20.0, "restarts_per_hour": 1,
             "vllm": {"kv_cache_dtype": "fp8"},
         },
-        "checkpoint": {"every": 10, "keep": 3},
+        "checkpoint": {"every": 10, "keep": 3, "export_every": 20},
         "evaluation": {
             "problems": 50, "every": 5, "temperature": 0.5, "max_tokens": 90, "settings": {"operators": "+"},
         },

@@ -218,10 +218,10 @@ class DeepSpeedRank:
     def snapshot(self) -> None:
         self._state.copy()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, str]:
         """Write this rank's part of the ``snapshot`` beside training; ``BackendError`` with the folder if it fails."""
         try:
-            self._state.write(Path(folder))
+            return self._state.write(Path(folder))
         except OSError as error:
             raise BackendError(f"cannot write {folder}: {kind_and_line(error)}") from error
 

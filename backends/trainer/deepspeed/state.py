@@ -11,10 +11,12 @@ A copy is made while nothing is trained, in memory that is kept for the next one
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +75,8 @@ class RankState:
         if on_gpu:
             torch.cuda.synchronize()
 
-    def write(self, folder: Path) -> None:
-        """Write the copy into a safetensors file of the folder, and fsync it.
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write the copy into a safetensors file of the folder, and fsync it; return name and SHA-256, made meanwhile.
 
         The safetensors library is not used: it holds the interpreter's lock while it writes, and training would wait.
         """
@@ -82,18 +84,21 @@ class RankState:
         folder.mkdir(parents=True, exist_ok=True)
         header = json.dumps(self._header).encode()
         header += b" " * (-len(header) % 8)
-        with (folder / FILES.replace("*", f"{self._rank:05d}")).open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            file.write(self._memory.row.numpy().data)
+        path, parts = folder / FILES.replace("*", f"{self._rank:05d}"), [len(header).to_bytes(8, "little") + header]
+        parts.append(self._memory.row.numpy().data)
+        digest = hashlib.sha256()
+        with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
+            hashed = beside.map(digest.update, parts)  # lets go of the interpreter's lock, too
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
+            list(hashed)
+        return {path.name: digest.hexdigest()}
 
     def load(self, folder: Path) -> None:
         """Load the state that a trainer's ranks wrote; ``BackendError`` if something is missing."""
         with contextlib.ExitStack() as stack, torch.no_grad():
-            files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob(FILES))]
-            if not files:
-                raise BackendError(f"checkpoint cannot be loaded: {folder} has no {FILES}")
+            files = _opened(folder, stack)
             progress = json.loads(files[0].metadata()["progress"])
             written = _written(files)
             for piece in self._pieces():
@@ -107,8 +112,9 @@ class RankState:
             setattr(self._engine, name, progress[name])
         scheduler = self._engine.lr_scheduler
         scheduler.load_state_dict(progress["schedule"])
-        for group, learning_rate in zip(self._adamw.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = learning_rate
+        rates = zip(self._adamw.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, rate, factor in rates:  # not the rate that was kept: the run may have been made longer
+            group["lr"] = rate * factor(scheduler.last_epoch)
 
     # ------------------------------------------------------------------------------- DeepSpeed from inside
 
@@ -166,6 +172,24 @@ class RankState:
             zero.checkpoint_event_epilogue()
         elif self._stage:
             zero.update_lp_params()
+
+
+def fill_policy(policy: torch.nn.Module, folder: Path) -> None:
+    """Fill a policy in the host's memory with the masters of all ranks, rounded; ``BackendError`` if one is missing."""
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        written = _written(_opened(folder, stack))
+        for name, parameter in policy.named_parameters():
+            master = torch.empty(parameter.numel())
+            if _fill(master, 0, written["master", f"policy.{name}"]) != parameter.numel():
+                raise BackendError(f"checkpoint cannot be loaded: {folder} lacks master of policy.{name}")
+            parameter.data = master.view(parameter.shape).to(parameter.dtype)
+
+
+def _opened(folder: Path, stack: contextlib.ExitStack) -> list[Any]:
+    files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob(FILES))]
+    if not files:
+        raise BackendError(f"checkpoint cannot be loaded: {folder} has no {FILES}")
+    return files
 
 
 def _written(files: Sequence[Any]) -> dict[tuple[str, str], list[tuple[int, Any]]]:

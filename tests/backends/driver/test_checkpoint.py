@@ -18,6 +18,7 @@ from refusals import message
 from backends.driver import rollouts
 from backends.driver.checkpoint import FOLDER, FORMAT, MANIFEST_FILE, read_newest
 from backends.driver.state import fresh_state
+from backends.fake import FakeTrainer
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records import step_ledger
 from pipelinerl.records.recording import GROWING_FILES, Recording
@@ -87,7 +88,7 @@ def names_in(pickled):
     return list(dict.fromkeys(name for name in arguments if "numpy" not in name))
 
 
-PICKLED = "b332326999798607"
+PICKLED = "a7ff64607766011d"
 """Digest of what ``FORMAT`` numbers; whoever has to change it counts ``FORMAT`` up, too."""
 
 
@@ -103,7 +104,7 @@ def test_whoever_changes_what_is_pickled_changes_the_number_of_the_format(tmp_pa
         values = [cls for cls in vars(module).values() if isinstance(cls, type) and is_dataclass(cls)]
         found |= {cls.__qualname__: [field.name for field in fields(cls)] for cls in values}
     text = json.dumps(found, indent=1, sort_keys=True)
-    assert (FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16]) == (5, PICKLED), text
+    assert (FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16]) == (6, PICKLED), text
 
 
 def test_without_a_whole_checkpoint_each_is_named_with_its_fault(out):
@@ -185,6 +186,28 @@ def test_what_came_after_the_checkpoint_does_not_matter(out):
         with (out / name).open("ab") as file:
             file.write(b"cut off in the mid")
     run_checked(CONFIG, out, resume=True)
+
+
+class Hashes(FakeTrainer):
+    """Says the SHA-256 of what it has written."""
+
+    async def save(self, folder):
+        await super().save(folder)
+        return self.digests
+
+
+def hashes(digests):
+    trainer = Hashes(train_batch_size=8)
+    trainer.digests = digests
+    return parts_of(CONFIG, trainer=trainer)
+
+
+def test_what_the_trainer_has_hashed_is_not_read_and_must_be_there(tmp_path):
+    run(CONFIG, tmp_path / "run", hashes({"fake.json": 64 * "0"}))
+    with pytest.raises(ConfigError, match=r"step_000006 is broken: trainer/fake.json is not as it was written"):
+        read_newest(tmp_path / "run", CONFIG)
+    with pytest.raises(RunFailedError, match=r"trainer/fake_2.json: its rank has written it, .* all must share --out"):
+        run(CONFIG, tmp_path / "other", hashes({"fake_2.json": 64 * "0"}))
 
 
 def test_a_full_disk_is_said_with_the_path(tmp_path, monkeypatch):

@@ -46,6 +46,14 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(out, setting, at):
     assert summary.lag.max <= setting.get("max_lag", 20)
 
 
+def test_the_model_is_exported_in_between(out):
+    config = config_of(steps=5, train={"checkpoint": {"export_every": 2}})
+    parts, exported = parts_of(config), []
+    parts.trainer = Killer(train_batch_size=8, on_export=lambda: exported.append(parts.trainer.version))
+    run_checked(config, out, parts)
+    assert exported == [2, 4, 5]
+
+
 class Dying(FakeTrainer):
     """Dies so many times when it is to begin a step; not before a checkpoint is complete, if it is given one."""
 
@@ -158,6 +166,35 @@ def test_a_complete_run_that_goes_on_evaluates_and_exports_again(out):
     assert run_checked(config, out, parts, resume=True) == first
     assert parts.trainer.trained == []
     assert (out / "model" / "fake.json").exists()
+
+
+def test_a_run_that_was_interrupted_or_complete_goes_on_as_a_longer_one(out, caplog):
+    """Its trace replays as a whole. A rate that falls to the end is then another one, which is said."""
+    train = {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine"}}
+    interrupted(config_of(steps=6, train=train), out, at=2)
+    run_checked(config_of(steps=8, train=train), out, resume=True)
+    assert "jumps to that of a run of 8 steps" in caplog.text
+    assert "was written with optimizer_steps=8, got 7" in message(read_newest, out, config_of(steps=7, train=train))
+    longer = config_of(steps=11, train=train)
+    parts = parts_of(longer)
+    run_checked(longer, out, parts, resume=True)
+    assert len(parts.trainer.trained) == 3
+    assert Trace(out / TRACE_FILE).config.optimizer_steps == 6  # replay learns of more from an event
+
+
+@pytest.mark.parametrize("steps", [6, 7])
+def test_the_end_of_a_conventional_run_is_no_end_but_that_of_one_step_off_is(out, steps):
+    """Of 7 steps the last RL step has one. One step off generates nothing while it trains the last RL step."""
+    shape = {"optimizer_steps_per_rl_step": 2}
+    for kind in ("conventional", "one_step_off"):
+        folder = out / kind
+        run(config_of(steps=steps, kind=kind, **shape), folder, parts_of(config_of(kind=kind)))
+        longer = config_of(steps=10, kind=kind, **shape)
+        if kind == "one_step_off":
+            rule = f"optimizer_steps must stay {steps}: step_00000{steps} ends there"
+            assert rule in message(read_newest, folder, longer)
+        else:
+            assert run_checked(longer, folder, resume=True).lag.max == 1
 
 
 def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on(out):

@@ -97,11 +97,11 @@ def test_the_workers_of_a_killed_comparison_end_too(tmp_path: Path, tiny: Path) 
     assert steps.stat().st_size == size
 
 
-def ctrl_c_at_import_of(module: str) -> str:
+def signal_at_import_of(module: str, name: str = "SIGINT") -> str:
     return (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "finder = type('Finder', (), {'find_spec': staticmethod("
-        f"lambda name, *_: signal.raise_signal(signal.SIGINT) if name == '{module}' else None)}}); "
+        f"lambda name, *_: signal.raise_signal(signal.{name}) if name == '{module}' else None)}}); "
         "sys.meta_path.insert(0, finder)"
     )
 
@@ -110,13 +110,18 @@ INTERRUPTED = "interrupted; --resume goes on from the last checkpoint if there i
 
 
 @pytest.mark.parametrize(
-    ("module", "status", "line"),
-    [("typer", 130, "interrupted"), ("pipelinerl.config.run", 1, INTERRUPTED), ("backends.run", 1, INTERRUPTED)],
+    ("module", "name", "status", "line"),
+    [
+        ("typer", "SIGINT", 130, "interrupted"),
+        ("pipelinerl.config.run", "SIGINT", 1, INTERRUPTED),
+        ("backends.run", "SIGINT", 1, INTERRUPTED),
+        ("backends.run", "SIGTERM", 1, INTERRUPTED),
+    ],
 )
-def test_ctrl_c_while_train_is_being_loaded_is_one_line_and_nothing_is_written(
-    tmp_path: Path, module: str, status: int, line: str
+def test_a_signal_while_train_is_being_loaded_is_one_line_and_nothing_is_written(
+    tmp_path: Path, module: str, name: str, status: int, line: str
 ) -> None:
-    command = [*program(ctrl_c_at_import_of(module)), "train", str(ARITHMETIC), "--out", str(tmp_path / "out")]
+    command = [*program(signal_at_import_of(module, name)), "train", str(ARITHMETIC), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", f"pipelinerl: {line}\n")
     assert not (tmp_path / "out").exists()

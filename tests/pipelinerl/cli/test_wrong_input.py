@@ -104,7 +104,7 @@ def test_the_parser_of_every_command_refuses_in_one_line(command: Command, name:
     assert_fails(command(name, "--colour", "red"), 2, "No such option: --colour; ", "--help")
     assert_fails(command(name, "--help=3"), 2, "Option '--help' does not take a value")
     if not command(name, "--help").out.splitlines()[0].endswith("..."):  # which means: any number of arguments
-        needed = ["--out", "x"] if name in ("timeline", "measure") else []
+        needed = ["--out", "x"] if name in ("timeline", "measure", "export") else []
         assert_fails(command(name, "run", "again", *needed), 2, "Got unexpected extra argument(s) (")
 
 

@@ -172,6 +172,22 @@ def test_names_of_shipped_sets_and_absolute_paths_stay_and_circles_are_for_the_r
     assert config.workload.length.source == expected.format(folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("models/tiny", "{folder}/models/tiny"),  # which is there
+        *((path, f"{{folder}}/{path}") for path in ("tiny", "a/b/c", ".models/tiny")),
+    ],
+)
+def test_a_model_is_the_id_of_one_or_the_path_of_a_folder(tmp_path: Path, path: str, expected: str) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    train = {"model": {"path": path}, "task": {"name": "arithmetic"}, "optimizer": {"learning_rate": 1e-3}}
+    config = load_run(run_file(tmp_path, tomli_w.dumps({**tomllib.loads(TINY), "train": train})))
+    assert config.train is not None
+    assert config.train.model.path == expected.format(folder=tmp_path)
+
+
 def test_paths_in_the_overrides_of_a_comparison_are_relative_to_the_run_file(tmp_path: Path) -> None:
     arms = [
         {"name": "plain", "set": ["workload.length.source=mine.csv", "seed=1", "not an override"]},

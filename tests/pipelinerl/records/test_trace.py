@@ -45,6 +45,7 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
     (ev.RolloutPreempted(8, 1, 5), '"event":"RolloutPreempted","rollout_id":8,"engine":1,"num_tokens":5'),
     (ev.RolloutFailed(9), '"event":"RolloutFailed","rollout_id":9,"engine":null'),
     (ev.RolloutFailed(9, 1), '"event":"RolloutFailed","rollout_id":9,"engine":1'),
+    (ev.StepsRaised(9), '"event":"StepsRaised","optimizer_steps":9'),
     (ev.TrainingFinished(4, 2.25), '"event":"TrainingFinished","version":4,"train_s":2.25'),
     (ev.WeightsPublished(4, 0.5), '"event":"WeightsPublished","version":4,"publish_s":0.5'),
     (ev.WeightsLoaded(1, 4, 0.0), '"event":"WeightsLoaded","engine":1,"version":4,"pause_s":0.0'),

@@ -13,6 +13,7 @@ from pipelinerl.scheduler.events import (
     RolloutPreempted,
     StartRollout,
     StartTraining,
+    StepsRaised,
     WeightsLoaded,
     WeightUpdate,
 )
@@ -38,6 +39,7 @@ LOADED = [*PUBLISHING, published(1), loaded(1)]
         ([], failed(7), "rollout 7 on engine 0: it is not there"),
         ([], failed(0, engine=None), "rollout 0: it is not being scored"),
         ([], trained(1), "version 0, trainer IDLE"),
+        ([], StepsRaised(10), "version 0, trainer IDLE"),  # as many as there were
         (TRAINING, trained(0), "version 0, trainer TRAINING"),
         (PUBLISHING, published(2), "trainer PUBLISHING, published 1"),
         (PUBLISHING, loaded(2), "published 1, engines still loading 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from tiny_trainer import (  # noqa: E402
 
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
 from backends.trainer.deepspeed.settings import deepspeed_config  # noqa: E402
+from backends.trainer.deepspeed.state import fill_policy  # noqa: E402
 from backends.trainer.model import TRAINED_DTYPES, load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.step import learning_rate_factor  # noqa: E402
@@ -141,12 +143,24 @@ def test_going_on_from_a_checkpoint_is_the_same_as_never_having_stopped(
         train(straight, samples(step))
     straight.snapshot()
     went_on = [train(straight, samples(step))[1] for step in range(2, STEPS)]
-    straight.save(tmp_path / "checkpoint")
+    ((name, digest),) = straight.save(tmp_path / "checkpoint").items()
+    assert digest == hashlib.sha256((tmp_path / "checkpoint" / name).read_bytes()).hexdigest()
     resumed.load(tmp_path / "checkpoint")
     check_same(saved(resumed, tmp_path / "again"), saved_state(tmp_path / "checkpoint"))
     assert went_on == [train(resumed, samples(step))[1] for step in range(2, STEPS)]
     assert largest_difference(parameters(straight), parameters(resumed)) == 0
     check_same(saved(straight, tmp_path / "straight"), saved(resumed, tmp_path / "resumed"))
+
+
+def test_a_run_that_was_made_longer_goes_on_with_the_rate_of_its_own_schedule(model_path: Path, tmp_path: Path) -> None:
+    first, longer = started(model_path), started(model_path, optimizer_steps=2 * STEPS)
+    for step in range(STEPS):
+        train(first, samples(step))
+    saved(first, tmp_path / "end")
+    longer.load(tmp_path / "end")
+    factor = learning_rate_factor(OPTIMIZER, optimizer_steps=2 * STEPS)
+    rates = [train(longer, samples(step))[1]["learning_rate"] for step in (STEPS, STEPS + 1)]
+    assert rates == [OPTIMIZER.learning_rate * factor(step) for step in (STEPS, STEPS + 1)]
 
 
 def test_another_stage_goes_on_from_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
@@ -289,6 +303,9 @@ def test_two_ranks_go_on_from_one_and_one_from_two(
     alone.load(of_two.folder / f"trained-{zero_stage}")
     check_same(saved(alone, tmp_path / "alone"), trained)
     check_rounded(alone, trained)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    fill_policy(merged, of_two.folder / f"trained-{zero_stage}")
+    assert largest_difference(merged.state_dict(), parameters(alone)) == 0
     (rows,) = pack(samples(3), pack_tokens=100, num_ranks=1)
     alone.train(rows, completes_step=True)
     check_adamw(model_path, rows, trained, saved(alone, tmp_path / "further"), step=3)
