@@ -194,15 +194,17 @@ CHANGE_BYTES = 3
 """Of a changed bf16 number: its distance from the one before, and its value."""
 LONGEST_GAP = 255
 """Distance that a byte holds; a number in between is sent where there is a longer one (count)."""
+LARGEST_DELTA = 1 / 4
+"""Share of all weights' bytes up to which changes are sent; there is room for as many behind a row."""
 
 
 def delta_bytes(route: Route) -> float:
-    """Return the bytes of the changed numbers, anywhere among the others; those of all numbers if these are fewer."""
+    """Return the bytes of changed numbers, anywhere among the others; those of all numbers if they are too many."""
     share = route.coefficients.changed_share
-    if CHANGE_BYTES * share >= BF16_BYTES:
+    if CHANGE_BYTES / BF16_BYTES * share > LARGEST_DELTA:
         return route.num_bytes
-    sent_share = share / -math.expm1(LONGEST_GAP * math.log1p(-share))  # a gap needs 1 + (all longer than 255) numbers
-    return route.num_bytes * min(1.0, CHANGE_BYTES / BF16_BYTES * sent_share)
+    sent_share = share / -math.expm1(LONGEST_GAP * math.log1p(-share))  # a gap g needs the ceiling of g / 255 numbers
+    return route.num_bytes * CHANGE_BYTES / BF16_BYTES * sent_share
 
 
 def _delta_seconds(route: Route) -> WeightTransferConfig:
@@ -230,7 +232,7 @@ def _broadcast_bytes(host: HostShare) -> float:
 
 
 def _delta_bytes(host: HostShare) -> float:
-    return bool(host.sends or host.workers) * host.num_bytes  # engines beside rank 0 read its row
+    return bool(host.sends or host.workers) * (1 + LARGEST_DELTA) * host.num_bytes  # engines beside rank 0 read its row
 
 
 def _streamed_bytes(host: HostShare) -> float:
