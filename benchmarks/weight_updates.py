@@ -1,6 +1,6 @@
 """Cost of a weight update: real vLLM engines and a DeepSpeed trainer on this machine's CPU, random weights.
 
-    python benchmarks/weight_updates.py --transport file --updates 3       # or staged, direct, streamed
+    python benchmarks/weight_updates.py --transport file --updates 3       # or staged, direct, delta, streamed
 
 With more cores than engines (``--engines 1``) only engines use the cores of decode. ``direct``: staged, with engines
 whose parameters keep their place, as on GPUs.
@@ -40,7 +40,7 @@ from backends.trainer.deepspeed.rank import DeepSpeedRank
 from backends.trainer.deepspeed.settings import RankSettings
 from backends.vllm.process import VLLMSettings
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
-from pipelinerl.hardware.transport import BROADCAST, FILE, STREAMED
+from pipelinerl.hardware.transport import BROADCAST, DELTA, FILE, STREAMED
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.segments import Segment
 from pipelinerl.scheduler.events import WeightUpdate
@@ -51,7 +51,7 @@ AT_ONCE = 8
 """Answers in progress on an engine (count)."""
 CALM_S = 8.0
 """Seconds before and after an update for which the rate is measured."""
-TRANSPORTS = {one.name: one for one in (FILE, STREAMED)} | dict.fromkeys(("staged", "direct"), BROADCAST)
+TRANSPORTS = {one.name: one for one in (FILE, DELTA, STREAMED)} | dict.fromkeys(("staged", "direct"), BROADCAST)
 """``train.transport`` of each option."""
 POLL_S = 0.1
 """Seconds between two measurements of memory."""

@@ -22,11 +22,13 @@ from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK
 from pipelinerl.hardware.costs import HardwareConfig
+from pipelinerl.hardware.transport import SHARE_METRIC
 from pipelinerl.records.reports import DecodeSteps, RunReport
-from pipelinerl.records.run_folder import RUN_FILE, SUMMARY_FILE, TRACE_FILE
+from pipelinerl.records.run_folder import METRICS_FILE, RUN_FILE, SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Trace
 from pipelinerl.util.arrays import FloatArray, ratio
+from pipelinerl.util.read import parse_json, read_lines
 
 ROWS = 200
 """Rows of measured decode steps, about (count)."""
@@ -57,7 +59,17 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
     _take_waits(result, times, half_step_s)
+    if result.named is not None and (share := _changed_share(source / METRICS_FILE)) is not None:
+        result.table.setdefault("coefficients", {})["changed_share"] = rounded(share)
     return result
+
+
+def _changed_share(path: Path) -> float | None:
+    """Return the mean share of changed numbers of the versions that were sent as such; None: there was none."""
+    lines = [parse_json(text, f"{path}, line {number}") for number, text in read_lines(path)] if path.is_file() else []
+    shares = [one.get(SHARE_METRIC) for one in lines if isinstance(one, dict)]
+    known = [one for one in shares if isinstance(one, float) and 0 < one <= 1]
+    return float(np.mean(known)) if known else None
 
 
 def _measured(sums: list[DecodeSteps]) -> DecodeTimes:

@@ -2,7 +2,7 @@
 
 A table that the run file gives stays as it is; a missing one is derived from ``hardware.gpu`` and ``hardware.model``;
 without these two it costs nothing. Coefficients follow the same rule: ``hardware.coefficients``, then
-``train.trainer``, then the transport, then ``hardware.engine`` and ``hardware.software``, then the level. Weights
+``[train]``, then the transport, then ``hardware.engine`` and ``hardware.software``, then the level. Weights
 travel as ``hardware.weight_sync`` or ``hardware.coefficients`` says, else ``[train]``, else ``hardware.software``.
 """
 
@@ -28,7 +28,7 @@ from pipelinerl.hardware.derive import (
     training_memory,
 )
 from pipelinerl.hardware.stack import find_stack
-from pipelinerl.hardware.transport import ROOT_LAW, UNKNOWN, WeightTransferConfig, WeightTransport
+from pipelinerl.hardware.transport import ROOT_LAW, UNKNOWN, WeightTransferConfig, WeightTransport, changed_share
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.kinds import make_scheduler
 from pipelinerl.util.explain import explain
@@ -126,11 +126,14 @@ def transport_of(config: RunConfig, *, colocated: bool | None = None) -> WeightT
 
 
 def stated_coefficients(config: RunConfig) -> dict[str, float]:
-    """Return the coefficients that a run file states: ``train.trainer`` and ``hardware.coefficients``."""
+    """Return the coefficients that a run file states: of ``[train]``, and ``hardware.coefficients``."""
     stated: dict[str, float] = {}
     if config.train is not None:
         trainer = config.train.trainer
         stated = {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
+        steps = config.scheduler.publish_every  # taken to move all weights on and on
+        share = changed_share(steps * config.train.optimizer.learning_rate, config.hardware.level)
+        stated["changed_share"] = share
     return {**stated, **config.hardware.coefficients}
 
 

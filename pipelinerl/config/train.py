@@ -155,8 +155,8 @@ class TrainConfig(StrictModel):
     placement_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for busy accelerators."""
     transport: str | None = None
-    """Way of the weights to the engines: ``file``, ``broadcast``, ``delta``, ``streamed``, or ``package.module:ATTRIBUTE``
-    of a ``WeightTransport``. None: broadcast on GPUs, not colocated; else file."""
+    """Way of the weights to the engines: ``file``, ``broadcast``, ``delta``, ``streamed``, or
+    ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: broadcast on GPUs, not colocated; else file."""
     weights_folder: str = "/dev/shm"
     """Folder for weights as files; shared by all machines."""
     model: ModelConfig

@@ -109,6 +109,10 @@ class Coefficients(StrictModel):
     """Time of the phase switch to generation, besides moving states (seconds)."""
     host_bandwidth: float = Field(gt=0)
     """Bandwidth between an accelerator and its host's memory, where colocated training keeps its states (bytes/s)."""
+    changed_share: float = Field(gt=0, le=1)
+    """Share of the bf16 numbers that change from one published version to the next."""
+    delta_bandwidth: float = Field(gt=0)
+    """Of these on their way: from rank 0 to patched rows on all machines (bytes/s)."""
 
 
 def coefficients(level: Level, changed: Mapping[str, float] | None = None) -> Coefficients:

@@ -12,9 +12,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients
 from pipelinerl.hardware.costs import PhaseSwitchConfig, PrefillConfig, ResolvedHardware, RooflineDecode, TrainingConfig
-from pipelinerl.hardware.transport import UNKNOWN, Route, WeightTransferConfig, WeightTransport
+from pipelinerl.hardware.transport import BF16_BYTES, UNKNOWN, Route, WeightTransferConfig, WeightTransport
 
-BF16_BYTES = 2
 ZERO_STAGE = 3
 """Default where a run file states none."""
 ROUNDING = 1e-9
@@ -189,7 +188,7 @@ def derive_hardware(
     if engine[0].name != gpu.name:  # two kinds share no node
         link = min(ring_bytes_s(one, one_node=False) for one in (gpu, engine[0]))
         network = min(gpu.network, engine[0].network)
-        slower = {name: min(getattr(coefficients, name), network) for name in ("stream_bandwidth", "nccl_bandwidth")}
+        slower = {name: min(getattr(coefficients, name), network) for name in ONE_LINK}
         coefficients = coefficients.model_copy(update=slower)
     fits = kv_cache_tokens(
         *engine, tensor_parallel=tensor_parallel, coefficients=coefficients, sequences=sequences, longest=longest
@@ -223,6 +222,10 @@ def derive_hardware(
         ),
         switch=switch,
     )
+
+
+ONE_LINK = ("stream_bandwidth", "delta_bandwidth", "nccl_bandwidth")
+"""Bandwidths that are at most those of one link between two kinds of accelerators."""
 
 
 def derive_decode(
@@ -351,6 +354,10 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
     return 4 * model.routed_layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
 
 
+COMPARED_BYTES = 16
+"""Through the memory per number that a rank compares with the one published last, all kernels together: a judgement."""
+
+
 def derive_transport(
     gpu: Gpu,
     model: LanguageModel,
@@ -370,6 +377,7 @@ def derive_transport(
         Route(
             num_bytes=num_bytes,
             gathered_s=num_bytes / ring_bytes_s(gpu, one_node=one_node) if spread else 0.0,
+            compared_s=COMPARED_BYTES * model.parameters / (training_accelerators * gpu.bandwidth),
             tensor_parallel=tensor_parallel,
             colocated=colocated,
             link=link,

@@ -16,6 +16,7 @@ from pipelinerl.hardware.coefficients import Coefficients, Level
 from pipelinerl.util.strict_model import Seconds, StrictModel
 from pipelinerl.util.user_code import named_value
 
+BF16_BYTES = 2
 KEPT_FILES = 2
 """Published files that are kept: the newest, and one that engines may still be reading (count)."""
 ROOT_LAW = "sync_s_per_root_gb"
@@ -45,6 +46,8 @@ class Route:
     """Accelerators of an engine (count)."""
     colocated: bool
     """Whether engines and trainer share their accelerators."""
+    compared_s: float = 0.0
+    """Comparing the ranks' parts of them with those published last (seconds)."""
     link: float = math.inf
     """Between two kinds of accelerators (bytes/s)."""
     coefficients: Coefficients
@@ -165,6 +168,55 @@ def _broadcast_seconds(route: Route) -> WeightTransferConfig:
     return WeightTransferConfig(publish_s=route.snapshot_s, transfer_s=sent_s, pause_s=route.loading_s)
 
 
+ADAM_STEP = {Level.OPTIMISTIC: 0.1, Level.CENTRAL: 0.23, Level.PESSIMISTIC: 0.65}
+"""Mean step of AdamW, beta1 0.9, over the learning rate: TRL's 0.6 % at 1e-6 (20 MB of Qwen3-0.6B, 6 bytes a number);
+between 0.18, gradients without a direction, and 0.28, with a mean of 0.3 deviations; 3 % of verl and slime."""
+WEIGHT_SD = 0.02
+"""Standard deviation of the weights, about normal, of a language model."""
+
+
+def changed_share(learning_rate: float, level: Level) -> float:
+    """Return the share of bf16 numbers that an optimizer step changes, with fp32 master weights.
+
+    A number changes if its master weight crosses a rounding border: with probability step / spacing, as it lies
+    anywhere between two. From 2^e to 2^(e+1) the spacing is 2^(e-7). At 1e-6 this gives 1.2 %, at 1e-5 8 %. Published:
+    1 % (TRL; PULSE, arXiv 2602.03839, 0.5B to 7B), 1 to 3 % (verl). AdamW on normal weights: 0.9 to 1.4 %, at 1e-5 6.6
+    to 9.2 %; in the first ten steps more, at most 2 and 16 %.
+    """
+    step, exponents = ADAM_STEP[level] * learning_rate, range(-100, 4)
+    below = [math.erf(2.0**e / WEIGHT_SD / math.sqrt(2)) for e in (*exponents, exponents.stop)]
+    return sum(min(1.0, step / 2.0 ** (e - 7)) * (below[e + 101] - below[e + 100]) for e in exponents)
+
+
+SHARE_METRIC = "weights/delta_share"
+"""Metric of a real run: that share of a published version; 0 or none if all numbers were sent."""
+CHANGE_BYTES = 3
+"""Of a changed bf16 number: its distance from the one before, and its value."""
+LONGEST_GAP = 255
+"""Distance that a byte holds; a number in between is sent where there is a longer one (count)."""
+LARGEST_DELTA = 1 / 4
+"""Share of all weights' bytes up to which changes are sent; there is room for as many behind a row."""
+
+
+def delta_bytes(route: Route) -> float:
+    """Return the bytes of changed numbers, anywhere among the others; those of all numbers if they are too many."""
+    share = route.coefficients.changed_share
+    if CHANGE_BYTES / BF16_BYTES * share > LARGEST_DELTA:
+        return route.num_bytes
+    sent_share = share / -math.expm1(LONGEST_GAP * math.log1p(-share))  # a gap g needs the ceiling of g / 255 numbers
+    return route.num_bytes * CHANGE_BYTES / BF16_BYTES * sent_share
+
+
+def _delta_seconds(route: Route) -> WeightTransferConfig:
+    sent_bytes = delta_bytes(route)
+    if sent_bytes == route.num_bytes:
+        return _broadcast_seconds(route)
+    copied_s = sent_bytes / route.coefficients.host_bandwidth
+    published_s = route.gathered_s + route.compared_s + copied_s
+    sent_s = published_s + sent_bytes / route.coefficients.delta_bandwidth
+    return WeightTransferConfig(publish_s=published_s, transfer_s=sent_s, pause_s=copied_s + route.coefficients.pause_s)
+
+
 def _streamed_seconds(route: Route) -> WeightTransferConfig:
     still_s = max(route.gathered_s, route.num_bytes / route.coefficients.nccl_bandwidth)  # loading is never slower
     return WeightTransferConfig(publish_s=still_s, pause_s=still_s + route.coefficients.pause_s)
@@ -177,6 +229,10 @@ def _file_bytes(host: HostShare) -> float:
 
 def _broadcast_bytes(host: HostShare) -> float:
     return (host.sends + bool(host.workers)) * host.num_bytes
+
+
+def _delta_bytes(host: HostShare) -> float:
+    return bool(host.sends or host.workers) * (1 + LARGEST_DELTA) * host.num_bytes  # engines beside rank 0 read its row
 
 
 def _streamed_bytes(host: HostShare) -> float:
@@ -205,9 +261,9 @@ BROADCAST = WeightTransport(
 DELTA = WeightTransport(
     name="delta",
     description="changed numbers only, sent to every machine and patched there while engines generate and ranks train",
-    seconds=_broadcast_seconds,
-    coefficients=("host_bandwidth", "stream_bandwidth"),
-    host_bytes=_broadcast_bytes,
+    seconds=_delta_seconds,
+    coefficients=("changed_share", "delta_bandwidth", "host_bandwidth"),
+    host_bytes=_delta_bytes,
     grouped=True,
     ends="backends.transfer.broadcast:DELTA",
 )

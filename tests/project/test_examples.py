@@ -249,6 +249,22 @@ def test_a_better_gpu_is_faster():
 # ---------------------------------------------------------------------------------- all of them
 
 
+MIXTURE = (
+    "cluster.accelerators=64", "cluster.generation_accelerators=24", "scheduler.train_batch_size=512",
+    'hardware={ gpu = "H100", model = "Qwen3-30B-A3B" }',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sets", [(), MIXTURE], ids=["7B on 128", "30B-A3B on 64"])
+def test_changed_numbers_arrive_sooner_than_all_and_cost_no_tokens(sets):
+    """By the hardware model's own numbers, the learning rate of the run file; in 40 steps the lag still rises."""
+    delta, broadcast = (
+        summary_of(QWEN7B, *sets, f"train.transport={one}", "optimizer_steps=40") for one in ("delta", "broadcast")
+    )
+    assert delta.lag.mean <= 10 < broadcast.lag.mean
+    assert delta.tokens_per_s >= broadcast.tokens_per_s
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [QUICKSTART, APPENDIX_A, QWEN7B, QWEN7B_LONG, BY_NAME], ids=lambda path: path.stem)
 def test_every_arm_of_an_example_is_a_run_that_replays(example, tmp_path):

@@ -253,6 +253,16 @@ def test_a_trainer_with_few_sequences_is_not_taken_for_a_slow_one(tmp_path: Path
     assert linear["coefficients"].get("training_mfu", 0.9) != pytest.approx(0.33, rel=0.1)
 
 
+@pytest.mark.parametrize(("shares", "found"), [((None, 0.01, 0.0, 0.03), 0.02), ((None, 0.0), None)])
+def test_the_share_of_changed_numbers_of_a_real_run_comes_back(tmp_path: Path, shares, found) -> None:
+    """The mean of versions sent as changes; other lines are of steps without one, and of whole weights."""
+    run = run_of({**NAMED, "scheduler": FEW}, "optimizer_steps=4")
+    folder = traced(tmp_path / "run", run)
+    lines = [{"step": step, "weights/delta_share": share} for step, share in enumerate(shares, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert calibrate_trace(folder).table["coefficients"].get("changed_share") == found
+
+
 def test_tables_of_a_trainer_with_few_sequences_come_back(tmp_path: Path) -> None:
     shared = "hardware.training.sequence_accelerators=1"
     folder = traced(tmp_path / "run", run_of({**RUN, "scheduler": {**FEW, "micro_batch_size": 4}}, shared))

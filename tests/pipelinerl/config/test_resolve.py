@@ -14,7 +14,7 @@ from pipelinerl.config.run import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import RooflineDecode
-from pipelinerl.hardware.transport import BROADCAST, FILE
+from pipelinerl.hardware.transport import BROADCAST, FILE, changed_share
 from sim.run import simulate
 
 LLAMA70B = find_model("Llama-3.1-70B")
@@ -38,6 +38,18 @@ def test_weights_travel_as_train_transport_has_it_unless_the_run_file_says_how_l
     assert resolved_hardware(by_file).weights == derived(transport=FILE, zero_stage=2).weights
     for given in ({"weight_sync": "reshard"}, {"coefficients": {"sync_s_per_root_gb": 0.5}}, {"weights": {}}):
         assert resolved_hardware(trained(trainer={}, **given)).weights == resolved_hardware(trained(**given)).weights
+
+
+def test_the_share_of_changed_numbers_is_measured_or_by_the_learning_rate_or_by_one_that_is_assumed():
+    """`trained` has 1e-6, a publication every second step; the level assumes 1e-6."""
+    sets = ["train.transport=delta", "scheduler.publish_every=2"]
+    stated = [{}, {"coefficients": {"changed_share": 0.05}}]
+    runs = [parse_run(with_overrides(trained(trainer={}, **one).model_dump(mode="json"), sets)) for one in stated]
+    shares = [run_coefficients(run, H100, QWEN7B, training_accelerators=8, longest=100).changed_share for run in runs]
+    assert shares == [changed_share(2e-6, Level.CENTRAL), 0.05]
+    assert resolved_hardware(runs[0]).weights.publish_s < resolved_hardware(runs[1]).weights.publish_s
+    values = run_coefficients(trained(), H100, QWEN7B, training_accelerators=8, longest=100)
+    assert values.changed_share == coefficients(Level.CENTRAL).changed_share
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from derived import H100, QWEN7B, derived, plain, step_ms
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_n
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import PhaseSwitchConfig
 from pipelinerl.hardware.derive import derive_training, kept_numbers, kv_cache_tokens
-from pipelinerl.hardware.transport import BROADCAST, OURS, find_transport
+from pipelinerl.hardware.transport import BROADCAST, DELTA, OURS, changed_share, find_transport
 
 
 def test_a_decode_step_by_hand():
@@ -195,16 +196,51 @@ def test_a_synchronization_lasts_as_the_root_of_its_bytes():
         pytest.param("broadcast", 1, 3, (1.523, 1.523 + 7.616, 0.762 + 0.02), id="nobody to gather from"),
         # At 5 GB/s from GPU to GPU, gathered and loaded meanwhile.
         pytest.param("streamed", 16, 3, (3.046, 0.0, 3.046 + 0.02), id="standing still"),
+        # Of 7.6156e9 numbers 1 % change. Gaps above 255 in 0.99^255 = 7.71 % of cases: 82.52e6 numbers of 3 bytes,
+        # 0.2476 GB; 0.0248 s over PCIe, 0.2476 s on the way. Compared by 16 ranks: 16 bytes a number, 0.0023 s.
+        pytest.param("delta", 16, 3, (0.0651, 0.0651 + 0.2476, 0.0248 + 0.02), id="changed"),
+        pytest.param("delta", 1, 3, (0.0611, 0.0611 + 0.2476, 0.0248 + 0.02), id="changed, one rank"),
         # Written and read at 1 GB/s: 15.231 s each.
         pytest.param("file", 16, 3, (16.792, 16.792, 15.231 + 0.762 + 0.02), id="paused"),
     ],
 )
 def test_a_transport_lasts_as_its_bytes_over_its_bandwidths(transport, trainers, zero_stage, seconds):
     """15.231 GB. Staged, the trainer waits for its snapshot only and an engine for the load; paused, for all of it."""
-    values = plain(host_bandwidth=10e9, stream_bandwidth=2e9, nccl_bandwidth=5e9, file_bandwidth=1e9, pause_s=0.02)
+    rates = {"host": 10e9, "stream": 2e9, "nccl": 5e9, "file": 1e9, "delta": 1e9}
+    values = plain(**{f"{name}_bandwidth": rate for name, rate in rates.items()}, pause_s=0.02)
     way = find_transport(transport, key="transport", among=OURS)
     got = derived(tensor_parallel=2, trainers=trainers, values=values, zero_stage=zero_stage, transport=way).weights
     assert (got.publish_s, got.transfer_s, got.pause_s) == pytest.approx(seconds, abs=1e-3)
+
+
+@pytest.mark.parametrize(("share", "all_travel"), [(0.166, False), (0.167, True), (1.0, True)])
+def test_changes_of_more_than_a_quarter_of_the_bytes_travel_as_all_weights(share, all_travel):
+    """3 bytes of a change, 2 of a number: a sixth of the numbers."""
+    values = plain(changed_share=share)
+    delta, broadcast = (derived(values=values, transport=one).weights for one in (DELTA, BROADCAST))
+    assert (delta == broadcast) is all_travel
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
+def test_the_share_of_changed_numbers_is_that_of_weights_rounded_to_bf16(rate):
+    """A million normal weights, half of which move up, half down, rounded to the nearest upper half of an fp32.
+
+    Fails for 1 seed in 10^6 if the code is right: 4.9 standard deviations of the number that change.
+    """
+    number, (step, level) = 10**6, (0.23 * rate, Level.CENTRAL)
+    before = np.random.default_rng(0).normal(0.0, 0.02, number)
+    after = before + np.where(np.arange(number) % 2, step, -step)
+    rounded = [(one.astype(np.float32).view(np.uint32) + 0x8000) >> 16 for one in (before, after)]
+    changed, expected = np.mean(rounded[0] != rounded[1]), changed_share(rate, level)
+    assert abs(changed - expected) < 4.9 * math.sqrt(expected / number)
+
+
+def test_an_assumed_learning_rate_is_in_the_levels_of_the_changed_share():
+    """And the published shares are in the band: 1 % (TRL, PULSE) to 3 % (verl), 7 to 12 % at ten times the rate."""
+    ends = [changed_share(1e-6, level) for level in Level]
+    assert [coefficients(level).changed_share for level in Level] == pytest.approx(ends, rel=0.01)
+    assert ends[0] < 0.01 < ends[1] < 0.02 < ends[2] < 0.03
+    assert 0.07 < changed_share(1e-5, Level.CENTRAL) < 0.12
 
 
 def test_the_switch_moves_the_trainers_states():
