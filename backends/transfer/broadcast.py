@@ -47,6 +47,8 @@ DENSE_EVERY = 64
 """Deltas in a row before all weights are sent again (versions)."""
 DELTA_PART = 4
 """A delta larger than this part of the weights is not sent: 17 % of bf16 numbers have changed then."""
+JOINED_S = 10.0
+"""Longest wait for the thread of a group that has formed."""
 NICER = 19
 """Niceness of the thread: decode waits for the engine's scheduler and front end, which go first."""
 
@@ -292,7 +294,7 @@ class Staging:
         self._member = member
         self._abandoned = False
         self._receiver: Receiver | None = None
-        self._failure = "it has not been joined yet"
+        self._failure, self._joined = "it has not been joined yet", threading.Event()
         decoding = os.sched_getaffinity(0)  # of the worker's own loop: this is called from there
         if before is not None:
             before.abandon()
@@ -307,6 +309,7 @@ class Staging:
 
     def staged(self, label: str) -> dict[str, torch.Tensor]:
         """Return the parameters in the row, no copies; ``BackendError`` if not these, complete and verified."""
+        self._joined.wait(JOINED_S)  # the sender knows that all have joined before this thread does
         receiver = self._receiver
         if receiver is None:
             raise BackendError(f"no weights are staged: {self._failure}")
@@ -333,11 +336,13 @@ class Staging:
             if self._member.device.type == "cuda":
                 torch.cuda.set_device(self._member.device)
             self._receiver = receiver = self._join(before)
+            self._joined.set()
             while receiver.leads and not self._abandoned:
                 receiver.receive(receiver.next_transfer())
         except Exception as error:  # the group reports it to the sender, ``staged`` to the engine
             self._failure = str(error)
         finally:  # the row stays
+            self._joined.set()
             if self._receiver is not None:
                 self._receiver.close()
 
