@@ -10,7 +10,7 @@ import yaml
 from page_commands import parsed
 from pages import EXAMPLES, ROOT
 
-from pipelinerl.config.run import load_run
+from pipelinerl.config.run import is_model_id, load_run
 
 CLUSTERS = EXAMPLES / "clusters"
 SKYPILOT = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
@@ -105,7 +105,7 @@ def test_the_accelerators_that_are_rented_are_those_of_the_run_file():
 
 
 def test_model_and_problems_of_the_run_file_are_where_it_looks_for_them():
-    """In the image by mounts, on SkyPilot by the folder that it copies and a download."""
+    """In the image by mounts, on SkyPilot by the folder that it copies; the model is in Hugging Face's cache."""
     command = re.search(r"docker run .+?--check", DOCKERFILE.replace("\\\n#", ""), re.S)[0]
     flags = ("--gpus all", "--network host", "--ipc host", "--ulimit memlock=-1", "--device /dev/infiniband")
     assert [flag for flag in flags if flag not in command] == []
@@ -113,10 +113,11 @@ def test_model_and_problems_of_the_run_file_are_where_it_looks_for_them():
     assert all(here == there for here, there in mounts.items())
     for run_file in (re.search(r"examples/\S+\.toml", command)[0], SKYPILOT["envs"]["RUN_FILE"]):
         train = load_run(ROOT / run_file).train_table
-        for path in (train.model.path, train.task.settings["path"]):
-            below = os.path.relpath(path, ROOT)
-            assert any(below.startswith(f"{mount}/") for mount in mounts)
-        assert f"--local-dir {os.path.relpath(train.model.path, ROOT)}\n" in SKYPILOT["setup"]
+        below = os.path.relpath(train.task.settings["path"], ROOT)
+        assert any(below.startswith(f"{mount}/") for mount in mounts)
+        assert is_model_id(train.model.path)
+        assert "-v $HOME/.cache/huggingface:/root/.cache/huggingface " in command
+        assert f"hf download {train.model.path} " in SKYPILOT["setup"]
     assert str(parsed(command[command.index("pipelinerl train") :])["out"]).startswith("runs/")
     assert "libibverbs1" in DOCKERFILE
 
