@@ -287,6 +287,6 @@ def find_transport(name: str, *, key: str, among: tuple[WeightTransport, ...]) -
 
 
 def chosen_transport(name: str | None, *, on_gpus: bool, colocated: bool) -> WeightTransport:
-    """Return the named transport, else ``broadcast`` on GPUs and ``file`` on CPU; ``file`` where it cannot colocate."""
-    chosen = find_transport(name, key="transport", among=OURS) if name else BROADCAST if on_gpus else FILE
+    """Return the named transport, else ``delta`` on GPUs and ``file`` on CPU; ``file`` where it cannot colocate."""
+    chosen = find_transport(name, key="transport", among=OURS) if name else DELTA if on_gpus else FILE
     return chosen if chosen.colocated or not colocated else FILE
