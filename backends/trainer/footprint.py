@@ -92,7 +92,7 @@ class Footprint:
     states: float
     """Weights (bf16), gradients, master weights and two Adam moments (float32), as far as ZeRO spreads them."""
     workspace: float
-    """Parameters that ZeRO-3 has put together, gradients on their way, a reference model."""
+    """Parameters that ZeRO-3 has put together, gradients on their way, a reference model, published weights."""
     activations: float
     sending: float = 0.0
     """Buckets in which rank 0 sends weights, and a gathered one, while nothing is trained."""
@@ -184,9 +184,11 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         checkpointing=trainer.activation_checkpointing,
         value_head=loss.value_coefficient > 0,
     )
-    streams = config.train.chosen_transport(colocated=config.colocated).standing_still
+    transport = config.train.chosen_transport(colocated=config.colocated)
+    streams, sharded = transport.standing_still, transport.keeps_shards / trainer_ranks(config)
     bucket = largest_bucket_bytes(dict(policy.named_parameters()), STREAM_BYTES if streams else BUCKET_BYTES)
-    sending = (2 * streams + (stage == 3)) * bucket
+    sending = (2 * streams + (stage == 3) + 2 * sharded) * bucket  # of a shard the new one, and its comparison
+    workspace += 2 * num * sharded
     states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]
     return Footprint(states, workspace, activations, sending)
 

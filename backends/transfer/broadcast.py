@@ -279,12 +279,12 @@ class BroadcastReceiver:
         return self._staging.staged(place_of(weights, self._transport))
 
 
-def _ends(transport: WeightTransport, *, deltas: bool) -> TransportEnds:
-    sender = partial(SnapshotSender, name=transport.name, deltas=deltas)
+def _ends(transport: WeightTransport) -> TransportEnds:
+    sender = partial(SnapshotSender, name=transport.name, deltas=transport.keeps_shards)
     return TransportEnds(sender, partial(BroadcastReceiver, transport=transport))
 
 
-BROADCAST, DELTA = _ends(transport.BROADCAST, deltas=False), _ends(transport.DELTA, deltas=True)
+BROADCAST, DELTA = _ends(transport.BROADCAST), _ends(transport.DELTA)
 
 
 class Staging:

@@ -156,7 +156,7 @@ class TrainConfig(StrictModel):
     """Seconds to wait for busy accelerators."""
     transport: str | None = None
     """Way of the weights to the engines: ``file``, ``broadcast``, ``delta``, ``streamed``, or
-    ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: broadcast on GPUs, not colocated; else file."""
+    ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: delta on GPUs, not colocated; else file."""
     weights_folder: str = "/dev/shm"
     """Folder for weights as files; shared by all machines."""
     model: ModelConfig

@@ -120,6 +120,8 @@ class WeightTransport:
     """Whether it serves engines that share their accelerators with the trainer."""
     grouped: bool = False
     """Whether trainer and engines form a group of processes that the weights are sent through."""
+    keeps_shards: bool = False
+    """Whether each rank keeps its part of the published weights on its accelerator."""
     in_folder: bool = False
     """Whether engines read the weights in ``train.weights_folder``."""
     ends: str = ""
@@ -265,6 +267,7 @@ DELTA = WeightTransport(
     coefficients=("changed_share", "delta_bandwidth", "host_bandwidth"),
     host_bytes=_delta_bytes,
     grouped=True,
+    keeps_shards=True,
     ends="backends.transfer.broadcast:DELTA",
 )
 STREAMED = WeightTransport(
@@ -287,6 +290,6 @@ def find_transport(name: str, *, key: str, among: tuple[WeightTransport, ...]) -
 
 
 def chosen_transport(name: str | None, *, on_gpus: bool, colocated: bool) -> WeightTransport:
-    """Return the named transport, else ``broadcast`` on GPUs and ``file`` on CPU; ``file`` where it cannot colocate."""
-    chosen = find_transport(name, key="transport", among=OURS) if name else BROADCAST if on_gpus else FILE
+    """Return the named transport, else ``delta`` on GPUs and ``file`` on CPU; ``file`` where it cannot colocate."""
+    chosen = find_transport(name, key="transport", among=OURS) if name else DELTA if on_gpus else FILE
     return chosen if chosen.colocated or not colocated else FILE

@@ -178,16 +178,19 @@ def test_conventional_arms_of_the_main_run_have_the_costs_of_the_paper():
 
 
 def test_the_main_run_for_real_has_the_transport_of_train():
-    """15.2 GB are gathered over links of 50 GB/s, copied at 25 GB/s and sent at 1.6 GB/s; the file has no seconds."""
+    """15.2 GB are gathered over links of 50 GB/s, compared on 80 GPUs of 3.35 TB/s; changes (1.2 % at a rate of
+    1e-6, 3 bytes each, 4.5 % more for long gaps) are copied at 25 GB/s and sent at 0.6 GB/s; the file has no seconds.
+    """
     config = load_run(QWEN7B)
-    size = 2 * 7_615_616_512
-    snapshot = size / (8 * 50e9) + size / 25e9
+    size, share = 2 * 7_615_616_512, 0.0122370
+    changes = 1.5 * size * share / (1 - (1 - share) ** 255)
+    published = size / (8 * 50e9) + 8 * size / (80 * 3.35e12) + changes / 25e9
     assert config.hardware.weights is None
     assert config.scheduler.filter_no_signal
     weights = resolved_hardware(config).weights
-    assert weights.publish_s == pytest.approx(snapshot, rel=1e-6)
-    assert weights.transfer_s == pytest.approx(snapshot + size / 1.6e9, rel=1e-6)
-    assert weights.pause_s == pytest.approx(size / 25e9 + 0.02, rel=1e-6)
+    assert weights.publish_s == pytest.approx(published, rel=1e-4)
+    assert weights.transfer_s == pytest.approx(published + changes / 0.6e9, rel=1e-4)
+    assert weights.pause_s == pytest.approx(changes / 25e9 + 0.02, rel=1e-4)
 
 
 @pytest.mark.slow

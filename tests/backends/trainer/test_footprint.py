@@ -217,7 +217,9 @@ def run_of_8(*changed: str) -> Any:
     ],
 )  # fmt: skip
 def test_weights_are_counted_as_each_transport_holds_them(transport: str, expected: float) -> None:
-    """Rank 0's row and the engines'; one of both, and a quarter for changes; two buckets of each end; a copy, the file being written and the two before."""
+    """Rank 0's row and the engines'; one for both and a quarter for changes; two buckets of each end; a copy, the file
+    being written and the two before.
+    """
     needs = host_memory(run_of_8(f"train.transport={transport}"), shape_of(LLAMA), WHOLE)
     assert (needs.weights, needs.checkpoint, needs.loading) == (expected, 12 * DENSE, 0)
     assert needs.total == expected + 12 * DENSE
@@ -257,7 +259,7 @@ def test_the_key_to_change_for_a_machine_is_the_one_that_helps(
     def counted(config: Any, *_: Any) -> Any:
         transport = config.train.chosen_transport(colocated=config.colocated).name
         weights, loading = (
-            {"broadcast": 3e9, "streamed": 0.3e9}[transport],
+            {"delta": 3e9, "streamed": 0.3e9}[transport],
             36e9 * (config.train.trainer.zero_stage < 3),
         )
         return module.HostMemory(weights, 12e9, loading)
@@ -268,19 +270,19 @@ def test_the_key_to_change_for_a_machine_is_the_one_that_helps(
 
 
 @pytest.mark.parametrize(
-    ("share", "weights", "ranks", "readers"),
+    ("share", "ranks", "readers"),
     [
-        (Share("a", 1e12, workers=4, ranks=0, leads=False), 1, 0, 0),
-        (Share("b", 1e12, workers=0, ranks=3, leads=True), 1, 3, 3),
-        (Share("c", 1e12, workers=2, ranks=1, leads=False), 1, 1, 1),
+        (Share("a", 1e12, workers=4, ranks=0, leads=False), 0, 0),
+        (Share("b", 1e12, workers=0, ranks=3, leads=True), 3, 3),
+        (Share("c", 1e12, workers=2, ranks=1, leads=False), 1, 1),
     ],
 )
-def test_a_machine_needs_memory_for_its_part_of_the_run(share: Share, weights: int, ranks: int, readers: int) -> None:
-    """Weights once where they leave and once per machine where they arrive; a quarter of the states per rank."""
+def test_a_machine_needs_memory_for_its_part_of_the_run(share: Share, ranks: int, readers: int) -> None:
+    """Weights once per machine, whether they leave or arrive there; a quarter of the states per rank."""
     needs, whole = (
         host_memory(run_of_8("train.trainer.zero_stage=2"), shape_of(EXPERTS), one) for one in (share, WHOLE)
     )
-    assert (needs.weights, needs.checkpoint) == (weights * whole.weights / 2, ranks / 4 * whole.checkpoint)
+    assert (needs.weights, needs.checkpoint) == (whole.weights, ranks / 4 * whole.checkpoint)
     assert needs.loading == readers * 2 * ROUTED
 
 

@@ -14,7 +14,7 @@ from pipelinerl.config.run import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import RooflineDecode
-from pipelinerl.hardware.transport import BROADCAST, FILE, changed_share
+from pipelinerl.hardware.transport import DELTA, FILE, changed_share
 from sim.run import simulate
 
 LLAMA70B = find_model("Llama-3.1-70B")
@@ -31,9 +31,10 @@ def test_by_name_gives_every_table():
 
 def test_weights_travel_as_train_transport_has_it_unless_the_run_file_says_how_long_they_take():
     """The default of GPUs apart is to send while all go on; what [hardware] says of the weights comes first."""
-    staged = resolved_hardware(trained(trainer={})).weights
-    assert staged == derived(transport=BROADCAST, zero_stage=2).weights
-    assert staged.transfer_s > 5 * (staged.publish_s + staged.pause_s)
+    sent = resolved_hardware(trained(trainer={})).weights
+    values = coefficients(Level.CENTRAL, {"changed_share": changed_share(1e-6, Level.CENTRAL)})
+    assert sent == derived(values=values, transport=DELTA, zero_stage=2).weights
+    assert sent.transfer_s > 5 * (sent.publish_s + sent.pause_s)
     by_file = parse_run(with_overrides(trained(trainer={}).model_dump(mode="json"), ["train.transport=file"]))
     assert resolved_hardware(by_file).weights == derived(transport=FILE, zero_stage=2).weights
     for given in ({"weight_sync": "reshard"}, {"coefficients": {"sync_s_per_root_gb": 0.5}}, {"weights": {}}):
@@ -55,7 +56,7 @@ def test_the_share_of_changed_numbers_is_measured_or_by_the_learning_rate_or_by_
 @pytest.mark.parametrize(
     ("device", "transport", "colocated", "chosen"),
     [
-        ("gpu", None, False, "broadcast"),
+        ("gpu", None, False, "delta"),
         ("gpu", None, True, "file"),
         ("cpu", None, False, "file"),
         ("cpu", "broadcast", False, "broadcast"),

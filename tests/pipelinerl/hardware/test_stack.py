@@ -78,7 +78,7 @@ def test_weights_of_our_software_travel_as_with_a_trainer_of_ours_on_gpus(coloca
     [
         ((), "rdma"),
         (("hardware.weight_sync=changed_values",), "changed_values"),
-        ((TRAIN,), "broadcast"),
+        ((TRAIN,), "delta"),
         (("hardware.coefficients={sync_s_per_root_gb=0.5}",), "unknown"),
     ],
 )
