@@ -71,10 +71,10 @@ def test_live_bytes_are_of_the_tensors_that_live() -> None:
 @pytest.mark.slow
 def test_a_7b_without_checkpointing_of_activations_is_refused_with_the_key_and_the_figure(qwen7b: Any) -> None:
     """Activations: 108.9 GB by a count of its own, with all logits; without them (5.0 GB) 103.9, and 3.9 GB more in
-    the backward pass."""
+    the backward pass. Workspace: 5.3, and of the published weights one part of 80, 0.2."""
     says = message(check_memory, run("train.trainer.activation_checkpointing=false"), qwen7b)
     assert says.startswith("train.trainer.activation_checkpointing must be true, got activation_checkpointing=false: ")
-    needs = "needs 114.7 GB a GPU (activations 107.7, states 1.7, workspace 5.3); of the 86 GB of hardware.gpu='H100'"
+    needs = "needs 114.9 GB a GPU (activations 107.7, states 1.7, workspace 5.5); of the 86 GB of hardware.gpu='H100'"
     assert needs in says
 
 
@@ -101,6 +101,17 @@ def test_the_key_to_change_is_the_one_that_helps(
     says = message(check_memory, config, small)
     assert says.startswith(f"train.trainer.{begins}")
     assert has in says
+
+
+def test_deltas_keep_each_ranks_part_of_the_published_weights() -> None:
+    """2 bytes of a parameter, over 8 ranks."""
+    small, ranks = transformers.Qwen2Config(**SMALL), ("cluster.accelerators=16", "cluster.generation_accelerators=8")
+    num = 2 * 1000 * 128 + 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256) + 128
+    by = {
+        transport: footprint(run(*ranks, f"train.transport={transport}"), small, pack_tokens=64)
+        for transport in ("delta", "broadcast")
+    }
+    assert by["delta"].workspace - by["broadcast"].workspace == pytest.approx(2 * num / 8)
 
 
 @pytest.mark.parametrize(("stage", "numbers"), [(1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])

@@ -51,9 +51,7 @@ def check_ends(one: Staging) -> None:
     assert not one._thread.is_alive()
 
 
-def test_weights_arrive_unasked_and_no_others_are_given(
-    new_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_arrive_unasked_and_no_others_are_given(new_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     group = new_group()
     one = staging(group)
     monkeypatch.setattr(backends.transfer.broadcast, "JOINED_S", 0.01)
