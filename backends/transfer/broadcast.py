@@ -37,7 +37,7 @@ from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.checksum64 import as_bytes, checksum64
 from backends.transfer.delta import UNITS, Changes, Delta, Payload, body, encode, header, num_bytes_of
 from backends.transfer.group import Receiver
-from backends.transfer.row import Place, SharedRow, aligned, digest, label, layout, machine, ranges, row_bytes, view_of
+from backends.transfer.row import Place, SharedRow, aligned, digest, label, layout, machine, row_bytes, view_of
 from backends.transfer.transport import Membership, SenderContext, Tensors, TransportEnds, WeightSource, place_of
 from pipelinerl.errors import BackendError
 from pipelinerl.hardware import transport
@@ -89,7 +89,7 @@ class SnapshotSender:
         self._held = version, label(version, checksum), self._sums
         weights = Weights(version, f"{self._name}:{self._held[1]}", {"all parameters": checksum})
         if changed is None:
-            self._row.label, self._damaged = self._held[1], False
+            self._row.label, self._row_sums, self._damaged = self._held[1], self._sums, False
             return weights
         self._base = base
         numbers = sum(math.prod(place.shape) for place in places)
@@ -101,7 +101,7 @@ class SnapshotSender:
         if group is None or self._row is None or self._held is None or self._held[0] != version:
             return f"version {version} cannot be sent: {'no group' if group is None else 'it is not held'}"
         self._apply()
-        if self._damaged:
+        if not self._row.label:
             return f"version {version} cannot be sent: its snapshot is damaged"
         try:
             for _ in range(TRANSFER_ATTEMPTS):
@@ -112,6 +112,7 @@ class SnapshotSender:
                     return None
         except BackendError as error:
             return str(error)
+        self._damaged = True  # the row, it may be
         return f"version {version} was refused {TRANSFER_ATTEMPTS} times (machines: {num_refusing})"
 
     def close(self) -> None:
@@ -131,10 +132,9 @@ class SnapshotSender:
             return
         self._row.label = ""
         row = self._row.row[: self._num_bytes]
-        if before == self._base:
-            self._payload.apply_to(row)
-        self._damaged = before != self._base or [checksum64(part) for part in ranges(row, self._ends)] != sums
+        self._damaged = before != self._base or self._payload.apply_to(row, self._row_sums) != sums
         if not self._damaged:
+            self._row_sums = sums
             self._row.set_label(name, base=self._base)
 
     def _publish_dense(self, source: WeightSource, ranks: Ranks) -> None:

@@ -81,8 +81,23 @@ def _words(part: torch.Tensor) -> torch.Tensor:
 
 def _mixed(words: torch.Tensor, first_chunk: int) -> torch.Tensor:
     """Return the sum over chunks, shape [chunks, words], that begin with the ``first_chunk``-th."""
-    factors = _factors(words.device)[: words.shape[1]]
-    chunk = torch.arange(first_chunk + 1, first_chunk + 1 + words.shape[0], device=words.device) * C1
-    word = words + chunk[:, None]
+    chunk = torch.arange(first_chunk, first_chunk + words.shape[0], device=words.device)
+    return _terms(words, chunk[:, None], _factors(words.device)[: words.shape[1]])
+
+
+def _terms(words: torch.Tensor, chunk: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    word = words + (chunk + 1) * C1
     word = word.bitwise_xor_(factors).mul_(C2)
     return word.bitwise_xor_(word >> 32 & LOW_HALF).mul_(factors).sum()
+
+
+def sum_of_words(words: torch.Tensor, index_W: torch.Tensor) -> int:
+    """Return the part of the checksum of a row of words (``int64``) that the words at some indices have."""
+    chosen = words[index_W]
+    factors = _factors(words.device)[index_W % CHUNK_WORDS]
+    return int(_terms(chosen, index_W // CHUNK_WORDS, factors))
+
+
+def exchanged(checksum: int, old: int, new: int) -> int:
+    """Return the checksum of a row some words of which had the sum ``old`` and have the sum ``new``."""
+    return _signed(checksum - old + new)

@@ -13,17 +13,21 @@ Header, int64: number of parts, bytes of a unit, total bytes, then begin (byte o
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
+from backends.transfer.checksum64 import WORD_BYTES, exchanged, sum_of_words
 from backends.transfer.row import ALIGNMENT_BYTES, Place, aligned, row_bytes, view_of
 
 LARGEST_GAP = 255
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that units are compared as, by size (bytes): integers, so that NaN equals itself and -0 is not 0."""
 HEADER_WORDS = 3
+APPLY_THREADS = 4
 UNPACKED = 2**22
 """Entries unpacked at a time, at least: 24 bytes each while a model is brought to the new version."""
 
@@ -121,11 +125,23 @@ class Payload:
             at = values_at + aligned(entries * unit_bytes)
         yield from sorted(found, key=lambda part: part[0])
 
-    def apply_to(self, row: torch.Tensor) -> None:
-        """Bring a row of bytes to the new version."""
-        units = row.view(UNITS[int(self._words[1])])
-        for begin, changes in self.parts():
-            apply(units[begin:], changes)
+    def apply_to(self, row: torch.Tensor, sums: Sequence[int]) -> list[int]:
+        """Bring a row of bytes to the new version; return the checksums of all parts, from those before.
+
+        A checksum is a sum over words, so only changed words are read: to sum a whole row of 15 GB takes a core 8 s.
+        """
+        unit_bytes = int(self._words[1])
+
+        def apply_part(part: tuple[int, Changes], checksum: int) -> int:
+            begin, changes = part
+            units, words = (row[begin * unit_bytes :].view(UNITS[size]) for size in (unit_bytes, WORD_BYTES))
+            word_W = torch.unique_consecutive(changes.positions * unit_bytes // WORD_BYTES)
+            before = sum_of_words(words, word_W)
+            apply(units, changes)
+            return exchanged(checksum, before, sum_of_words(words, word_W))
+
+        with ThreadPoolExecutor(min(APPLY_THREADS, len(os.sched_getaffinity(0)))) as threads:
+            return list(threads.map(apply_part, self.parts(), sums))
 
 
 @dataclass(frozen=True, slots=True)

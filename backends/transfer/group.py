@@ -15,7 +15,8 @@ verdict     waits for all leaders                        accepted or refused; la
 ==========  ===========================================  ======================================================
 
 In place of the row a *delta* can be sent (``delta.py``). Its receiver has the row of the version before. It verifies
-the delta, applies it, and verifies the whole row: a lost, repeated or reordered delta is refused.
+the delta and applies it; the checksum of the whole row follows from the one before and the changed words. A lost,
+repeated or reordered delta is refused.
 
 A refused transfer can be repeated, in full. After any other failure (a member died, or is silent for ``timeout_s``) the
 group is closed and a new one is formed. ``leave`` ends a transfer at once, from any thread; a receiver leaves when the
@@ -295,6 +296,7 @@ class Receiver:
     def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None, keeps: bool = True) -> None:
         self._connections: list[Connection] = []
         self._closed = False
+        self._sums: Sequence[int] = ()  # of the weights in the row
         self._communicator: Communicator | None = None
         began = time.perf_counter()
         rendezvous, timeout_s = member.rendezvous, member.timeout_s
@@ -362,11 +364,11 @@ class Receiver:
             num_bytes, expected = notice["delta"]
             right = self.take([num_bytes], room[:num_bytes]) == [expected] and held == base
             if right:
-                Payload(room).apply_to(row)
-                right = [self._sum(part) for part in ranges(row, notice["ends"])] == notice["sums"]
+                right = Payload(room).apply_to(row, self._sums) == notice["sums"]
         else:
             right = self.take(notice["ends"], row) == notice["sums"]
         if right:
+            self._sums = notice["sums"]
             self.row.set_label(label(notice["version"], digest(self.parameters, notice["sums"])), base=base)
         self.judge(right)
         return right

@@ -22,9 +22,10 @@ from transfer_group import Group, Source, Tensors, row_of  # noqa: E402
 import backends.transfer.broadcast as module  # noqa: E402
 from backends.interface import Weights  # noqa: E402
 from backends.transfer.broadcast import DELTA_PART, DENSE_EVERY, BroadcastReceiver, SnapshotSender  # noqa: E402
+from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.delta import LARGEST_GAP, UNITS, Payload, apply, body, encode, header, num_bytes_of  # noqa: E402
 from backends.transfer.group import Receiver, Sender  # noqa: E402
-from backends.transfer.row import layout, parameters_of, row_bytes  # noqa: E402
+from backends.transfer.row import ALIGNMENT_BYTES, layout, parameters_of, row_bytes  # noqa: E402
 from backends.transfer.transport import SenderContext  # noqa: E402
 from backends.vllm.direct_copies import Swap  # noqa: E402
 from pipelinerl.hardware import transport  # noqa: E402
@@ -59,18 +60,19 @@ def test_bits_are_compared_and_not_numbers() -> None:
 @pytest.mark.parametrize("unit_bytes", [1, 2, 4])
 def test_a_payload_holds_all_parts_in_the_order_of_the_row(unit_bytes: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    published = torch.randint(0, 100, (5000,), dtype=UNITS[unit_bytes], generator=generator)
-    new = torch.where(torch.rand(5000, generator=generator) < 0.01, published + 1, published)
-    borders = [(3000, 5000), (0, 17), (17, 3000)]
+    published = torch.randint(0, 100, (5008,), dtype=UNITS[unit_bytes], generator=generator)
+    new = torch.where(torch.rand(5008, generator=generator) < 0.01, published + 1, published)
+    borders = [(3200, 5008), (0, 16), (16, 3200)]
     parts = [encode(published[begin:end], new[begin:end]) for begin, end in borders]
     entries = [len(one.gaps_C) for one in parts]
     begins = [begin * unit_bytes for begin, _ in borders]
     payload = Payload(torch.cat([header(list(zip(begins, entries, strict=True)), unit_bytes), body(parts)]))
     assert payload.num_bytes == len(payload.memory) == len(payload.whole)
     assert len(body(parts)) == sum(num_bytes_of(one, unit_bytes) for one in entries)
-    assert [begin for begin, _ in payload.parts()] == [0, 17, 3000]
+    assert [begin for begin, _ in payload.parts()] == [0, 16, 3200]
     row = published.clone().view(torch.uint8)
-    payload.apply_to(row)
+    before, after = ([checksum64(one[begin:end]) for begin, end in sorted(borders)] for one in (published, new))
+    assert payload.apply_to(row, before) == after
     assert torch.equal(row.view(UNITS[unit_bytes]), new)
 
 
@@ -272,7 +274,16 @@ def flipped_once(send_bytes: Any) -> Any:
     return sent
 
 
-FAULTS = ["none", "a flipped bit", "a lost delta", "a repeated delta", "a new member", "a new trainer", "a damaged row"]
+FAULTS = [
+    "none",
+    "a flipped bit",
+    "a lost delta",
+    "a repeated delta",
+    "a new member",
+    "a new trainer",
+    "a damaged delta",
+    "a damaged row",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -308,12 +319,17 @@ def test_whatever_happens_to_a_delta_engines_get_the_weights_of_the_trainer(
             run.restart_trainer()
             run.publish()
             run.form_group()
-        case "a damaged row":  # it is noticed, and the next publication is whole
+        case "a damaged delta":  # the trainer notices it, and the next publication is whole
             weights = run.publish()
-            run.group.row.row[5] ^= 1
+            run.sender._payload.whole[-ALIGNMENT_BYTES] ^= 1
             assert "its snapshot is damaged" in str(run.send(weights))
             assert run.publish().delta_bytes == 0
+        case "a damaged row":  # a new member refuses it, and the next publication is whole
+            weights = run.publish()
+            run.group.row.row[5] ^= 1
             run.form_group()
+            assert "was refused 2 times (machines: 1)" in str(run.send(weights))
+            assert run.publish().delta_bytes == 0
     patches = [engine.num_patches for engine in run.engines]
     for _ in range(4):
         run.bring()
