@@ -230,11 +230,11 @@ def _file_bytes(host: HostShare) -> float:
 
 
 def _broadcast_bytes(host: HostShare) -> float:
-    return (host.sends + bool(host.workers)) * host.num_bytes
+    return bool(host.sends or host.workers) * host.num_bytes  # engines beside rank 0 read its row
 
 
 def _delta_bytes(host: HostShare) -> float:
-    return bool(host.sends or host.workers) * (1 + LARGEST_DELTA) * host.num_bytes  # engines beside rank 0 read its row
+    return (1 + LARGEST_DELTA) * _broadcast_bytes(host)
 
 
 def _streamed_bytes(host: HostShare) -> float:

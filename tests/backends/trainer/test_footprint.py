@@ -223,12 +223,12 @@ def run_of_8(*changed: str) -> Any:
 @pytest.mark.parametrize(
     ("transport", "expected"),
     [
-        ("broadcast", 2 * 2 * DENSE), ("delta", 2.5 * DENSE), ("streamed", 2 * 2**28 * (1 + 4)),
+        ("broadcast", 2 * DENSE), ("delta", 2.5 * DENSE), ("streamed", 2 * 2**28 * (1 + 4)),
         ("file", (1 + 1 + 2) * 2 * DENSE),
     ],
 )  # fmt: skip
 def test_weights_are_counted_as_each_transport_holds_them(transport: str, expected: float) -> None:
-    """Rank 0's row and the engines'; one for both and a quarter for changes; two buckets of each end; a copy, the file
+    """A row for rank 0 and the engines; a quarter more for changes; two buckets of each end; a copy, the file
     being written and the two before.
     """
     needs = host_memory(run_of_8(f"train.transport={transport}"), shape_of(LLAMA), WHOLE)
