@@ -91,13 +91,19 @@ def _terms(words: torch.Tensor, chunk: torch.Tensor, factors: torch.Tensor) -> t
     return word.bitwise_xor_(word >> 32 & LOW_HALF).mul_(factors).sum()
 
 
-def sum_of_words(words: torch.Tensor, index_W: torch.Tensor) -> int:
-    """Return the part of the checksum of a row of words (``int64``) that the words at some indices have."""
-    chosen = words[index_W]
-    factors = _factors(words.device)[index_W % CHUNK_WORDS]
-    return int(_terms(chosen, index_W // CHUNK_WORDS, factors))
+class ChosenWords:
+    """Some words of a row: what their change makes of its checksum, without a look at the others."""
 
+    def __init__(self, words: torch.Tensor, index_W: torch.Tensor) -> None:
+        """``words``: the row, ``int64``; ``index_W``: each once."""
+        self._words, self._index_W = words, index_W
+        self._chunk_W = index_W >> CHUNK_WORDS.bit_length() - 1
+        self._factor_W = torch.index_select(_factors(words.device), 0, index_W & CHUNK_WORDS - 1)
+        self._before = self._sum()
 
-def exchanged(checksum: int, old: int, new: int) -> int:
-    """Return the checksum of a row some words of which had the sum ``old`` and have the sum ``new``."""
-    return _signed(checksum - old + new)
+    def checksum_now(self, before: int) -> int:
+        """Return the checksum of the row, from the one when this was made."""
+        return _signed(before - self._before + self._sum())
+
+    def _sum(self) -> int:
+        return int(_terms(torch.index_select(self._words, 0, self._index_W), self._chunk_W, self._factor_W))
