@@ -136,9 +136,8 @@ class Payload:
         def apply_part(part: tuple[int, Changes], checksum: int) -> int:
             begin, changes = part
             units, words = (row[begin * unit_bytes :].view(UNITS[size]) for size in (unit_bytes, WORD_BYTES))
-            position_C = changes.positions
-            changed = ChosenWords(words, torch.unique_consecutive(position_C >> shift))
-            units.index_copy_(0, position_C, changes.values_C)
+            changed = ChosenWords(words, torch.unique_consecutive(changes.positions >> shift))
+            apply(units, changes)
             return changed.checksum_now(checksum)
 
         with ThreadPoolExecutor(min(APPLY_THREADS, len(os.sched_getaffinity(0)))) as threads:
