@@ -36,7 +36,7 @@ from backends.driver.engines import EngineHandle, EnginePool, gathered
 from backends.driver.metrics import StepMetrics
 from backends.driver.tasks import RunTasks
 from backends.interface import PUBLICATIONS, TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
-from backends.transfer.transport import is_mismatch
+from backends.transfer.transport import is_mismatch, is_refusal
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import PublishWeights, WeightsLoaded, WeightUpdate
 
@@ -56,6 +56,8 @@ class WeightSyncGroup:
         self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
         self.members: tuple[tuple[int, int], ...] | None = None
         self._rendezvous = ""
+        self.refused = False
+        """Whether the last transfer failed by its bytes."""
 
     async def form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
         """Have the trainer and these engines form a group, unless they are one; return the engines that are lost.
@@ -87,12 +89,13 @@ class WeightSyncGroup:
 
     async def send(self, weights: Weights) -> bool:
         """Send to the group of ``form``; return whether all have them, verified. Can raise ``TrainerLostError``."""
+        self.refused = False
         if self.members is None:
             return False
         try:
             await self._while_there(self.members, self._trainer.send(weights))
         except TransferError as error:
-            self.members = None
+            self.members, self.refused = None, is_refusal(str(error))
             LOG.warning("version %d did not reach the engines: %s", weights.version, error)
             return False
         return True
@@ -144,7 +147,9 @@ class WeightSync:
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
         weights = await self._snapshot(command.version)
-        streamed = await self._send(weights, command.weight_update) if self._standing_still else None
+        streamed = None
+        if self._standing_still:
+            streamed, weights = await self._send(weights, command.weight_update)
         self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, streamed))
 
     async def load_trained(self, version: int) -> None:
@@ -155,7 +160,7 @@ class WeightSync:
         if self._bringing is not None:  # weights must not change while engines load them
             await asyncio.wait({self._bringing})
         weights = await self._snapshot(version)
-        await self._send(weights, WeightUpdate.KEEP)
+        _, weights = await self._send(weights, WeightUpdate.KEEP)
         updates = (self._update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self._pool.engine_ids)
         await asyncio.gather(*updates)
 
@@ -168,6 +173,10 @@ class WeightSync:
             while (newest := self._pool.newest) is not None and handle.version < newest.version:
                 if self._group is not None:
                     _, lost, sent = await self._send_once([handle], newest, WeightUpdate.KEEP)
+                    if not sent and self._group.refused:
+                        async with self.trainer_turn:
+                            await self._publish_once_more(newest, "it was refused")
+                        continue
                     if not sent:
                         raise lost.get(handle.engine_id) or _incomplete(handle, newest)
                 if self._standing_still:
@@ -209,16 +218,19 @@ class WeightSync:
         async with self._pool.quiet() if self.takes_turns else contextlib.nullcontext(), self.trainer_turn:
             # Else another engine has found it, a later version has replaced it, or nobody needs it any more.
             if self._pool.newest is damaged and not self._pool.closing:
-                self._num_damaged += 1
-                if self._num_damaged >= PUBLICATIONS:
-                    raise TransferError(
-                        f"{PUBLICATIONS} files of weights in a row were damaged, the last of version "
-                        f"{damaged.version}: {damage}; another train.weights_folder may help, --resume goes on"
-                    )
-                LOG.warning("%s; version %d is published anew", damage, damaged.version)
-                await self._publish(damaged.version)
+                await self._publish_once_more(damaged, damage)
         assert self._pool.newest is not None
         return self._pool.newest
+
+    async def _publish_once_more(self, damaged: Weights, damage: object) -> Weights:
+        self._num_damaged += 1
+        if self._num_damaged >= PUBLICATIONS:
+            raise TransferError(
+                f"{PUBLICATIONS} publications of weights in a row were damaged, the last of version "
+                f"{damaged.version}: {damage}; another train.weights_folder may help, --resume goes on"
+            )
+        LOG.warning("%s; version %d is published anew", damage, damaged.version)
+        return await self._publish(damaged.version)
 
     async def _bring(
         self,
@@ -228,7 +240,9 @@ class WeightSync:
         streamed: dict[int, UpdateTimes] | None,
     ) -> None:
         """Make every engine load; ``streamed``: times of engines that have loaded a stream. None: no stream."""
-        sent = await self._send(weights, weight_update) if streamed is None else streamed
+        sent = streamed
+        if sent is None:
+            sent, weights = await self._send(weights, weight_update)
         lost: list[int] = []
 
         async def update(engine_id: int) -> None:
@@ -249,15 +263,16 @@ class WeightSync:
         for engine_id in lost:
             report(engine_id, 0.0)
 
-    async def _send(self, weights: Weights, weight_update: WeightUpdate) -> dict[int, UpdateTimes]:
+    async def _send(self, weights: Weights, weight_update: WeightUpdate) -> tuple[dict[int, UpdateTimes], Weights]:
         """Send the weights to the machines of the engines; an engine without them raises when it is to load.
 
-        Streamed, all engines stand still and load; return the times of the complete ones.
+        Streamed, all engines stand still and load; return the times of the complete ones. Weights that are refused are
+        published anew; return those that were sent.
         """
         times: dict[int, UpdateTimes] = {}
         if self._group is None:
             await self._trainer.send(weights)
-            return times
+            return times, weights
         num_failed, sent = 0, False
         waits = self._standing_still and weight_update is WeightUpdate.WAIT
         async with self._pool.quiet() if waits else contextlib.nullcontext():
@@ -267,6 +282,9 @@ class WeightSync:
                     if not takers:
                         break
                     loaded, lost, sent = await self._send_once(takers, weights, weight_update)
+                    if self._group.refused and not self._standing_still:
+                        async with self.trainer_turn:
+                            weights = await self._publish_once_more(weights, "it was refused")
                 times |= loaded
                 for handle in takers:
                     if handle.engine_id in lost:
@@ -275,7 +293,7 @@ class WeightSync:
         for handle in self._pool if self._standing_still else ():
             if handle.lacks(weights):  # it stands still, with a mixture
                 self._pool.lost(handle, _incomplete(handle, weights))
-        return times
+        return times, weights
 
     async def _send_once(
         self, handles: list[EngineHandle], weights: Weights, weight_update: WeightUpdate

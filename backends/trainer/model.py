@@ -26,6 +26,8 @@ from pipelinerl.rl.losses import token_logprobs
 # Legend of shapes: N tokens of a row; M answer tokens of it (see packing.py); V words of the vocabulary;
 # H width of the model.
 
+CONVERSIONS = "_weight_conversions"
+"""Attribute of a model: from the names of its checkpoint to those in memory; [] where they are the same."""
 BUCKET_BYTES = 2**30
 """Parameters that are whole on the device at a time while weights are copied."""
 REDUCE_BUCKET = 100_000_000
@@ -124,6 +126,9 @@ def load_policy(
     if zero3 is not None:
         split(model, dtype, zero3)
         model.config.dtype = dtype
+        names = [getattr(model, CONVERSIONS, None)]  # only a model that was read from its files has them
+        torch.distributed.broadcast_object_list(names)
+        setattr(model, CONVERSIONS, names[0])
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -151,7 +156,7 @@ def policy_weights(model: PolicyModel) -> dict[str, Any]:
 
 def as_saved(model: PolicyModel, weights: dict[str, Any]) -> dict[str, Any]:
     """Return weights, layers whole, as ``save_pretrained`` writes them; in memory experts of a layer are one tensor."""
-    if getattr(model.policy, "_weight_conversions", None) == []:
+    if getattr(model.policy, CONVERSIONS, None) == []:
         return weights
     saved: dict[str, Any] = revert_weight_conversion(model.policy, weights)
     return saved

@@ -27,18 +27,40 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.checksum64 import as_bytes, checksum64
-from backends.transfer.delta import UNITS, Changes, Delta, Payload, body, encode, header, num_bytes_of
+from backends.transfer.delta import APPLY_THREADS, UNITS, Changes, Delta, Payload, body, encode, header, num_bytes_of
 from backends.transfer.group import Receiver
-from backends.transfer.row import Place, SharedRow, aligned, digest, label, layout, machine, row_bytes, view_of
-from backends.transfer.transport import Membership, SenderContext, Tensors, TransportEnds, WeightSource, place_of
+from backends.transfer.row import (
+    Place,
+    SharedRow,
+    aligned,
+    digest,
+    label,
+    layout,
+    machine,
+    ranges,
+    row_bytes,
+    view_of,
+)
+from backends.transfer.transport import (
+    DAMAGED,
+    REFUSED,
+    Membership,
+    SenderContext,
+    Tensors,
+    TransportEnds,
+    WeightSource,
+    place_of,
+)
 from pipelinerl.errors import BackendError
 from pipelinerl.hardware import transport
 from pipelinerl.hardware.transport import WeightTransport
@@ -65,6 +87,7 @@ class SnapshotSender:
         self._ends: list[int] = []  # of the ranges that checksums are of
         self._shards: list[torch.Tensor] = []  # this rank's, of every bucket, as published
         self._num_deltas = 0  # since the last dense publication
+        self._row_sums: list[int] | None = None  # checksums of the row; None: it has not been compared with them
         self._damaged = False  # the row: the next publication is dense
 
     def publish(self, source: WeightSource, version: int) -> Weights | None:
@@ -74,8 +97,10 @@ class SnapshotSender:
         if self._context.receives and self._row is None:
             room = self._num_bytes // DELTA_PART if self._deltas else 0
             self._row = self._context.group.row = SharedRow.make(self._num_bytes + room, source.device)
-        if self._row is not None and self._held is not None:
-            self._apply()  # if it has not been sent
+        if self._row is not None and self._held is not None:  # if it has not been sent
+            self._apply()
+            if self._deltas:
+                self._verify()
         base, self._held, self._base = self._held[1] if self._held else "", None, ""
         as_delta = self._deltas and bool(self._shards) and self._num_deltas < DENSE_EVERY and not self._damaged
         ranks = Ranks(source.device)
@@ -89,7 +114,7 @@ class SnapshotSender:
         self._held = version, label(version, checksum), self._sums
         weights = Weights(version, f"{self._name}:{self._held[1]}", {"all parameters": checksum})
         if changed is None:
-            self._row.label, self._row_sums, self._damaged = self._held[1], self._sums, False
+            self._row.label, self._row_sums, self._damaged = self._held[1], None, False
             return weights
         self._base = base
         numbers = sum(math.prod(place.shape) for place in places)
@@ -101,8 +126,9 @@ class SnapshotSender:
         if group is None or self._row is None or self._held is None or self._held[0] != version:
             return f"version {version} cannot be sent: {'no group' if group is None else 'it is not held'}"
         self._apply()
+        self._verify()
         if not self._row.label:
-            return f"version {version} cannot be sent: its snapshot is damaged"
+            return f"version {version} cannot be sent: {DAMAGED}"
         try:
             for _ in range(TRANSFER_ATTEMPTS):
                 base = self._base if group.base == self._base else ""  # empty after a refusal
@@ -113,7 +139,7 @@ class SnapshotSender:
         except BackendError as error:
             return str(error)
         self._damaged = True  # the row, it may be
-        return f"version {version} was refused {TRANSFER_ATTEMPTS} times (machines: {num_refusing})"
+        return f"version {version} {REFUSED} {TRANSFER_ATTEMPTS} times (machines: {num_refusing})"
 
     def close(self) -> None:
         """Do nothing: the row goes with the process."""
@@ -132,10 +158,25 @@ class SnapshotSender:
             return
         self._row.label = ""
         row = self._row.row[: self._num_bytes]
-        self._damaged = before != self._base or self._payload.apply_to(row, self._row_sums) != sums
+        self._damaged = (
+            before != self._base or not self._row_sums or self._payload.apply_to(row, self._row_sums) != sums
+        )
         if not self._damaged:
             self._row_sums = sums
             self._row.set_label(name, base=self._base)
+
+    def _verify(self) -> None:
+        """Compare a row that was copied with the checksums of the ranks: engines of this machine read it as it is."""
+        assert self._row is not None
+        if self._row_sums is not None or self._held is None:
+            return
+        with ThreadPoolExecutor(APPLY_THREADS) as threads:
+            sums = list(threads.map(checksum64, ranges(self._row.row[: self._num_bytes], self._ends)))
+        self._damaged = sums != self._held[2]
+        if self._damaged:
+            self._row.label = ""
+        else:
+            self._row_sums = sums
 
     def _publish_dense(self, source: WeightSource, ranks: Ranks) -> None:
         """Copy all weights into the row."""
@@ -174,6 +215,8 @@ class SnapshotSender:
         if len(head) + sum(sizes) > self._num_bytes // DELTA_PART:
             return None
         at = self._num_bytes
+        if self._row is not None:
+            self._row.label = self._row.label  # the delta behind it goes
         for part in itertools.chain([head], ranks.to_first(body(changes), sizes)):
             if self._row is not None:
                 self._row.row[at : at + len(part)].copy_(part)
@@ -226,13 +269,19 @@ class Ranks:
     def to_first(self, own: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
         """Send bytes to rank 0, which gets those of each rank in turn; ``sizes``: of each rank's."""
         if self.number:
-            dist.send(own, 0)
+            _exchange(dist.isend, own, 0)
             return
         yield own
         for rank, size in enumerate(sizes[1:], start=1):
             other = torch.empty(size, dtype=torch.uint8, device=self._device)
-            dist.recv(other, rank)
+            _exchange(dist.irecv, other, rank)
             yield other
+
+
+def _exchange(how: Any, content: torch.Tensor, rank: int) -> None:
+    """Send or receive through the communicator of all ranks: alone, each pair would get one of its own."""
+    for work in dist.batch_isend_irecv([dist.P2POp(how, content, rank)]):
+        work.wait()
 
 
 def placed(source: WeightSource) -> Iterator[tuple[list[Place], Tensors]]:

@@ -112,18 +112,20 @@ class Payload:
     def _words(self) -> torch.Tensor:
         return self.memory[: len(self.memory) // 8 * 8].view(torch.int64)
 
-    def parts(self, device: torch.device | None = None) -> Iterator[tuple[int, Changes]]:
-        """Yield begin (unit of the row) and changes of each part in the order of the row, on ``device``; None: here."""
+    def parts(self) -> Iterator[tuple[int, Changes]]:
+        """Yield begin (unit of the row) and changes of each part, in the order of the row."""
         num_parts, unit_bytes, total_bytes = self._words[:HEADER_WORDS].tolist()
         table = self._words[HEADER_WORDS : HEADER_WORDS + 2 * num_parts].view(-1, 2).tolist()
-        content = self.memory[:total_bytes].to(device or self.memory.device)
-        at, found = aligned(8 * (HEADER_WORDS + 2 * num_parts)), []
+        content = self.memory[:total_bytes]
+        at, found = aligned(8 * (HEADER_WORDS + 2 * num_parts)), list[tuple[int, int, Changes]]()
         for begin, entries in table:
             values_at = at + aligned(entries)
             values_C = content[values_at : values_at + entries * unit_bytes].view(UNITS[unit_bytes])
-            found.append((begin // unit_bytes, Changes(content[at : at + entries], values_C)))
+            found.append((begin // unit_bytes, -len(found), Changes(content[at : at + entries], values_C)))
             at = values_at + aligned(entries * unit_bytes)
-        yield from sorted(found, key=lambda part: part[0])
+        # The last ranks' parts of a small bucket are empty: they come before the next bucket, where they begin.
+        for begin, _, changes in sorted(found, key=lambda part: part[:2]):
+            yield begin, changes
 
     def apply_to(self, row: torch.Tensor, sums: Sequence[int]) -> list[int]:
         """Bring a row of bytes to the new version; return the checksums of all parts, from those before.
@@ -163,22 +165,24 @@ class Delta:
 
         A few parts of the payload at a time are unpacked. A parameter may come several times.
         """
-        parts = list(self.payload.parts(device))
+        parts = list(self.payload.parts())
+        borders = torch.tensor([[one.begin, one.end] for one in self.places], device=device)
         while parts:
             unpacked, num_entries = [], 0
             while parts and num_entries < UNPACKED:
                 begin, changes = parts.pop(0)
-                unpacked.append((begin + changes.positions, changes.values_C))
+                there = Changes(changes.gaps_C.to(device), changes.values_C.to(device))
+                unpacked.append((begin + there.positions, there.values_C))
                 num_entries += len(changes.values_C)
             position_C, value_C = (torch.cat(one) for one in zip(*unpacked, strict=True))
-            yield from self._by_parameter(position_C, value_C)
+            yield from self._by_parameter(borders, position_C, value_C)
 
     def _by_parameter(
-        self, position_C: torch.Tensor, value_C: torch.Tensor
+        self, borders: torch.Tensor, position_C: torch.Tensor, value_C: torch.Tensor
     ) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
         unit_bytes = value_C.element_size()
-        borders = torch.tensor([[one.begin, one.end] for one in self.places], device=position_C.device) // unit_bytes
-        for place, (first, last) in zip(self.places, torch.searchsorted(position_C, borders).tolist(), strict=True):
+        cuts = torch.searchsorted(position_C, borders // unit_bytes).tolist()
+        for place, (first, last) in zip(self.places, cuts, strict=True):
             if first == last:
                 continue
             index_C, changed_C = position_C[first:last] - place.begin // unit_bytes, value_C[first:last]

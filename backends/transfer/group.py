@@ -461,6 +461,8 @@ class Streams:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for thread in self._threads:  # after an error the rest would wait for a silent peer, bucket by bucket
+            thread.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads:
             thread.shutdown()
 

@@ -164,6 +164,14 @@ class WeightMismatchError(BackendError):
     """Names or shapes differ from the model's."""
 
 
+DAMAGED, REFUSED = "its snapshot is damaged", "was refused"
+
+
+def is_refusal(failure: str) -> bool:
+    """Return whether a transfer failed by the bytes of the weights: the same ones will fail again."""
+    return DAMAGED in failure or REFUSED in failure
+
+
 def is_mismatch(failure: str) -> bool:
     """Return whether the text of an error, all that vLLM or a member passes on, is of a ``WeightMismatchError``."""
     return re.search(rf" ({LACK}|{UNKNOWN}|{SHAPE}) \d+ of \d+ parameters: ", failure) is not None

@@ -110,12 +110,13 @@ def _bars() -> Iterator[Any]:
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    on_terminal = console.is_terminal and sys.stderr.isatty()  # to rich a notebook is one
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=REFRESHES_PER_S,
+        *columns, console=console, transient=True, disable=not on_terminal, refresh_per_second=REFRESHES_PER_S,
         speed_estimate_period=SPEED_PERIOD_S,
     ) as progress:  # fmt: skip
         ended = Event()
-        if progress.disable:
+        if progress.disable and not console.is_jupyter:
             Thread(target=_print_lines, args=(progress, ended), daemon=True).start()
         try:
             yield progress

@@ -352,7 +352,7 @@ def test_a_folder_that_damages_every_file_ends_the_run_in_a_line_and_keeps_a_che
     with pytest.raises(TransferError) as raised:
         run(config, out, parts)
     line, published = str(raised.value), parts.trainer.published
-    assert line.startswith(f"{PUBLICATIONS} files of weights in a row were damaged, the last of version ")
+    assert line.startswith(f"{PUBLICATIONS} publications of weights in a row were damaged, the last of version ")
     assert f"{tmp_path / 'weights'}" in line
     assert line.endswith("; another train.weights_folder may help, --resume goes on")
     assert "\n" not in line
