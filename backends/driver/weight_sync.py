@@ -223,6 +223,8 @@ class WeightSync:
         return self._pool.newest
 
     async def _publish_once_more(self, damaged: Weights, damage: object) -> Weights:
+        if self._group is not None:
+            self._group.refused = False
         self._num_damaged += 1
         if self._num_damaged >= PUBLICATIONS:
             raise TransferError(

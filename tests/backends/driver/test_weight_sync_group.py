@@ -12,7 +12,8 @@ from ledger_check import records
 
 import backends.driver.lifecycle
 from backends.fake import FakeEngine, FakeTrainer
-from backends.interface import GroupMembers
+from backends.interface import PUBLICATIONS, GroupMembers
+from backends.transfer.transport import REFUSED
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import WeightsLoaded
 
@@ -313,3 +314,39 @@ def test_ctrl_c_ends_a_stream_that_waits_for_engines_to_drain(out, monkeypatch):
     parts.lost = lambda: "gone" if next(seconds) > 100 else None
     interrupted(config, out, parts)
     run_checked(config, out, wired(config, Streaming, Loading), resume=True)
+
+
+class Refused(Sending):
+    """Some transfers are refused by their bytes; weights published since then are sent."""
+
+    def __init__(self, engines, at, times):
+        super().__init__(engines)
+        self.at, self.times, self.published = at, times, []
+
+    async def publish(self, version):
+        weights = await super().publish(version)
+        self.published.append(version)
+        return weights
+
+    async def send(self, weights):
+        if weights.version >= self.at and self.times:
+            self.times -= 1
+            raise TransferError(f"version {weights.version} {REFUSED} 2 times (machines: 1)")
+        await super().send(weights)
+
+
+def test_weights_that_are_refused_are_published_anew_and_no_engine_is_lost(out):
+    config = config_of(longest=40, slots=16, steps=12)
+    parts = wired(config, trainer=partial(Refused, at=3, times=1))
+    assert run_checked(config, out, parts).engine_restarts == 0
+    published = parts.trainer.published
+    twice = [version for version in set(published) if published.count(version) == 2]
+    assert twice == [next(version for version in published if version >= 3)]
+    assert len(published) == len(set(published)) + 1
+
+
+def test_weights_that_are_refused_again_and_again_end_the_run_in_a_line(out):
+    config = config_of(longest=40, slots=16, steps=12)
+    parts = wired(config, trainer=partial(Refused, at=3, times=100))
+    with pytest.raises(TransferError, match=f"{PUBLICATIONS} publications of weights in a row were damaged"):
+        run(config, out, parts)
