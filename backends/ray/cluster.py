@@ -3,7 +3,7 @@
 Theory of operation. A Ray of our own listens on this machine's loopback address only, and asks for a token of this run.
 Its files, and sockets of engines, go into one temporary folder, which only this user reaches; Ray opens its own folders
 to all. At the end its processes and their children are killed, in whatever state they are, and the folder is removed.
-Ray reads most of its settings from the environment, which is restored. Its processes are a session of their own: a
+Ray reads most of its settings from the environment, which is restored. Its processes have groups of their own: a
 signal to the group of this one (Slurm, ``timeout``, Ctrl-C) leaves them to us, and the run keeps a checkpoint.
 
 Ray kills this process silently a minute after its head, the GCS, is gone: so the head is watched.
@@ -61,7 +61,7 @@ def ray_cluster(address: str | None) -> Iterator[Callable[[], str | None]]:
             folder = stack.enter_context(temporary_folder(base if len(base) <= LONGEST_TEMPORARY_FOLDER else "/tmp"))
             environment, options = _own(folder)
             stack.enter_context(_environment(environment))
-            stack.enter_context(_own_session())
+            stack.enter_context(_own_group())
         else:
             options = {"address": address}
         stack.callback(ray.shutdown)
@@ -153,10 +153,13 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_session() -> Iterator[None]:
-    """Have Ray start each process in a session of its own, which its children share."""
+def _own_group() -> Iterator[None]:
+    """Have Ray start each process in a group of its own, which its children share.
+
+    Not in a session: Linux shares cores among sessions, whatever the niceness; engines would slow the driver.
+    """
     popen: Any = services.ConsolePopen
-    services.ConsolePopen = partial(popen, start_new_session=True)
+    services.ConsolePopen = partial(popen, process_group=0)
     try:
         yield
     finally:
