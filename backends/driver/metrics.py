@@ -17,6 +17,7 @@ from backends.interface import Codec, UpdateTimes, Weights
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
+from pipelinerl.hardware.transport import SHARE_METRIC
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
@@ -170,7 +171,7 @@ class StepMetrics:
     def published(self, weights: Weights) -> None:
         """Add a published version, of which the newest is logged."""
         if weights.delta_bytes:
-            self._delta = {"share": weights.delta_share, "bytes": float(weights.delta_bytes)}
+            self._delta = {SHARE_METRIC: weights.delta_share, "weights/delta_bytes": float(weights.delta_bytes)}
 
     def restarted(self) -> None:
         """Count the restart of an engine."""
@@ -244,7 +245,7 @@ class StepMetrics:
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
         }
-        logged |= {f"weights/delta_{name}": value for name, value in self._delta.items()} | self._evaluation
+        logged |= self._delta | self._evaluation
         self._ratios = RatioStats(truncation=self._truncation)
         self._trainer, self._evaluation, self._delta = {}, {}, {}
         self._step_updates = {name: RunningMean() for name in self._step_updates}

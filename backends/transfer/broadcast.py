@@ -6,10 +6,10 @@ thread of its own receives, so that transfers do not disturb decode. The row's l
 when it is to be loaded. One worker of every machine receives; the threads of the others end when they have opened the
 row.
 
-A *delta* (``delta.py``) replaces the copy of the weights by what has changed. Every rank keeps its *shard* of what was
-published, an equal part of each bucket; it compares the shard with the new one on its device and sends the changes to
-rank 0. Then the trainer is free. ``send`` brings rank 0's row to the new version, and sends the same changes to all
-machines. The whole row is sent to new members, after a refusal, and after a dense publication: the first one, every
+A *delta* (``delta.py``) holds only the changed numbers. Every rank keeps its *shard* of the published weights, an equal
+part of each bucket; it compares the shard with the new one on its device and sends the changes to rank 0. Then the
+trainer is free. ``send`` brings rank 0's row to the new version and sends the same changes to all machines. New members
+get the whole row; so do all after a refusal, and after a dense publication: the first one, every
 ``DENSE_EVERY``-th, and one whose delta would be too large. So the row is always whole, and ``broadcast`` is ``delta``
 without deltas.
 
@@ -63,12 +63,10 @@ from backends.transfer.transport import (
 )
 from pipelinerl.errors import BackendError
 from pipelinerl.hardware import transport
-from pipelinerl.hardware.transport import WeightTransport
+from pipelinerl.hardware.transport import LARGEST_DELTA, WeightTransport
 
 DENSE_EVERY = 64
 """Deltas in a row before all weights are sent again (versions)."""
-DELTA_PART = 4
-"""A delta larger than this part of the weights is not sent: 17 % of bf16 numbers have changed then."""
 JOINED_S = 10.0
 """Longest wait for the thread of a group that has formed."""
 NICER = 19
@@ -81,6 +79,7 @@ class SnapshotSender:
     def __init__(self, context: SenderContext, *, name: str, deltas: bool) -> None:
         self._context, self._name, self._deltas = context, name, deltas
         self._row: SharedRow | None = None  # rank 0's: the weights, then room for a delta
+        self._places: list[Place] = []  # of all parameters in the row
         self._num_bytes = 0  # of the weights in it
         self._held: tuple[int, str, list[int]] | None = None  # version, label and checksums of the newest snapshot
         self._base = ""  # label of the weights that the delta behind the row changes; empty: there is none
@@ -92,10 +91,11 @@ class SnapshotSender:
 
     def publish(self, source: WeightSource, version: int) -> Weights | None:
         """Complete the snapshot, or a delta; ``BackendError`` if the host has no memory for it."""
-        places = layout(source.parameters)
-        self._num_bytes = row_bytes(places)
+        if not self._places:
+            self._places = layout(source.parameters)
+            self._num_bytes = row_bytes(self._places)
         if self._context.receives and self._row is None:
-            room = self._num_bytes // DELTA_PART if self._deltas else 0
+            room = int(self._num_bytes * LARGEST_DELTA) if self._deltas else 0
             self._row = self._context.group.row = SharedRow.make(self._num_bytes + room, source.device)
         if self._row is not None and self._held is not None:  # if it has not been sent
             self._apply()
@@ -117,7 +117,7 @@ class SnapshotSender:
             self._row.label, self._row_sums, self._damaged = self._held[1], None, False
             return weights
         self._base = base
-        numbers = sum(math.prod(place.shape) for place in places)
+        numbers = sum(math.prod(place.shape) for place in self._places)
         return replace(weights, delta_bytes=self._payload.num_bytes, delta_share=changed / numbers)
 
     def send(self, source: WeightSource, version: int) -> str | None:  # noqa: ARG002
@@ -183,7 +183,7 @@ class SnapshotSender:
         self._shards, own, buckets = [], list[int](), list[list[Place]]()
         if self._row is not None:
             self._row.label = ""
-        for places, bucket in placed(source):
+        for places, bucket in self._placed(source):
             if self._row is not None:
                 for place in places:
                     sent = bucket[place.name].detach()
@@ -198,9 +198,9 @@ class SnapshotSender:
 
     def _publish_delta(self, source: WeightSource, ranks: Ranks) -> int | None:
         """Put a delta behind the row; return the number of changed units, None if the delta is too large."""
-        unit = UNITS[unit_bytes := min(place.dtype.itemsize for place in layout(source.parameters))]
+        unit = UNITS[unit_bytes := min(place.dtype.itemsize for place in self._places)]
         own, begins, changes = list[int](), list[int](), list[Changes]()
-        for number, (places, bucket) in enumerate(placed(source)):
+        for number, (places, bucket) in enumerate(self._placed(source)):
             shard, before = ranks.shard(bucket, places), self._shards[number]
             own.append(checksum64(shard))
             begins.append(ranks.parts(places)[ranks.number][0])
@@ -212,7 +212,7 @@ class SnapshotSender:
         head = header(list(parts), unit_bytes)
         num_changed = sum(one for (one,) in ranks.gather([sum(one.num_changed for one in changes)]))
         self._sums = ranks.in_row_order(own)
-        if len(head) + sum(sizes) > self._num_bytes // DELTA_PART:
+        if len(head) + sum(sizes) > int(self._num_bytes * LARGEST_DELTA):
             return None
         at = self._num_bytes
         if self._row is not None:
@@ -222,6 +222,12 @@ class SnapshotSender:
                 self._row.row[at : at + len(part)].copy_(part)
                 at += len(part)
         return num_changed
+
+    def _placed(self, source: WeightSource) -> Iterator[tuple[list[Place], Tensors]]:
+        """Yield the weights, a bucket at a time, with their places in the row; all ranks together."""
+        by_name = {place.name: place for place in self._places}
+        for bucket in source.buckets(everywhere=True):
+            yield sorted((by_name[name] for name in bucket), key=lambda place: place.begin), bucket
 
 
 class Ranks:
@@ -267,7 +273,7 @@ class Ranks:
         return list(itertools.chain.from_iterable(zip(*self.gather(own), strict=True)))
 
     def to_first(self, own: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Send bytes to rank 0, which gets those of each rank in turn; ``sizes``: of each rank's."""
+        """Send this rank's bytes to rank 0; there, yield the bytes of every rank. ``sizes``: their numbers, by rank."""
         if self.number:
             _exchange(dist.isend, own, 0)
             return
@@ -282,13 +288,6 @@ def _exchange(how: Any, content: torch.Tensor, rank: int) -> None:
     """Send or receive through the communicator of all ranks: alone, each pair would get one of its own."""
     for work in dist.batch_isend_irecv([dist.P2POp(how, content, rank)]):
         work.wait()
-
-
-def placed(source: WeightSource) -> Iterator[tuple[list[Place], Tensors]]:
-    """Yield the weights, a bucket at a time, with their places in the row; all ranks together."""
-    by_name = {place.name: place for place in layout(source.parameters)}
-    for bucket in source.buckets(everywhere=True):
-        yield sorted((by_name[name] for name in bucket), key=lambda place: place.begin), bucket
 
 
 class BroadcastReceiver:

@@ -22,8 +22,8 @@ import torch
 
 from backends.transfer.checksum64 import WORD_BYTES, ChosenWords
 from backends.transfer.row import ALIGNMENT_BYTES, Place, aligned, row_bytes, view_of
+from pipelinerl.hardware.transport import LONGEST_GAP
 
-LARGEST_GAP = 255
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that units are compared as, by size (bytes): integers, so that NaN equals itself and -0 is not 0."""
 HEADER_WORDS = 3
@@ -53,12 +53,12 @@ def encode(published: torch.Tensor, new: torch.Tensor) -> Changes:
     """Return what turns one row of units into another, of the same shape [units] and integer type."""
     at_C = torch.nonzero(published != new).flatten()
     steps_C = torch.diff(at_C, prepend=at_C.new_full((1,), -1))
-    entries_C = (steps_C - 1) // LARGEST_GAP + 1
+    entries_C = (steps_C - 1) // LONGEST_GAP + 1
     num_changed, num_entries = len(at_C), int(entries_C.sum())
     if num_entries > num_changed:
         change_C = torch.repeat_interleave(entries_C, output_size=num_entries)
         nth_C = torch.arange(1, 1 + num_entries, device=at_C.device) - (entries_C.cumsum(0) - entries_C)[change_C]
-        at_C = torch.minimum((at_C - steps_C)[change_C] + nth_C * LARGEST_GAP, at_C[change_C])
+        at_C = torch.minimum((at_C - steps_C)[change_C] + nth_C * LONGEST_GAP, at_C[change_C])
         steps_C = torch.diff(at_C, prepend=at_C.new_full((1,), -1))
     return Changes(steps_C.to(torch.uint8), new[at_C], num_changed)
 

@@ -64,7 +64,7 @@ class _Copy:
 
     @property
     def invertible(self) -> bool:
-        """Whether an index in the parameter is that of one number of the target at the most."""
+        """Whether every number of the parameter has one place in the target, or none."""
         reach = 1
         for size, stride, _ in reversed(self.axes):
             if stride < reach:

@@ -225,7 +225,7 @@ def derive_hardware(
 
 
 ONE_LINK = ("stream_bandwidth", "delta_bandwidth", "nccl_bandwidth")
-"""Bandwidths that are at most those of one link between two kinds of accelerators."""
+"""Bandwidths that the link between two kinds of accelerators limits."""
 
 
 def derive_decode(

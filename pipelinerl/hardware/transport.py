@@ -201,7 +201,7 @@ LARGEST_DELTA = 1 / 4
 
 
 def delta_bytes(route: Route) -> float:
-    """Return the bytes of changed numbers, anywhere among the others; those of all numbers if they are too many."""
+    """Return the bytes of a delta whose changes are spread evenly; of all weights, if a delta would be too large."""
     share = route.coefficients.changed_share
     if CHANGE_BYTES / BF16_BYTES * share > LARGEST_DELTA:
         return route.num_bytes

@@ -39,8 +39,8 @@ from sim.workload import Workload
 # ------------------------------------------------------- the run file of a reconstructed run, with factors on its times
 
 ENGINE = "vllm-0.15"
-"""Engine of published runs: the nearest to those of their years (vLLM 0.8 to 0.20) that has been measured. What their
-software adds to generation is in the mean error of the other families."""
+"""Engine of published runs: they used vLLM 0.8 to 0.20, of which 0.15 was measured. The mean error of the other
+families covers what their software adds to generation."""
 LENGTH_CV = 1.0
 """Standard deviation over mean of the uncut answer lengths: between maths (0.8) and mixed tasks (0.9-1.5)."""
 SAMPLE_SIZE = 8192

@@ -21,14 +21,15 @@ from transfer_group import Group, Source, Tensors, row_of  # noqa: E402
 
 import backends.transfer.broadcast as module  # noqa: E402
 from backends.interface import Weights  # noqa: E402
-from backends.transfer.broadcast import DELTA_PART, DENSE_EVERY, BroadcastReceiver, SnapshotSender  # noqa: E402
+from backends.transfer.broadcast import DENSE_EVERY, BroadcastReceiver, SnapshotSender  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
-from backends.transfer.delta import LARGEST_GAP, UNITS, Payload, apply, body, encode, header, num_bytes_of  # noqa: E402
+from backends.transfer.delta import UNITS, Payload, apply, body, encode, header, num_bytes_of  # noqa: E402
 from backends.transfer.group import Receiver, Sender  # noqa: E402
 from backends.transfer.row import ALIGNMENT_BYTES, layout, parameters_of, row_bytes  # noqa: E402
 from backends.transfer.transport import SenderContext  # noqa: E402
 from backends.vllm.direct_copies import Swap  # noqa: E402
 from pipelinerl.hardware import transport  # noqa: E402
+from pipelinerl.hardware.transport import LARGEST_DELTA, LONGEST_GAP  # noqa: E402
 
 
 @given(
@@ -44,7 +45,7 @@ def test_applying_what_has_changed_gives_the_new_row(length: int, changed: set[i
     changes = encode(published, new)
     assert changes.num_changed == len(at)
     assert len(changes.gaps_C) == sum(
-        math.ceil((after - before) / LARGEST_GAP) for before, after in pairwise([-1, *at])
+        math.ceil((after - before) / LONGEST_GAP) for before, after in pairwise([-1, *at])
     )
     assert set(at) <= set(changes.positions.tolist())
     apply(published, changes)
@@ -219,7 +220,7 @@ def test_deltas_bring_every_engine_to_the_last_bit(run: Run) -> None:
         run.check_all_have(weights)
         run.train(0.02)
     assert sizes[0] == 0
-    assert all(0 < size <= num_bytes // DELTA_PART for size in sizes[1:])
+    assert all(0 < size <= num_bytes * LARGEST_DELTA for size in sizes[1:])
     assert [engine.receiver._staging._receiver.leads for engine in run.engines] == [False, True]
     assert [engine.num_patches for engine in run.engines] == [7, 7]
 
