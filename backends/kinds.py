@@ -104,9 +104,12 @@ def with_local_model(config: RunConfig) -> RunConfig:
         return config
     try:
         from huggingface_hub import snapshot_download
-
+    except ImportError:
+        what = install(f"train-{train.device}")
+        raise ConfigError(f"train needs huggingface_hub to read {path!r}, not installed: {what}") from None
+    try:
         folder = snapshot_download(path, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES)
-    except Exception as error:  # its errors have no common root, or it is not installed
+    except Exception as error:  # its errors have no common root
         raise ConfigError(
             "train.model.path must be a folder with a model, or an id at Hugging Face that is in its cache or can be "
             f"downloaded, got {path!r}: {first_line(error)}"

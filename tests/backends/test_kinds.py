@@ -1,5 +1,7 @@
 """A model by its id at Hugging Face: the snapshot in the cache, or one line."""
 
+import sys
+
 import pytest
 from needs import need
 
@@ -36,3 +38,11 @@ def test_an_id_that_cannot_be_downloaded_is_one_line(cache):
     refusal = message(with_local_model, config_of(train={"model": {"path": "some/other"}}))
     assert refusal.startswith("train.model.path must be a folder with a model, or an id at Hugging Face that is in ")
     assert "got 'some/other': " in refusal
+
+
+def test_without_the_package_the_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    refusal = message(with_local_model, config_of(train={"model": {"path": "some/other"}}))
+    assert refusal.startswith(
+        "train needs huggingface_hub to read 'some/other', not installed: pip install -e '.[train-"
+    )
