@@ -12,7 +12,7 @@ import copy
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -203,7 +203,8 @@ async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> 
 
 async def receive_only(engine: VLLMEngine, transport: WeightTransport, weights: Weights) -> None:
     """Have all workers receive and verify weights, past our own handling of failures."""
-    await engine._vllm.receive({"ends": transport.ends, "standing_still": False, **asdict(weights)})
+    published = {"version": weights.version, "location": weights.location, "checksums": weights.checksums}
+    await engine._vllm.receive({"ends": transport.ends, "standing_still": False, **published})
 
 
 async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder: Path) -> None:
