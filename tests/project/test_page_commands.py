@@ -73,10 +73,14 @@ NOT_RUN = {
     "make test": "this is a part of it",
     "make check": "likewise",
     ". .venv/bin/activate": "the shell of a reader",
+    "python3 -m venv": "the reader's environment",
     "pip install": "from the network, gigabytes, and the environment is there",
     "pip uninstall": "likewise",
     "pre-commit install": "the reader's git",
     "export ": "a cluster of several machines",
+    "hf download": "likewise",
+    "sbatch": "likewise; see tests/project/test_clusters.py",
+    "tail -f": "likewise",
     "ray start": "likewise",
     "pipelinerl train my_run.toml --set train.ray_address=auto": "likewise; see tests/project/test_clusters.py",
     "pipelinerl plan examples/plan_qwen7b_128_h100.toml --ray auto": "likewise; see tests/sim/planning/test_search.py",
@@ -97,6 +101,7 @@ train,8,,1024,1,,0.120
 """
 BROUGHT = {
     "docs/agents.md": ["pipelinerl train examples/tiny_tools.toml --out runs/tools"],
+    "docs/training_clusters.md": ["pipelinerl train examples/tiny_arithmetic.toml --out runs/mine"],
     "docs/training_faults.md": ["pipelinerl train examples/tiny_arithmetic.toml --out runs/tiny"],
     "docs/calibration.md": [
         "pipelinerl simulate examples/quickstart.toml --trace full --out runs/mine",
