@@ -36,7 +36,7 @@ class EngineHandle:
     def __init__(self, engine_id: int, engine: Engine) -> None:
         self.engine_id = engine_id
         self.engine = engine
-        self.version = 0  # that it has loaded
+        self.version = -1  # that it has loaded; older than any published
         self.up = asyncio.Event()  # it answers
         self.idle = asyncio.Event()  # no request is in progress
         self.idle.set()
@@ -117,7 +117,7 @@ class EnginePool:
         return tuple(self._serving)
 
     async def start(self) -> None:
-        """Start all engines, at version 0; one that fails twice is given up. ``EngineLostError`` if all do."""
+        """Start all engines; one that fails twice is given up. ``EngineLostError`` if all do."""
         handles = list(self)
         lost = await _start(handles)
         if 0 < len(lost) < len(handles):  # if all fail, a second start would, too
@@ -212,7 +212,7 @@ class EnginePool:
                 if self.closing:
                     await handle.engine.shutdown()
                     return
-                handle.version = -1  # older than any published
+                handle.version = -1
             try:
                 await self._bring_back(handle)
             except EngineLostError as again:

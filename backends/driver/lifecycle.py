@@ -26,7 +26,7 @@ from backends.driver.preprocessing import Preprocessing
 from backends.driver.state import fresh_state
 from backends.driver.tasks import RunTasks
 from backends.driver.weight_sync import WeightSync
-from backends.interface import Parts
+from backends.interface import Parts, Weights
 from backends.owner import DriverLock
 from backends.preflight import evaluation_task_config
 from backends.workers.environments import Turns
@@ -205,17 +205,28 @@ class Driver:
 
     async def _bring_up(self) -> None:
         version, published = self._state.version, self._state.scheduler.published
-        if self._config.colocated:  # one after the other: each takes the memory that the other has left
-            await asyncio.gather(self._start_trainer(), self._preprocessing.start())
+        scheduler, colocated = self._config.scheduler, self._config.colocated
+        next_publishes = colocated or scheduler.schedule.publishes_each_step(scheduler)
+        engines_wait = version > published and next_publishes  # for the publication that comes first
+        # Engines have version 0. If weights are sent they get it anyway: the first transfer allocates memory and proves
+        # direct copies, on the trainer's side while engines start.
+        weights_first = not engines_wait and (published > 0 or self._sync.sends)
+
+        async def trainer() -> Weights | None:
+            await self._start_trainer()
+            return await self._sync.snapshot(published) if weights_first and not colocated else None
+
+        if colocated:  # one after the other: each takes the memory that the other has left
+            await asyncio.gather(trainer(), self._preprocessing.start())
             await self._pool.start()
+            if weights_first:
+                await self._sync.load_trained(published)
         else:
-            await asyncio.gather(self._start_trainer(), self._preprocessing.start(), self._pool.start())
-        scheduler = self._config.scheduler
-        next_publishes = self._config.colocated or scheduler.schedule.publishes_each_step(scheduler)
-        if version > published and next_publishes:
-            return  # engines wait for the publication that comes first
-        if published:  # engines have version 0
-            await self._sync.load_trained(published)
+            weights, *_ = await asyncio.gather(trainer(), self._preprocessing.start(), self._pool.start())
+            if weights is not None:
+                await self._sync.load(weights)
+        if engines_wait:
+            return
         for engine_id in self._pool.engine_ids:
             self._pool.confirm(engine_id)
 

@@ -134,6 +134,8 @@ class WeightSync:
     ) -> None:
         self._trainer, self._pool, self._tasks, self._metrics = trainer, pool, tasks, metrics
         self.takes_turns = colocated
+        self.sends = group is not None
+        """Whether weights are sent, not written to files."""
         self._group = None if group is None else WeightSyncGroup(group)
         # Held while weights are gathered or sent: a snapshot must not change, as files never do.
         self._turn = contextlib.nullcontext() if group is None else asyncio.Lock()
@@ -146,7 +148,7 @@ class WeightSync:
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
-        weights = await self._snapshot(command.version)
+        weights = await self.snapshot(command.version)
         streamed = None
         if self._standing_still:
             streamed, weights = await self._send(weights, command.weight_update)
@@ -159,7 +161,10 @@ class WeightSync:
         """
         if self._bringing is not None:  # weights must not change while engines load them
             await asyncio.wait({self._bringing})
-        weights = await self._snapshot(version)
+        await self.load(await self.snapshot(version))
+
+    async def load(self, weights: Weights) -> None:
+        """Load a snapshot into all engines, outside of the schedule."""
         _, weights = await self._send(weights, WeightUpdate.KEEP)
         updates = (self._update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self._pool.engine_ids)
         await asyncio.gather(*updates)
@@ -191,7 +196,8 @@ class WeightSync:
             handle.up.set()
         self._metrics.restarted()
 
-    async def _snapshot(self, version: int) -> Weights:
+    async def snapshot(self, version: int) -> Weights:
+        """Have the trainer make its weights ready, labelled ``version``."""
         async with self._turn, self.trainer_turn:
             return await self._publish(version)
 

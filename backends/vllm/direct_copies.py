@@ -4,9 +4,9 @@ Theory of operation. The model's own loader is run once and its copies are recor
 the slices of tensor parallelism, packed projections and tied parameters. A model is *plain* if its loader makes only
 copies, which cover every parameter.
 
-A model may also keep numbers derived from its parameters. So the first update is carried out twice, by the table and by
-a full reload, and every tensor of the model is compared bit for bit after each. Where they are equal the table alone is
-used from then on, else the reload.
+A model may also keep numbers derived from its parameters. So before the first update other weights are brought in
+twice, by the table and by a full reload, and every tensor of the model is compared bit for bit after each. Where they
+are equal the table alone is used from then on, else the reload.
 
 A *delta* is brought in by the same table: an index in a parameter is split along the axes of each copy of it, from the
 widest stride to the narrowest, which gives the index in the target, or shows that the number is not copied.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,20 +136,43 @@ class Swap:
             self._refuse(f"{type(error).__name__}: {error}")
             self._reload(tensors)
             return
-        before = _sums(self._model)
+        other = _Other(tensors)
         for copy in table:
-            copy.carry_out(tensors)
+            copy.carry_out(other)
         copied = _sums(self._model)
-        self._reload(tensors)
+        self._reload(other)
         reloaded = _sums(self._model)
         if wrong := [name for name in reloaded if copied.get(name) != reloaded[name]]:
             self._refuse(f"a reload changes {len(wrong)} tensors otherwise: {', '.join(wrong[:3])}")
-        elif before != reloaded:  # equal weights prove nothing: the next update is to
-            self._table = table
+            self._reload(tensors)
+            return
+        self._table = table
+        for copy in table:
+            copy.carry_out(tensors)
 
     def _refuse(self, fault: str) -> None:
         self._fault = fault
         LOG.warning("weights are reloaded in full at every update, direct copies will not do: %s", fault)
+
+
+class _Other(Mapping[str, torch.Tensor]):
+    """Tensors of other numbers, each made when it is asked for: a model may have the new weights already.
+
+    Sign, size and order change, and so does what a model derives from any of them.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return -2 * tensor.flip(tuple(range(tensor.dim())))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def noted_copies(model: torch.nn.Module, tensors: Tensors) -> list[_Copy]:

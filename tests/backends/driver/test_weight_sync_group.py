@@ -26,7 +26,7 @@ TRAIN_S = 0.02  # longer than a transfer, so that a run does not end before the 
 class Sending(FakeTrainer):
     """Trains while it sends; does something once, when a call of a name begins, from a version on.
 
-    A transfer lasts until so many steps, ``awaited``, have begun in one.
+    A transfer lasts until so many steps, ``awaited``, have begun in one; before the first step none waits.
     """
 
     def __init__(self, engines):
@@ -85,7 +85,7 @@ class Sending(FakeTrainer):
         with self.one_thing("send", weights.version, but_not=["publish"]):
             await asyncio.sleep(SEND_S)
             async with asyncio.timeout(60):
-                while self.trained_while_sending < self.awaited:
+                while weights.version and self.trained_while_sending < self.awaited:
                     await asyncio.sleep(0.001)
             if any(engine.gone.is_set() or engine.joined_at != engine.num_started for engine in self.members):
                 await self.silence()
@@ -274,6 +274,24 @@ def test_a_transfer_that_breaks_off_is_made_again_while_engines_stand_still_then
     parts = wired(config, Streaming, Loading)
     parts.trainer.when = ("send", 3, lambda: setattr(parts.trainer, "breaks", breaks))
     assert run_checked(config, out, parts).engine_restarts == restarts
+
+
+@TRANSPORTS
+def test_engines_have_got_weights_before_the_first_rollout(out, ends):
+    """So the first update does not pay for the group, the memory and the proof of direct copies."""
+    trainer, engine = ends
+
+    class First(engine):
+        first = None
+
+        async def generate(self, request):
+            self.first = self.first or (self.joined_at, self.staged)
+            return await super().generate(request)
+
+    config = config_of(steps=3, longest=40)
+    parts = wired(config, trainer, First)
+    run_checked(config, out, parts)
+    assert [one.first for one in parts.engines] == [(1, 0), (1, 0)]
 
 
 def test_the_trainer_trains_while_it_sends(out):

@@ -62,6 +62,8 @@ pytestmark = [pytest.mark.real(seconds=60), pytest.mark.filterwarnings("ignore")
 NUM_CORES = 5
 LEARNING_RATE = 3e-10
 """Of deltas: a step of Adam is so small that few of the float32 numbers change, as at 1e-6 of those in bf16."""
+NUM_DELTAS = 40
+"""Versions, all but the first of which come as deltas."""
 TIMEOUT_S = 600.0
 """Nothing here waits for it."""
 FIND_S = 60.0
@@ -137,29 +139,33 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         await asyncio.gather(trainer.start(), *(one.start() for one in engines))
         # The trainer takes the engines' machine for another one: nothing is sent to its own.
         await trainer._call("move", "__ray_call__", lambda _: vars(backends.transfer.group).update({"machine": str}))
-        for version in (1, 2, 3):
+        for version in range(1, 1 + NUM_DELTAS):
             await trainer.train(samples(version), completes_step=True)
             published.append(await trainer.publish(version))
             assert await send([0, 1])
-            await hold_the_same(version, [0, 1])
-        assert [weights.delta_bytes > 0 for weights in published] == [False, True, True]
-        assert len({json.dumps(weights.checksums) for weights in published}) == 3  # something was learnt in every step
-        await trainer.train(samples(4), completes_step=True)
-        published.append(await trainer.publish(4))
+            if version <= 2 or version == NUM_DELTAS:
+                await hold_the_same(version, [0, 1])
+            else:
+                await asyncio.gather(*(engine.update(published[-1], WeightUpdate.KEEP) for engine in engines))
+        assert [weights.delta_bytes > 0 for weights in published] == [False, *([True] * (NUM_DELTAS - 1))]
+        assert len({json.dumps(weights.checksums) for weights in published}) == NUM_DELTAS  # every step changed some
+        version = NUM_DELTAS + 1
+        await trainer.train(samples(version), completes_step=True)
+        published.append(await trainer.publish(version))
         silent = find("VLLM::Worker", [0])  # the one that receives for both engines
         silent.suspend()
         await silent_while_weights_arrive(engines, trainer, asyncio.create_task(send([0, 1])))
-        assert "version 4 did not reach the engines: " in caplog.text
+        assert f"version {version} did not reach the engines: " in caplog.text
         assert "engine 0 is lost" in caplog.text
         assert list(await group.form([0, 1])) == [0]
         assert await send([1])
         assert silent.status() == psutil.STATUS_STOPPED  # its end has helped nobody
-        await hold_the_same(4, [1])
+        await hold_the_same(version, [1])
         await engines[0].shutdown()
         await engines[0].start()
-        for number, members in ((5, [0]), (6, [0, 1])):
+        for members in ([0], [0, 1]):  # one has all weights anew, the other what deltas have made of them
             assert await send(members)
-            await hold_the_same(number, members)
+            await hold_the_same(version + len(members), members)
 
     async def live() -> None:
         try:
@@ -179,8 +185,8 @@ async def silent_while_weights_arrive(
     """
     request = GenerateRequest(1, (3, 13), 20, seed=0, temperature=1.0)
     meanwhile = await engines[1].generate(request)
-    assert meanwhile.spans.versions == (3,)
-    await trainer.train(samples(5)[:1], completes_step=False)
+    assert meanwhile.spans.versions == (NUM_DELTAS,)
+    await trainer.train(samples(NUM_DELTAS + 2)[:1], completes_step=False)
     assert not sending.done()
     impatient = {"generate_timeout_s": SILENCE_S}  # Ray sends a lambda by value, with its names
     await engines[0]._call("__ray_call__", lambda one: setattr(one, "_settings", replace(one._settings, **impatient)))
