@@ -120,38 +120,34 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
     async def send(members: list[int]) -> bool:
         return not await group.form(members) and await group.send(published[-1])
 
-    async def hold_the_same(number: int, members: list[int]) -> None:
-        weights = published[-1]
-        for index in members:
-            assert isinstance(await engines[index].update(weights, WeightUpdate.KEEP), UpdateTimes)
-        folder = tmp_path / f"export-{number}"
+    async def train_and_publish() -> int:
+        version = 1 + len(published)
+        await trainer.train(samples(version), completes_step=True)
+        published.append(await trainer.publish(version))
+        return version
+
+    async def hold_the_same(members: list[int]) -> set[bytes]:
+        folder = tmp_path / f"export-{len(list(tmp_path.iterdir()))}"
         await trainer.export(folder)
-        tensors = load_file(folder / "model.safetensors")
-        trained = digest_of(tensors)
-        answers = []
-        for index in members:
-            assert await engines[index].checksums() == {"all parameters": trained} == weights.checksums
-            answers.append(await engines[index].generate(GenerateRequest(0, (3, 13), 100, seed=0, temperature=1.0)))
-            assert answers[-1].spans.versions == (weights.version,)
-        assert len({answer.logprob_T.tobytes() for answer in answers}) == 1
+        return await load_the_same(published[-1], [engines[index] for index in members], folder)
 
     async def scenario() -> None:
         await asyncio.gather(trainer.start(), *(one.start() for one in engines))
         # The trainer takes the engines' machine for another one: nothing is sent to its own.
         await trainer._call("move", "__ray_call__", lambda _: vars(backends.transfer.group).update({"machine": str}))
-        for version in range(1, 1 + NUM_DELTAS):
-            await trainer.train(samples(version), completes_step=True)
-            published.append(await trainer.publish(version))
+        for _ in range(NUM_DELTAS):
+            version = await train_and_publish()
             assert await send([0, 1])
             if version <= 2 or version == NUM_DELTAS:
-                await hold_the_same(version, [0, 1])
+                patched = await hold_the_same([0, 1])
             else:
-                await asyncio.gather(*(engine.update(published[-1], WeightUpdate.KEEP) for engine in engines))
+                await asyncio.gather(*(one.update(published[-1], WeightUpdate.KEEP) for one in engines))
         assert [weights.delta_bytes > 0 for weights in published] == [False, *([True] * (NUM_DELTAS - 1))]
         assert len({json.dumps(weights.checksums) for weights in published}) == NUM_DELTAS  # every step changed some
-        version = NUM_DELTAS + 1
-        await trainer.train(samples(version), completes_step=True)
-        published.append(await trainer.publish(version))
+        group.members = None  # a new group gets all weights
+        assert await send([0, 1])
+        assert await hold_the_same([0, 1]) == patched
+        version = await train_and_publish()
         silent = find("VLLM::Worker", [0])  # the one that receives for both engines
         silent.suspend()
         await silent_while_weights_arrive(engines, trainer, asyncio.create_task(send([0, 1])))
@@ -160,12 +156,12 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         assert list(await group.form([0, 1])) == [0]
         assert await send([1])
         assert silent.status() == psutil.STATUS_STOPPED  # its end has helped nobody
-        await hold_the_same(version, [1])
+        await hold_the_same([1])
         await engines[0].shutdown()
         await engines[0].start()
-        for members in ([0], [0, 1]):  # one has all weights anew, the other what deltas have made of them
+        for members in ([0], [0, 1]):
             assert await send(members)
-            await hold_the_same(version + len(members), members)
+            await hold_the_same(members)
 
     async def live() -> None:
         try:
@@ -174,6 +170,20 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
             await asyncio.gather(trainer.shutdown(), *(one.shutdown() for one in engines))
 
     asyncio.run(live())
+
+
+async def load_the_same(weights: Weights, engines: list[RayEngine], exported: Path) -> set[bytes]:
+    """Load weights that are those exported; return the log-probabilities of an answer, of all engines the same."""
+    trained = digest_of(load_file(exported / "model.safetensors"))
+    answers = []
+    for one in engines:
+        assert isinstance(await one.update(weights, WeightUpdate.KEEP), UpdateTimes)
+        assert await one.checksums() == {"all parameters": trained} == weights.checksums
+        answers.append(await one.generate(GenerateRequest(0, (3, 13), 100, seed=0, temperature=1.0)))
+        assert answers[-1].spans.versions == (weights.version,)
+    logprobs = {answer.logprob_T.tobytes() for answer in answers}
+    assert len(logprobs) == 1
+    return logprobs
 
 
 async def silent_while_weights_arrive(
