@@ -232,10 +232,7 @@ class WeightSync:
         return await self._publish(damaged.version)
 
     async def _bring(
-        self,
-        weights: Weights,
-        weight_update: WeightUpdate,
-        on_loaded: Callable[[WeightsLoaded], None],
+        self, weights: Weights, weight_update: WeightUpdate, on_loaded: Callable[[WeightsLoaded], None]
     ) -> None:
         """Send a version and make every engine load it."""
         weights = await self._send(weights)

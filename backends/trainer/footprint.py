@@ -93,7 +93,7 @@ class Footprint:
     """Parameters that ZeRO-3 has put together, gradients on their way, a reference model, published weights."""
     activations: float
     sending: float = 0.0
-    """Buckets in which rank 0 sends weights, and a gathered one, while nothing is trained."""
+    """A gathered bucket of weights, and a rank's new part of it with the comparison, while nothing is trained."""
 
     @property
     def total(self) -> float:

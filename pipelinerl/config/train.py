@@ -186,6 +186,7 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _restrictions(self) -> Self:
+        self.chosen_transport(colocated=False)  # an unknown name is refused
         waits_s = self.trainer.collective_timeout_s
         if self.trainer.step_timeout_s <= waits_s:
             raise ValueError(

@@ -141,7 +141,6 @@ class Client:
         self.llm = llm
         self._times = RequestTimes()
         self._steps = StepMeter()
-        self._updating = False  # vLLM expects the rest of an update
         self.outputs_s = 0.0
         self.last_output_s = time.monotonic()
         process = llm.output_processor.process_outputs
@@ -220,16 +219,12 @@ class Client:
         """Have every worker take new weights in and verify them; no model is touched."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        if not self._updating:
-            await self.llm.start_weight_update()
-        self._updating = False  # if it raises
+        await self.llm.start_weight_update()
         await self.llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
-        self._updating = True
 
     async def load(self, version: int) -> None:
         """Have workers load their weights, and label tokens from now on; ``BackendError`` if the label is another."""
         await self.llm.finish_weight_update(str(version))
-        self._updating = False
         if (label := await self.llm.get_weight_version()) != str(version):
             raise BackendError(f"the engine reports version {label}")
 
