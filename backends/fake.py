@@ -232,18 +232,9 @@ class FakeWeights:
     def __init__(self, steps: int) -> None:
         self._steps = np.array(steps)
 
-    def buckets(
-        self,
-        bucket_bytes: int | None = None,  # noqa: ARG002
-        *,
-        everywhere: bool = False,  # noqa: ARG002
-    ) -> Iterator[dict[str, NDArray[np.int64]]]:
+    def buckets(self, *, everywhere: bool = False) -> Iterator[dict[str, NDArray[np.int64]]]:  # noqa: ARG002
         """Yield the parameter."""
         yield {"steps": self._steps}
-
-    def largest_bucket_bytes(self, bucket_bytes: int) -> int:  # noqa: ARG002
-        """Return its size (bytes)."""
-        return self._steps.nbytes
 
 
 def _check_received(tensors: dict[str, Any], weights: Weights) -> None:
@@ -300,7 +291,7 @@ class FakeTrainer:
 
     async def send(self, weights: Weights) -> None:
         """Send by the transport, if there is one."""
-        fault = self._sender and self._sender.send(FakeWeights(self.version), weights.version)
+        fault = self._sender and self._sender.send(weights.version)
         if fault:
             raise TransferError(fault)
 

@@ -291,8 +291,7 @@ class Trainer(Protocol):
     async def publish(self, version: int) -> Weights:
         """Make the weights ready to be sent; nothing is trained meanwhile.
 
-        Later training does not change them until the next ``publish``, unless ``GroupMembers.standing_still``: then
-        ``send`` sends the weights of its own time.
+        Later training does not change them until the next ``publish``.
         """
 
     async def send(self, weights: Weights) -> None:
@@ -386,8 +385,6 @@ class GroupMembers:
     """Of an engine."""
     timeout_s: float = 600.0
     """Longest wait for a member."""
-    standing_still: bool = False
-    """Whether weights are loaded as they arrive: engines and trainer stand still meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Cost of a weight update: real vLLM engines and a DeepSpeed trainer on this machine's CPU, random weights.
 
-    python benchmarks/weight_updates.py --transport file --updates 3       # or staged, direct, delta, streamed
+    python benchmarks/weight_updates.py --transport file --updates 3       # or staged, direct, delta
 
 With more cores than engines (``--engines 1``) only engines use the cores of decode. ``direct``: staged, with engines
 whose parameters keep their place, as on GPUs.
@@ -34,13 +34,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from backends.driver.weight_sync import WeightSyncGroup
-from backends.interface import GenerateRequest, GroupMembers, Sample, Weights
+from backends.interface import GenerateRequest, GroupMembers, Sample
 from backends.ray.actors import RayEngine, RayTrainer
 from backends.trainer.deepspeed.rank import DeepSpeedRank
 from backends.trainer.deepspeed.settings import RankSettings
 from backends.vllm.process import VLLMSettings
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
-from pipelinerl.hardware.transport import BROADCAST, DELTA, FILE, STREAMED
+from pipelinerl.hardware.transport import BROADCAST, DELTA, FILE
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.segments import Segment
 from pipelinerl.scheduler.events import WeightUpdate
@@ -51,7 +51,7 @@ AT_ONCE = 8
 """Answers in progress on an engine (count)."""
 CALM_S = 8.0
 """Seconds before and after an update for which the rate is measured."""
-TRANSPORTS = {one.name: one for one in (FILE, DELTA, STREAMED)} | dict.fromkeys(("staged", "direct"), BROADCAST)
+TRANSPORTS = {one.name: one for one in (FILE, DELTA)} | dict.fromkeys(("staged", "direct"), BROADCAST)
 """``train.transport`` of each option."""
 POLL_S = 0.1
 """Seconds between two measurements of memory."""
@@ -159,36 +159,25 @@ async def one_update(
     engines: list[RayEngine],
     group: WeightSyncGroup | None,
     free: asyncio.Lock,
-    *,
-    standing_still: bool,
 ) -> tuple[tuple[float, float], dict[str, float]]:
     """Update the engines; return begin and end of the transfer, and seconds of standing still."""
-
-    async def load(weights: Weights) -> dict[str, float]:
-        times = await asyncio.gather(*(one.update(weights, WeightUpdate.KEEP) for one in engines))
-        return {
-            "engine_still_s": max(one.total_s for one in times),
-            "engine_swap_s": max(one.total_s - one.pause_s for one in times),
-        }
-
     async with free:
         await trainer.train(batch(), completes_step=True)  # direct copies cannot be verified with equal weights
     begin_s = time.perf_counter()
     async with free:
         weights = await trainer.publish(version)
         trainer_s = time.perf_counter() - begin_s
-        if group is not None and standing_still:
-            await group.form(range(len(engines)))
-            begin_s = time.perf_counter()
-            engine, _ = await asyncio.gather(load(weights), group.send(weights))
-            arriving_s = begin_s, time.perf_counter()
-            return arriving_s, {"trainer_still_s": trainer_s + arriving_s[1] - begin_s, **engine}
     begin_s = time.perf_counter()
     if group is not None:
-        assert not await group.form(range(len(engines)))
-        assert await group.send(weights)
+        sent, lost = await group.send(weights, range(len(engines)))
+        assert sent, lost
     arriving_s = begin_s, time.perf_counter()
-    return arriving_s, {"trainer_still_s": trainer_s, **await load(weights)}
+    times = await asyncio.gather(*(one.update(weights, WeightUpdate.KEEP) for one in engines))
+    engine_s = {
+        "engine_still_s": max(one.total_s for one in times),
+        "engine_swap_s": max(one.total_s - one.pause_s for one in times),
+    }
+    return arriving_s, {"trainer_still_s": trainer_s, **engine_s}
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -228,7 +217,6 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     trainer = RayTrainer(DeepSpeedRank, settings, [{"num_cpus": 1}])
     members = GroupMembers(trainer, dict(enumerate(engines)), timeout_s=120)
     group = WeightSyncGroup(members) if transport.grouped else None
-    standing_still = transport.standing_still
     watch, free, steps, rows = Watch(), asyncio.Lock(), list[float](), list[dict[str, float]]()
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -242,13 +230,11 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         await asyncio.sleep(CALM_S)
         watch.begin_memory()
         # Makes buffers, and verifies direct copies.
-        await one_update(1, trainer, engines, group, free, standing_still=standing_still)
+        await one_update(1, trainer, engines, group, free)
         for version in range(2, 2 + arguments.updates):
             await asyncio.sleep(CALM_S)
             before_s, num_steps = time.perf_counter(), len(steps)
-            (begin_s, end_s), row = await one_update(
-                version, trainer, engines, group, free, standing_still=standing_still
-            )
+            (begin_s, end_s), row = await one_update(version, trainer, engines, group, free)
             after_s = time.perf_counter()
             row |= {"transfer_s": end_s - begin_s, "steps_meanwhile": float(len(steps) - num_steps)}
             await asyncio.sleep(CALM_S)

@@ -1,6 +1,6 @@
 """Half an hour on one GPU: what only a GPU can show, most telling first, each part in a process of its own.
 
-    for part in train delta decode mixture checkpoint communicator control; do
+    for part in train delta decode mixture checkpoint control; do
         timeout 600 python scripts/gpu_session.py --part $part --out session
     done
 
@@ -38,7 +38,6 @@ from backends.trainer.model import PolicyModel
 from backends.trainer.packing import PackedRow, pack
 from backends.trainer.step import row_loss
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.communicator import Nccl, side_stream
 from backends.transfer.row import SharedRow
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.catalogue import gpu_of_device
@@ -262,23 +261,7 @@ def checkpoint(sizes: Sizes, folder: Path) -> dict[str, Any]:
     return result | {"offload_s": once(rank.offload), "reload_s": once(rank.reload)}
 
 
-def communicator(_: Sizes, __: Path) -> dict[str, Any]:
-    """Measure NCCL with one member: made, a broadcast of 1 GB, aborted under a kernel that goes on."""
-    if not ON_GPU:
-        return {"skipped": "NCCL needs a GPU"}
-    made: list[Nccl] = []
-    result = {"made_s": once(lambda: made.append(Nccl(Nccl.new_id(), 0, 1, DEVICE)))}
-    send = partial(made[0].broadcast, torch.zeros(10**9, dtype=torch.uint8, device=DEVICE), timeout_s=1.0)
-    result["broadcast_s"] = BENCH.seconds(lambda: send(check=lambda: None))
-    with torch.cuda.stream(side_stream(DEVICE, "transfer")):
-        torch.cuda._sleep(20_000_000_000)  # cycles: ten seconds
-    begin_s = time.perf_counter()
-    with contextlib.suppress(TimeoutError):
-        send(check=lambda: None)
-    return result | {"given_up_after_1_s_s": time.perf_counter() - begin_s}
-
-
-PARTS = {one.__name__: one for one in (train, delta, decode, mixture, checkpoint, communicator, control)}
+PARTS = {one.__name__: one for one in (train, delta, decode, mixture, checkpoint, control)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_model, gpu_of_device
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training, derive_transport, ring_bytes_s
-from pipelinerl.hardware.transport import STREAMED, WeightTransferConfig
+from pipelinerl.hardware.transport import FILE, WeightTransferConfig
 from pipelinerl.records.check_report import CheckRow, compared, unchecked, wrong
 from pipelinerl.rl.segments import Segment, generated_tokens
 
@@ -124,10 +124,11 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
         rows.append(
             wrong("--out", f"{blind} does not see it", "take a folder that all machines share: ranks write checkpoints")
         )
-    free_gb = min(one.free_memory_gb for one in test.places)
-    if free_gb < weights_gb and not config.train_transport.standing_still:
-        advice = f"weights of {weights_gb:.1f} GB lie there in every update; "
-        advice += f"train.transport = {STREAMED.name!r} needs no room"
+    writer = test.ranks[0].host if config.train_transport.in_folder else ""  # only its machine has a copy
+    free_gb = min(one.free_memory_gb for one in test.places if one.machine.startswith(writer))
+    if free_gb < weights_gb:
+        advice = f"weights of {weights_gb:.1f} GB lie there in every update; with train.transport = {FILE.name!r} and "
+        advice += "train.weights_folder on a disk on rank 0's machine only"
         rows.append(wrong("host memory", f"{free_gb:.1f} GB are free", advice))
     rows += _rank_rows(config, test.ranks, one_node=len(test.places) == 1)
     if test.to_engines_gb_s is not None:

@@ -3,8 +3,7 @@
 Theory of operation. The trainer stands still until it has prepared a version, a *snapshot*; then it is free. While
 engines generate and the trainer trains, the snapshot travels to the machines of the engines: files lie there already,
 a group of processes sends it. Then every engine loads it, in its own time. The scheduler publishes nothing before all
-engines have loaded, and then the newest version: one transfer runs at a time, and none waits. *Streamed* weights are
-not kept: engines load them while the trainer sends, and all stand still until then.
+engines have loaded, and then the newest version: one transfer runs at a time, and none waits.
 
 When a transfer fails, it is tried again without the lost engines. An engine that has no weights when it is to load
 them counts as lost. Nothing waits for a lost engine: it gets the newest weights before it generates again. So its id
@@ -54,20 +53,34 @@ class WeightSyncGroup:
     def __init__(self, members: GroupMembers) -> None:
         self._trainer, self._receivers = members.sender, members.receivers
         self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
-        self.members: tuple[tuple[int, int], ...] | None = None
+        self._members: tuple[tuple[int, int], ...] | None = None
         self._rendezvous = ""
         self.refused = False
         """Whether the last transfer failed by its bytes."""
 
-    async def form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
-        """Have the trainer and these engines form a group, unless they are one; return the engines that are lost.
+    async def send(self, weights: Weights, engines: Sequence[int]) -> tuple[bool, dict[int, EngineLostError]]:
+        """Send to these engines; return whether all have the weights, verified, and the engines that are lost.
 
         Can raise ``TrainerLostError``; ``WeightsRefusedError`` if an engine's model has other weights.
         """
+        self.refused = False
+        lost = await self._form(engines)
+        if self._members is None:
+            return False, lost
+        try:
+            await self._while_there(self._members, self._trainer.send(weights))
+        except TransferError as error:
+            self._members, self.refused = None, is_refusal(str(error))
+            LOG.warning("version %d did not reach the engines: %s", weights.version, error)
+            return False, {}
+        return True, {}
+
+    async def _form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
+        """Have the trainer and these engines form a group, unless they are one; return the engines that are lost."""
         members = tuple((engine, self._receivers[engine].num_started) for engine in engines)
-        if members == self.members:
+        if members == self._members:
             return {}
-        self.members = None
+        self._members = None
         self._rendezvous = await self._trainer.open_group()
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
         joins = {
@@ -84,21 +97,8 @@ class WeightSyncGroup:
                 raise WeightsRefusedError(str(error)) from None
             LOG.warning("no group: %s", error)
         else:
-            self.members = members
+            self._members = members
         return {}
-
-    async def send(self, weights: Weights) -> bool:
-        """Send to the group of ``form``; return whether all have them, verified. Can raise ``TrainerLostError``."""
-        self.refused = False
-        if self.members is None:
-            return False
-        try:
-            await self._while_there(self.members, self._trainer.send(weights))
-        except TransferError as error:
-            self.members, self.refused = None, is_refusal(str(error))
-            LOG.warning("version %d did not reach the engines: %s", weights.version, error)
-            return False
-        return True
 
     async def _while_there(self, members: Iterable[tuple[int, int]], work: Coroutine[Any, Any, None]) -> None:
         watching = [asyncio.ensure_future(self._abort_without(engine)) for engine, _ in members]
@@ -139,7 +139,6 @@ class WeightSync:
         self._group = None if group is None else WeightSyncGroup(group)
         # Held while weights are gathered or sent: a snapshot must not change, as files never do.
         self._turn = contextlib.nullcontext() if group is None else asyncio.Lock()
-        self._standing_still = group is not None and group.standing_still
         self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
         self.trainer_turn = asyncio.Lock()
@@ -149,10 +148,7 @@ class WeightSync:
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
         weights = await self.snapshot(command.version)
-        streamed = None
-        if self._standing_still:
-            streamed, weights = await self._send(weights, command.weight_update)
-        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, streamed))
+        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded))
 
     async def load_trained(self, version: int) -> None:
         """Load the trainer's weights into all engines, labelled ``version``, outside of the schedule.
@@ -165,27 +161,24 @@ class WeightSync:
 
     async def load(self, weights: Weights) -> None:
         """Load a snapshot into all engines, outside of the schedule."""
-        _, weights = await self._send(weights, WeightUpdate.KEEP)
+        weights = await self._send(weights)
         updates = (self._update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self._pool.engine_ids)
         await asyncio.gather(*updates)
 
     async def bring_back(self, handle: EngineHandle) -> None:
-        """Make a restarted engine load the newest weights; then it is up.
-
-        Streamed weights may have been trained since their version: the reported lag of the engine is then too large.
-        """
+        """Make a restarted engine load the newest weights; then it is up."""
         async with self._turn:
             while (newest := self._pool.newest) is not None and handle.version < newest.version:
                 if self._group is not None:
-                    _, lost, sent = await self._send_once([handle], newest, WeightUpdate.KEEP)
-                    if not sent and self._group.refused:
+                    sent, lost = await self._group.send(newest, [handle.engine_id])
+                    if self._group.refused:
                         async with self.trainer_turn:
                             await self._publish_once_more(newest, "it was refused")
                         continue
                     if not sent:
-                        raise lost.get(handle.engine_id) or _incomplete(handle, newest)
-                if self._standing_still:
-                    continue
+                        what = f"engine={handle.engine_id}: version {newest.version} has not come in full"
+                        why = f"weight update failed: {what}; start the engine again"
+                        raise lost.get(handle.engine_id) or EngineLostError(why)
                 try:
                     async with handle.changing:
                         if newest is self._pool.newest:  # else another has come while it slept
@@ -229,8 +222,6 @@ class WeightSync:
         return self._pool.newest
 
     async def _publish_once_more(self, damaged: Weights, damage: object) -> Weights:
-        if self._group is not None:
-            self._group.refused = False
         self._num_damaged += 1
         if self._num_damaged >= PUBLICATIONS:
             raise TransferError(
@@ -241,20 +232,14 @@ class WeightSync:
         return await self._publish(damaged.version)
 
     async def _bring(
-        self,
-        weights: Weights,
-        weight_update: WeightUpdate,
-        on_loaded: Callable[[WeightsLoaded], None],
-        streamed: dict[int, UpdateTimes] | None,
+        self, weights: Weights, weight_update: WeightUpdate, on_loaded: Callable[[WeightsLoaded], None]
     ) -> None:
-        """Make every engine load; ``streamed``: times of engines that have loaded a stream. None: no stream."""
-        sent = streamed
-        if sent is None:
-            sent, weights = await self._send(weights, weight_update)
+        """Send a version and make every engine load it."""
+        weights = await self._send(weights)
         lost: list[int] = []
 
         async def update(engine_id: int) -> None:
-            times = await self._update(engine_id, weights, weight_update) or sent.get(engine_id)
+            times = await self._update(engine_id, weights, weight_update)
             if times is not None:
                 self._metrics.updated(times)
             handle = self._pool[engine_id]
@@ -271,64 +256,29 @@ class WeightSync:
         for engine_id in lost:
             report(engine_id, 0.0)
 
-    async def _send(self, weights: Weights, weight_update: WeightUpdate) -> tuple[dict[int, UpdateTimes], Weights]:
-        """Send the weights to the machines of the engines; an engine without them raises when it is to load.
+    async def _send(self, weights: Weights) -> Weights:
+        """Send weights to the machines of the engines; return those sent: refused ones are published anew.
 
-        Streamed, all engines stand still and load; return the times of the complete ones. Weights that are refused are
-        published anew; return those that were sent.
+        An engine that has not got them raises when it is to load.
         """
-        times: dict[int, UpdateTimes] = {}
         if self._group is None:
             await self._trainer.send(weights)
-            return times, weights
-        num_failed, sent = 0, False
-        waits = self._standing_still and weight_update is WeightUpdate.WAIT
-        async with self._pool.quiet() if waits else contextlib.nullcontext():
-            while not sent and num_failed < TRANSFER_ATTEMPTS:
-                async with self._turn:
-                    takers = [one for one in self._pool if one.lacks(weights)]
-                    if not takers:
-                        break
-                    loaded, lost, sent = await self._send_once(takers, weights, weight_update)
-                    if self._group.refused and not self._standing_still:
-                        async with self.trainer_turn:
-                            weights = await self._publish_once_more(weights, "it was refused")
-                times |= loaded
-                for handle in takers:
-                    if handle.engine_id in lost:
-                        self._pool.lost(handle, lost[handle.engine_id])
-                num_failed += all(one.up.is_set() for one in takers)
-        for handle in self._pool if self._standing_still else ():
-            if handle.lacks(weights):  # it stands still, with a mixture
-                self._pool.lost(handle, _incomplete(handle, weights))
-        return times, weights
-
-    async def _send_once(
-        self, handles: list[EngineHandle], weights: Weights, weight_update: WeightUpdate
-    ) -> tuple[dict[int, UpdateTimes], dict[int, EngineLostError], bool]:
-        """Send to some engines; return the times of streamed updates, the engines that are lost, and if all have it."""
-        assert self._group is not None
-        lost = await self._group.form([one.engine_id for one in handles])
-        if lost or self._group.members is None:
-            return {}, lost, False
-        if not self._standing_still:
-            return {}, lost, await self._group.send(weights)
-
-        async def load(handle: EngineHandle) -> UpdateTimes | None:
-            async with handle.changing:
-                with contextlib.suppress(TransferError):
-                    return await handle.load(weights, weight_update)
-            return None
-
-        updates = {one.engine_id: asyncio.ensure_future(load(one)) for one in handles}
-        try:
-            await self._group.send(weights)
-            loaded, lost = await gathered(updates)
-        finally:
-            for update in updates.values():
-                update.cancel()
-        times = {engine: one for engine, one in loaded.items() if one is not None}
-        return times, lost, len(times) == len(handles)
+            return weights
+        sent, num_failed = False, 0
+        while not sent and num_failed < TRANSFER_ATTEMPTS:
+            async with self._turn:
+                takers = [one for one in self._pool if one.lacks(weights)]
+                if not takers:
+                    break
+                sent, lost = await self._group.send(weights, [one.engine_id for one in takers])
+                if self._group.refused:
+                    async with self.trainer_turn:
+                        weights = await self._publish_once_more(weights, "it was refused")
+            for handle in takers:
+                if handle.engine_id in lost:
+                    self._pool.lost(handle, lost[handle.engine_id])
+            num_failed += all(one.up.is_set() for one in takers)
+        return weights
 
     # ------------------------------------------------------------------------- memory, where it is shared
 
@@ -345,8 +295,3 @@ class WeightSync:
             await self._trainer.offload()
             await self._pool.wake()
             self._engines_have_memory = True
-
-
-def _incomplete(handle: EngineHandle, weights: Weights) -> EngineLostError:
-    what = f"engine={handle.engine_id}: version {weights.version} has not come in full"
-    return EngineLostError(f"weight update failed: {what}; start the engine again")

@@ -15,7 +15,7 @@ call of the trainer       waits for                     limit
 ========================  ============================  =====================================
 ``start``                 places, then all ranks        ``placing_timeout_s``, then ``start_timeout_s``
 every call                all ranks                     ``step_timeout_s``
-``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter
+``send``                  rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter
 ``shutdown``              all ranks that still answer   ``RANKS_SHUTDOWN_TIMEOUT_S``; then it kills
 ========================  ============================  =====================================
 """
@@ -133,11 +133,7 @@ class RayTrainer:
         await self._beside_training(ABORT_THREAD, "abort", "abort_group", rendezvous, why)
 
     async def send(self, weights: Weights) -> None:
-        if self._settings.transport.standing_still:
-            fault = (await self._call("send", "send", weights.version))[0]
-            if fault is not None:
-                raise TransferError(fault)
-        elif not self._settings.transport.in_folder:
+        if not self._settings.transport.in_folder:
             await self._transfer("send", "send", weights.version)
 
     async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:

@@ -213,7 +213,6 @@ def make_parts(
             receivers,
             workers_each=config.cluster.tensor_parallel,
             timeout_s=config.train_table.engine.update_timeout_s,
-            standing_still=transport.standing_still,
         )
     return Parts(
         engines=engines,

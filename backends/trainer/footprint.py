@@ -28,20 +28,18 @@ from backends.preflight import trainer_ranks
 from backends.this_machine import memory_bytes
 from backends.trainer.attention import register_packed_attention, sequence_arguments
 from backends.trainer.model import (
-    BUCKET_BYTES,
     REDUCE_BUCKET,
     WHOLE_PARAMETERS,
     PolicyModel,
-    largest_bucket_bytes,
+    buckets,
     policy_weights,
     saved_shapes,
 )
-from backends.transfer.streamed import STREAM_BYTES
 from pipelinerl.config.resolve import named_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import coefficients
-from pipelinerl.hardware.transport import STREAMED, HostShare
+from pipelinerl.hardware.transport import BROADCAST, FILE, HostShare
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
@@ -95,7 +93,7 @@ class Footprint:
     """Parameters that ZeRO-3 has put together, gradients on their way, a reference model, published weights."""
     activations: float
     sending: float = 0.0
-    """Buckets in which rank 0 sends weights, and a gathered one, while nothing is trained."""
+    """A gathered bucket of weights, and a rank's new part of it with the comparison, while nothing is trained."""
 
     @property
     def total(self) -> float:
@@ -185,9 +183,9 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         value_head=loss.value_coefficient > 0,
     )
     transport = config.train.chosen_transport(colocated=config.colocated)
-    streams, sharded = transport.standing_still, transport.keeps_shards / trainer_ranks(config)
-    bucket = largest_bucket_bytes(dict(policy.named_parameters()), STREAM_BYTES if streams else BUCKET_BYTES)
-    sending = (2 * streams + (stage == 3) + 2 * sharded) * bucket  # of a shard the new one, and its comparison
+    sharded = transport.keeps_shards / trainer_ranks(config)
+    bucket = max(sum(one.nbytes for one in part.values()) for part in buckets(dict(policy.named_parameters())))
+    sending = ((stage == 3) + 2 * sharded) * bucket  # of a shard the new one, and its comparison
     workspace += 2 * num * sharded
     states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]
     return Footprint(states, workspace, activations, sending)
@@ -281,10 +279,8 @@ def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemo
     weights = policy_weights(model)
     saved = {name: weight.nbytes for name, weight in saved_shapes(model).items()}
     fused = sum(weight.nbytes for name, weight in weights.items() if name not in saved)
-    largest = max(STREAM_BYTES, largest_bucket_bytes(weights, STREAM_BYTES))  # often the embedding
     transfer = HostShare(
         num_bytes=sum(saved.values()),
-        bucket_bytes=1 << (largest - 1).bit_length(),  # pinned memory has a power of two
         sends=share.leads,
         workers=share.workers,
         folder_in_memory=config.train.weights_folder.startswith(SHARED_MEMORY),
@@ -319,7 +315,9 @@ def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Sha
         split = config.train.trainer.model_copy(update={"zero_stage": 3})
         remedies: dict[str, dict[str, Any]] = {"train.trainer.zero_stage must be 3": {"trainer": split}}
         if not config.colocated:
-            remedies[f"train.transport must be {STREAMED.name!r}"] = {"transport": STREAMED.name}
+            remedies[f"train.transport must be {BROADCAST.name!r}"] = {"transport": BROADCAST.name}
+        on_disk = f"train.transport must be {FILE.name!r} and train.weights_folder on a disk"
+        remedies[on_disk] = {"transport": FILE.name, "weights_folder": "on a disk"}
         for remedy, changed in remedies.items():
             other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
             if host_memory(other, model, share).total <= share.memory:

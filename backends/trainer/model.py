@@ -168,7 +168,7 @@ def saved_buckets(model: PolicyModel) -> list[dict[str, torch.Tensor]]:
         name: torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
         for name, weight in policy_weights(model).items()
     }
-    return [as_saved(model, bucket) for bucket in buckets(empty, BUCKET_BYTES)]
+    return [as_saved(model, bucket) for bucket in buckets(empty)]
 
 
 def saved_shapes(model: PolicyModel) -> dict[str, torch.Tensor]:
@@ -184,20 +184,20 @@ def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]
     return copies
 
 
-def gathered(model: PolicyModel, *, receive: bool, bucket_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+def gathered(model: PolicyModel, *, receive: bool) -> Iterator[dict[str, Any]]:
     """Yield the language model's weights under the names of a checkpoint, whole; all ranks together.
 
-    Under ZeRO-3 about ``bucket_bytes`` (``BUCKET_BYTES``) at a time are whole, at least a layer, until the next part.
+    Under ZeRO-3 about ``BUCKET_BYTES`` at a time are whole, at least a layer, until the next part.
     Ranks that do not ``receive`` get nothing.
     """
-    for bucket in buckets(policy_weights(model), bucket_bytes or BUCKET_BYTES):
+    for bucket in buckets(policy_weights(model)):
         parted = [one for one in bucket.values() if hasattr(one, "ds_id")]
         with gathered_parameters(parted) if parted else contextlib.nullcontext():
             yield as_saved(model, bucket) if receive else {}
 
 
-def buckets(weights: dict[str, Any], bucket_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield weights in parts of so many bytes, or of a layer that is larger; a layer stays together."""
+def buckets(weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield weights in parts of ``BUCKET_BYTES``, or of a layer that is larger; a layer stays together."""
     layers: dict[str, dict[str, Any]] = {}
     for name, weight in weights.items():
         layer = LAYER.match(name)
@@ -207,18 +207,12 @@ def buckets(weights: dict[str, Any], bucket_bytes: int) -> Iterator[dict[str, An
     for layer_weights in layers.values():
         # A parameter's own numel() is 0 while it is partitioned.
         more_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in layer_weights.values())
-        if bucket and size_bytes + more_bytes > bucket_bytes:
+        if bucket and size_bytes + more_bytes > BUCKET_BYTES:
             yield bucket
             bucket, size_bytes = {}, 0
         bucket |= layer_weights
         size_bytes += more_bytes
     yield bucket
-
-
-def largest_bucket_bytes(weights: dict[str, Any], bucket_bytes: int) -> int:
-    """Return the size of the largest of their ``buckets`` (bytes); none of the weights is partitioned."""
-    largest: int = max(sum(weight.nbytes for weight in bucket.values()) for bucket in buckets(weights, bucket_bytes))
-    return largest
 
 
 def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Path) -> None:

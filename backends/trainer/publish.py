@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from backends.interface import Weights
-from backends.trainer.model import PolicyModel, gathered, largest_bucket_bytes, saved_buckets, saved_shapes
+from backends.trainer.model import PolicyModel, gathered, saved_buckets, saved_shapes
 from backends.transfer.group import GroupHost
 from backends.transfer.row import parameters_of
 from backends.transfer.transport import Parameters, SenderContext, ends_of
@@ -38,13 +38,9 @@ class PolicyWeights:
         """All parameters, part by part, in a part in the order of their names."""
         return tuple(one for part in saved_buckets(self._model) for one in parameters_of(part))
 
-    def buckets(self, bucket_bytes: int | None = None, *, everywhere: bool = False) -> Iterator[dict[str, Any]]:
+    def buckets(self, *, everywhere: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the weights part by part; see ``WeightSource``."""
-        return gathered(self._model, receive=self._receives or everywhere, bucket_bytes=bucket_bytes)
-
-    def largest_bucket_bytes(self, bucket_bytes: int) -> int:
-        """Return the size of the largest part (bytes)."""
-        return largest_bucket_bytes(saved_shapes(self._model), bucket_bytes)
+        return gathered(self._model, receive=self._receives or everywhere)
 
 
 class Publisher:
@@ -71,10 +67,8 @@ class Publisher:
         return self._sender.publish(self._source, version)
 
     def send(self, version: int) -> str | None:
-        """Send the newest published weights; return the fault, if any. See ``WeightSender.send`` for who calls it."""
-        if self._source is None:
-            return f"version {version} has not been published"
-        return self._sender.send(self._source, version)
+        """Send the newest published weights; return the fault, if any. Rank 0 only."""
+        return self._sender.send(version)
 
     def close(self) -> None:
         """Free the published weights and leave the group."""

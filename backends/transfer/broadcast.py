@@ -120,7 +120,7 @@ class SnapshotSender:
         numbers = sum(math.prod(place.shape) for place in self._places)
         return replace(weights, delta_bytes=self._payload.num_bytes, delta_share=changed / numbers)
 
-    def send(self, source: WeightSource, version: int) -> str | None:  # noqa: ARG002
+    def send(self, version: int) -> str | None:
         """Bring the row to the newest version, if that is a delta; send the row, or the delta, to all members."""
         group = self._context.group.sender
         if group is None or self._row is None or self._held is None or self._held[0] != version:

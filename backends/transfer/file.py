@@ -47,7 +47,7 @@ class FileSender:
         self._files = self._files[-KEPT_FILES:]
         return weights
 
-    def send(self, source: WeightSource, version: int) -> str | None:
+    def send(self, version: int) -> str | None:
         """Do nothing: engines read the file."""
 
     def close(self) -> None:

@@ -25,15 +25,12 @@ sender has, whatever it waits for.
 Plain TCP: a connection can be closed under a waiting thread and reports the death of its peer; gloo aborts the whole
 process when several sends are under way. A GPU verifies the bytes in the host's memory on its own stream: beside decode
 no kernel may wait for a peer.
-
-Where all engines stand still and every worker is a leader, bytes can go from GPU to GPU (``communicator.py``):
-``rows_on`` finds out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import os
 import socket
 import threading
@@ -45,7 +42,6 @@ from typing import Any
 import torch
 
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.communicator import COMMUNICATORS, HOST, Communicator, agree, answer, side_stream
 from backends.transfer.connection import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
 from backends.transfer.delta import Payload
 from backends.transfer.row import BUCKET_BYTES, SharedRow, cuts, digest, label, layout, machine, ranges, row_bytes
@@ -61,7 +57,6 @@ STREAMS = 4
 """Connections from machine to machine: one TCP stream carries 1.7 to 2.2 GB/s (measured on the machine of an H100)."""
 BLAME_TIMEOUT_S = 2.0
 """For finding the failed member of a transfer."""
-LOG = logging.getLogger("pipelinerl")
 
 
 class Sender:
@@ -73,8 +68,6 @@ class Sender:
         self._leaders: list[int] = []
         self._awaited: list[int] = []  # leaders without a verdict on the weights received last
         self._why_left: str | None = None  # None: it has not been left
-        self._communicator: Communicator | None = None
-        self._tried = False
         self.base = ""
         """Label of the weights that all machines have; empty: they differ, or have none."""
 
@@ -104,29 +97,20 @@ class Sender:
             self._server.close()
 
     def send(
-        self,
-        content: torch.Tensor,
-        *,
-        version: int,
-        sums: Sequence[int],
-        ends: Sequence[int] | None = None,
-        parts: Sequence[int] | None = None,
-        base: str = "",
+        self, content: torch.Tensor, *, version: int, sums: Sequence[int], ends: Sequence[int], base: str = ""
     ) -> int:
         """Send a row of bytes to all machines; return the number that refused the weights.
 
-        ``content``: parameters as ``layout`` places them, on the device of ``rows_on``; unchanged until this returns.
-        ``sums``: ``checksum64`` of each range of the row that ends at ``ends`` (bytes; None: one range).
-        ``parts``: indices of the parameters in the row, in its order; None: all. ``base``: label of the weights that
-        the content, a delta's payload, is to be applied to. ``BackendError`` if a machine does not answer, or the group
-        is left; it is unusable then.
+        ``content``: parameters as ``layout`` places them, in the host's memory, unchanged until this returns. ``sums``:
+        ``checksum64`` of each range of the row that ends at ``ends`` (bytes). ``base``: label of the weights that the
+        content, a delta's payload, is to be applied to. ``BackendError`` if a machine does not answer, or the group is
+        left; it is unusable then.
         """
         if self._why_left is not None:
             raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
         began = time.perf_counter()
         self.base = ""
-        notice = {"version": version, "sums": sums, "ends": [content.numel()] if ends is None else ends}
-        notice |= {"parts": parts} if parts is not None else {}
+        notice = {"version": version, "sums": sums, "ends": ends}
         notice |= {"base": base, "delta": [content.numel(), checksum64(content)]} if base else {}
         try:
             self._awaited = list(self._leaders)
@@ -144,25 +128,6 @@ class Sender:
         except Exception as error:
             raise self._broken("send", began, error, "" if self.left else self._to_blame()) from error
 
-    def rows_on(self, device: torch.device, room_bytes: int) -> torch.device:
-        """Return the device of rows to send: the sender's, if the group can have a communicator, else the host.
-
-        Tried once, while all engines stand still; a warning gives the reason of the fall-back. ``room_bytes``: for
-        weights under way, per device. ``BackendError`` if a worker does not answer, or the group is left; it is
-        unusable then.
-        """
-        if not self._tried and device.type in COMMUNICATORS:
-            began, self._tried = time.perf_counter(), True
-            try:
-                workers = {worker: self._connections[worker] for worker in self._leaders}
-                self._communicator, faults = agree(workers, device, room_bytes, self._timeout_s)
-            except Exception as error:
-                raise self._broken("connect", began, error, "") from error
-            if faults:
-                why = "; ".join(f"{self._names[rank]}: {fault}" for rank, fault in faults.items())
-                LOG.warning("weights go through the host's memory, not from device to device: %s", why)
-        return HOST if self._communicator is None else device
-
     def leave(self, why: str = "") -> None:
         """Leave the group, also under another thread, whose wait fails at once; a second call does nothing."""
         if self._why_left is None:
@@ -170,17 +135,8 @@ class Sender:
         self._server.close()
         for connection in list(self._connections.values()):
             connection.close()
-        if self._communicator is not None:
-            self._communicator.close()
 
     def _send_bytes(self, row: torch.Tensor) -> None:
-        def check() -> None:
-            for worker in self._leaders:
-                self._connections[worker].check_open()
-
-        if self._communicator is not None:
-            self._communicator.broadcast(row, check=check, timeout_s=self._timeout_s)
-            return
         content = memoryview(row.numpy())
         with Streams([self._connections[CHAIN - stream] for stream in range(STREAMS)]) as streams:
             for number, (begin, end) in enumerate(cuts(row.numel(), BUCKET_BYTES)):
@@ -289,18 +245,15 @@ class Receiver:
     """A worker's end. Its constructor returns when the sender knows the row of this machine.
 
     ``place``: of the machine, common to all workers that can open each other's rows. ``reuse``: a row of an earlier
-    group, used again if it fits. ``keeps``: whether the row holds all parameters; else it is empty, and callers of
-    ``take`` have the memory. ``BackendError`` if the others do not come in time, or the model has other parameters.
+    group, used again if it fits. ``BackendError`` if the others do not come in time, or the model has other parameters.
     """
 
-    def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None, keeps: bool = True) -> None:
+    def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None) -> None:
         self._connections: list[Connection] = []
         self._closed = False
         self._sums: Sequence[int] = ()  # of the weights in the row
-        self._communicator: Communicator | None = None
         began = time.perf_counter()
         rendezvous, timeout_s = member.rendezvous, member.timeout_s
-        self._timeout_s = timeout_s
         address, _, password = rendezvous.split(":")
         server = RendezvousServer.open(address_towards(address), password)
         try:
@@ -312,7 +265,7 @@ class Receiver:
             self.parameters: Parameters = reply["parameters"]
             self.leads: bool = reply["leads"]
             """Whether this worker receives for its machine."""
-            self.row = self._row(reply, member, reuse, keeps=keeps)
+            self.row = self._row(reply, member, reuse)
             self._sender.send(row=self.row.path)
             self._after = [
                 self._kept(connect(reply["after"], timeout_s=timeout_s, stream=stream))
@@ -337,8 +290,6 @@ class Receiver:
         self._closed = True
         for connection in list(self._connections):
             connection.close()
-        if self._communicator is not None:
-            self._communicator.close()
 
     def _close_with_sender(self) -> None:
         """A thread that waits for bytes of the machine before, which may be silent for ever, ends with the sender."""
@@ -347,55 +298,39 @@ class Receiver:
 
     def next_transfer(self) -> dict[str, Any]:
         """Wait without limit for the next transfer's header; ``OSError`` if the sender has gone or after ``close``."""
-        while "communicator" in (notice := self._sender.recv(patiently=True)):
-            self._communicator = answer(self._sender, notice, self._device, self._timeout_s)
-        return notice
-
-    @property
-    def rows_on(self) -> torch.device:
-        """Device of rows for ``take``."""
-        return HOST if self._communicator is None else self._device
+        return self._sender.recv(patiently=True)
 
     def receive(self, notice: Mapping[str, Any]) -> bool:
-        """Receive weights or a delta into the row; send and return the verdict. ``OSError``: the group is unusable."""
+        """Receive weights or a delta into the row; send and return the verdict.
+
+        ``OSError`` if a member has gone or is silent: the group is unusable.
+        """
         held, base, self.row.label = self.row.label, notice.get("base", ""), ""
         row, room = self.row.row[: self._num_bytes], self.row.row[self._num_bytes :]
         if base:
             num_bytes, expected = notice["delta"]
-            right = self.take([num_bytes], room[:num_bytes]) == [expected] and held == base
+            right = self._received([num_bytes], room[:num_bytes]) == [expected] and held == base
             if right:
                 right = Payload(room).apply_to(row, self._sums) == notice["sums"]
         else:
-            right = self.take(notice["ends"], row) == notice["sums"]
+            right = self._received(notice["ends"], row) == notice["sums"]
         if right:
             self._sums = notice["sums"]
             self.row.set_label(label(notice["version"], digest(self.parameters, notice["sums"])), base=base)
-        self.judge(right)
+        self._sender.send(refused=not right)
         return right
 
-    def take(self, ends: Sequence[int], row: torch.Tensor) -> list[int]:
-        """Receive a row and hand it on; return the checksums of the ranges that end there (bytes).
-
-        An error makes the group unusable: ``OSError`` if a member has gone or is silent, ``BackendError`` if bytes
-        cannot go from device to device.
-        """
+    def _received(self, ends: Sequence[int], row: torch.Tensor) -> list[int]:
+        """Receive a row and hand it on; return the checksums of the ranges that end there (bytes)."""
         try:
-            return self._received(ends, row)
-        except (OSError, BackendError) as error:
+            return self._take(ends, row)
+        except OSError as error:
             with contextlib.suppress(OSError):
                 self._sender.send(error=str(error))
             raise
 
-    def judge(self, right: bool) -> None:
-        """Send the verdict on the received weights to the sender."""
-        self._sender.send(refused=not right)
-
-    def _received(self, ends: Sequence[int], row: torch.Tensor) -> list[int]:
-        parts = ranges(row, ends)
-        if self._communicator is not None:
-            self._communicator.broadcast(row, check=self._sender.check_open, timeout_s=self._timeout_s)
-            return [self._sum(part) for part in parts]
-        content = memoryview(row.numpy())
+    def _take(self, ends: Sequence[int], row: torch.Tensor) -> list[int]:
+        parts, content = ranges(row, ends), memoryview(row.numpy())
         threads = min(HASH_THREADS, len(os.sched_getaffinity(0))) if self._device.type == "cpu" else 1
         with (
             ThreadPoolExecutor(threads) as hashing,
@@ -418,14 +353,14 @@ class Receiver:
         """A GPU sums beside decode: on a CPU it is many small steps, each of which waits for the engine's thread."""
         if self._device.type == "cpu":
             return checksum64(tensor)
-        with torch.cuda.device(self._device), torch.cuda.stream(side_stream(self._device, "verify")):
+        with torch.cuda.device(self._device), torch.cuda.stream(_side_stream(self._device)):
             return checksum64(tensor, computed_on=self._device)
 
-    def _row(self, reply: Mapping[str, Any], member: Membership, reuse: SharedRow | None, *, keeps: bool) -> SharedRow:
+    def _row(self, reply: Mapping[str, Any], member: Membership, reuse: SharedRow | None) -> SharedRow:
         try:
             sent = {name: tuple(shape) for name, _, shape in self.parameters}
             check_names(sent, member.shapes, source="weights to be sent")
-            self._num_bytes = row_bytes(layout(self.parameters)) if keeps else 0
+            self._num_bytes = row_bytes(layout(self.parameters))
             num_bytes = self._num_bytes + reply["room"]
             if reuse is not None and (not self.leads or reuse.num_bytes != num_bytes):
                 reuse.close()
@@ -444,6 +379,12 @@ class Receiver:
         if self._closed:  # meanwhile, by another thread
             connection.close()
         return connection
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a GPU's one stream beside decode: torch keeps memory for every stream that was ever used."""
+    return torch.cuda.Stream(device)
 
 
 Move = Callable[[socket.socket, memoryview], None]
@@ -521,7 +462,8 @@ class LinkSender:
 def receive(rendezvous: str, worker: int, num_bytes: int) -> None:
     """Receive for a machine of engines; ``worker``: its number, from 1."""
     shapes = {name: tuple(shape) for name, _, shape in _parts(num_bytes)}
-    member = Membership(rendezvous=rendezvous, worker=worker, shapes=shapes, device=HOST, timeout_s=TIMEOUT_S)
+    device = torch.device("cpu")
+    member = Membership(rendezvous=rendezvous, worker=worker, shapes=shapes, device=device, timeout_s=TIMEOUT_S)
     receiver = Receiver(member, place=f"machine {worker}")
     try:
         for _ in range(1 + REPEATS):

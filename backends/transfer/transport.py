@@ -8,10 +8,8 @@ call                who                                 when
 ==================  ==================================  ===========================================================
 ``publish``         all ranks together                  after an optimizer step; the trainer stands still
 ``join``            every worker, if ``grouped``        when the group's members change; returns at once
-``send``            rank 0, beside training; all ranks  after ``publish``; not called if ``in_folder``
-                    together if ``standing_still``
-``receive``         every worker                        its engine stands still; during ``send`` if
-                                                        ``standing_still``, else after it
+``send``            rank 0, beside training             after ``publish``; not called if ``in_folder``
+``receive``         every worker                        after ``send``; its engine stands still
 ``loaded``          every worker                        all that ``receive`` yielded is in the model
 ==================  ==================================  ===========================================================
 """
@@ -46,14 +44,11 @@ class WeightSource(Protocol):
     def parameters(self) -> Parameters:
         """All parameters, part by part."""
 
-    def buckets(self, bucket_bytes: int | None = None, *, everywhere: bool = False) -> Iterator[Tensors]:
-        """Yield the weights in parts, at least a layer each; all ranks together, to the end.
+    def buckets(self, *, everywhere: bool = False) -> Iterator[Tensors]:
+        """Yield the weights in parts, at least a layer each, in the order of ``parameters``; all ranks together.
 
-        Empty but on rank 0, unless ``everywhere``. By default the parts are in the order of ``parameters``.
+        Empty but on rank 0, unless ``everywhere``.
         """
-
-    def largest_bucket_bytes(self, bucket_bytes: int) -> int:
-        """Return the size of the largest of these parts (bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +67,12 @@ class WeightSender(Protocol):
     """The trainer's end on one rank."""
 
     def publish(self, source: WeightSource, version: int) -> Weights | None:
-        """Make the weights ready; they stay as they are until the next call, unless ``standing_still``.
+        """Make the weights ready; they stay as they are until the next call.
 
         Their ``location`` begins with the transport's name and a colon. None on other ranks than 0.
         """
 
-    def send(self, source: WeightSource, version: int) -> str | None:
+    def send(self, version: int) -> str | None:
         """Bring the newest published weights to all engines; return the fault, if any. The rank is well either way."""
 
     def close(self) -> None:
@@ -107,15 +102,13 @@ class WeightReceiver(Protocol):
         """Begin to join a group and leave the previous one; the sender learns when all have joined."""
 
     def receive(self, weights: Weights) -> Iterable[tuple[str, Any]]:
-        """Yield the verified parameters of a version.
+        """Yield the verified parameters of a version; all are taken before any is loaded, and keep their values.
 
-        If ``standing_still`` they are loaded as they come; else all are taken before any is loaded, and keep their
-        values until then. ``BackendError`` if they are incomplete, or not these weights; ``OSError`` if the sender has
-        gone.
+        ``BackendError`` if they are incomplete, or not these weights; ``OSError`` if the sender has gone.
         """
 
     def loaded(self, weights: Weights) -> None:
-        """Free the parameters, if ``standing_still`` also after a failure; ``BackendError`` if they have changed."""
+        """Free the parameters; ``BackendError`` if they have changed."""
 
     def close(self) -> None:
         """Leave the group and free the received weights; a second call does nothing."""

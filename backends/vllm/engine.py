@@ -241,9 +241,7 @@ class VLLMEngine:
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """See ``interface.Engine``; an engine whose update fails is lost, and never resumed.
 
-        ``TransferError``: if weights that are loaded while they are sent have not all come, it stands still until
-        another update succeeds; if a file is damaged, it goes on with the weights from before, one of several workers
-        is lost.
+        ``TransferError``: a file is damaged; it goes on with the weights from before, with several workers it is lost.
         """
         async with self._updating:
             client = self._alive()
@@ -283,12 +281,11 @@ class VLLMEngine:
                 await ended.wait()
 
     async def _receive(self, client: Client, weights: Weights) -> None:
-        """Have all workers receive and verify; another attempt is safe unless models load weights as they arrive."""
+        """Have all workers receive and verify; no model is touched, so another attempt is safe."""
         transport = self._settings.transport
         place_of(weights, transport)
         info = {
             "ends": transport.ends,
-            "standing_still": transport.standing_still,
             "version": weights.version,
             "location": weights.location,
             "checksums": weights.checksums,
@@ -297,10 +294,8 @@ class VLLMEngine:
         while True:
             try:
                 await self._until(client.receive(info))
-                if transport.standing_still and (faults := await self._until(client.transfer_faults())):
-                    raise TransferError(f"engine {self._settings.engine_id}: {faults[0]}")
                 return
-            except (EngineLostError, TimeoutError, TransferError):
+            except (EngineLostError, TimeoutError):
                 raise
             except Exception as error:
                 attempts_left -= 1

@@ -12,17 +12,12 @@ So when ``update_weights`` fails on any worker, no weight has changed on any, an
 ``finish_weight_update`` fails there may be a mixture of versions: that engine is lost. Between the two a worker sees
 all weights in the host's memory; the GPU needs room for one parameter beside the model.
 
-Where a transport is ``standing_still``, ``update_weights`` loads parameters as they arrive, and the model is a mixture
-until the end. A fault is then not raised but reported by ``fault``: vLLM leaves the answers of the other workers of a
-call that raises to the next call.
-
 A plain model takes weights by direct copies (``direct_copies.py``), or only what has changed, where the transport
 knows that; any other by vLLM's reload.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +29,10 @@ from backends.transfer.verify import checkpoint_shapes
 from backends.vllm.direct_copies import Swap
 from backends.vllm.version.workers import load_weights, transfer_bases
 from pipelinerl.errors import BackendError
-from pipelinerl.util.user_code import kind_and_line
 
 TransferEngine: Any = transfer_bases().WeightTransferEngine
 InitInfo: Any = transfer_bases().WeightTransferInitInfo
 UpdateInfo: Any = transfer_bases().WeightTransferUpdateInfo
-NOTHING_YET = "no weights have come"
 
 
 @dataclass
@@ -58,8 +51,6 @@ class WeightsInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Published weights."""
 
     ends: str
-    standing_still: bool
-    """Whether they are loaded as they arrive."""
     version: int
     """Fields of ``interface.Weights``."""
     location: str
@@ -71,8 +62,6 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
 
     init_info_cls = JoinInfo
     update_info_cls = WeightsInfo
-    fault = NOTHING_YET
-    """Why the weights of this update have not come in full; empty: they have."""
     _receiver: WeightReceiver | None = None
     _verified: tuple[Weights, dict[str, torch.Tensor]] | None = None
     _swap: Swap | None = None
@@ -97,34 +86,15 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
         self._verified = None
 
     def receive_weights(self, update_info: WeightsInfo) -> None:
-        """Receive the weights (load them if ``standing_still``); ``BackendError`` if incomplete or not right."""
-        self._verified, self.fault = None, NOTHING_YET
-        receiver = self._of(update_info.ends)
+        """Receive the weights; ``BackendError`` if they are incomplete or not right."""
+        self._verified = None
         weights = Weights(update_info.version, update_info.location, update_info.checksums)
-        if update_info.standing_still:
-            self._load_arriving(receiver, weights)
-        else:
-            self._verified = weights, dict(receiver.receive(weights))
-            self.fault = ""
-
-    def _load_arriving(self, receiver: WeightReceiver, weights: Weights) -> None:
-        try:
-            arriving = iter(receiver.receive(weights))
-            # Before the model is touched the first one has come. Nothing keeps it: its bucket's memory is used again.
-            load_weights(self.model, self.model_config, itertools.chain(iter([next(arriving)]), arriving))
-            self.fault = "" if next(arriving, None) is None else "more has come than was loaded"
-        except Exception as error:
-            self.fault = kind_and_line(error)
-        finally:
-            receiver.loaded(weights)
+        self._verified = weights, dict(self._of(update_info.ends).receive(weights))
 
     def finish_weight_update(self) -> None:
-        """Load the received weights, unless they are loaded already; ``BackendError`` if incomplete or changed."""
-        if self.fault:
-            raise BackendError(self.fault)
-        self.fault = NOTHING_YET
+        """Load the received weights; ``BackendError`` if none have come, or they have changed."""
         if self._verified is None:
-            return
+            raise BackendError("no weights have come")
         (weights, tensors), self._verified = self._verified, None
         held, self._held = self._held, None
         if self._swap is None:

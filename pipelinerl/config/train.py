@@ -155,7 +155,7 @@ class TrainConfig(StrictModel):
     placement_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for busy accelerators."""
     transport: str | None = None
-    """Way of the weights to the engines: ``file``, ``broadcast``, ``delta``, ``streamed``, or
+    """Way of the weights to the engines: ``file``, ``broadcast``, ``delta``, or
     ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: delta on GPUs, not colocated; else file."""
     weights_folder: str = "/dev/shm"
     """Folder for weights as files; shared by all machines."""
@@ -186,13 +186,8 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _restrictions(self) -> Self:
-        streams = self.chosen_transport(colocated=False).standing_still
-        waits_s, updates_s = self.trainer.collective_timeout_s, self.engine.update_timeout_s
-        if streams and waits_s <= updates_s:
-            raise ValueError(
-                "trainer.collective_timeout_s must be above engine.update_timeout_s where weights are streamed, else "
-                f"an engine that hangs ends the ranks that wait for rank 0, got {waits_s:g} and {updates_s:g}"
-            )
+        self.chosen_transport(colocated=False)  # an unknown name is refused
+        waits_s = self.trainer.collective_timeout_s
         if self.trainer.step_timeout_s <= waits_s:
             raise ValueError(
                 "trainer.step_timeout_s must be above trainer.collective_timeout_s, else no rank can name the one it "

@@ -99,8 +99,6 @@ class Coefficients(StrictModel):
     """Pause of an engine for an update, besides the transfer (seconds)."""
     stream_bandwidth: float = Field(gt=0)
     """Of weights on their way from machine to machine, one stream, verified on arrival (bytes/s)."""
-    nccl_bandwidth: float = Field(gt=0)
-    """Of weights on their way from one accelerator to those of all engines, verified on arrival (bytes/s)."""
     file_bandwidth: float = Field(gt=0)
     """Of a file of weights in a machine's memory, written or read, with its checksum (bytes/s)."""
     switch_to_training_s: float = Field(ge=0)

@@ -224,7 +224,7 @@ def derive_hardware(
     )
 
 
-ONE_LINK = ("stream_bandwidth", "delta_bandwidth", "nccl_bandwidth")
+ONE_LINK = ("stream_bandwidth", "delta_bandwidth")
 """Bandwidths that the link between two kinds of accelerators limits."""
 
 

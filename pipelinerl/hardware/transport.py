@@ -69,8 +69,6 @@ class HostShare:
 
     num_bytes: float
     """Weights in bf16 (bytes)."""
-    bucket_bytes: float
-    """The largest bucket of a stream (bytes)."""
     sends: bool
     """Whether rank 0 of the trainer is on it."""
     workers: int
@@ -114,8 +112,6 @@ class WeightTransport:
     """Measurements behind ``levels``."""
     host_bytes: Callable[[HostShare], float] = _no_bytes
     """Returns the memory of a machine that weights on their way take (bytes)."""
-    standing_still: bool = False
-    """Whether engines load weights while they arrive: trainer and engines stand still then."""
     colocated: bool = False
     """Whether it serves engines that share their accelerators with the trainer."""
     grouped: bool = False
@@ -219,11 +215,6 @@ def _delta_seconds(route: Route) -> WeightTransferConfig:
     return WeightTransferConfig(publish_s=published_s, transfer_s=sent_s, pause_s=copied_s + route.coefficients.pause_s)
 
 
-def _streamed_seconds(route: Route) -> WeightTransferConfig:
-    still_s = max(route.gathered_s, route.num_bytes / route.coefficients.nccl_bandwidth)  # loading is never slower
-    return WeightTransferConfig(publish_s=still_s, pause_s=still_s + route.coefficients.pause_s)
-
-
 def _file_bytes(host: HostShare) -> float:
     num_files = 1 + KEPT_FILES if host.folder_in_memory else 0  # a new one beside those kept
     return host.sends * (1 + num_files) * host.num_bytes
@@ -235,10 +226,6 @@ def _broadcast_bytes(host: HostShare) -> float:
 
 def _delta_bytes(host: HostShare) -> float:
     return (1 + LARGEST_DELTA) * _broadcast_bytes(host)
-
-
-def _streamed_bytes(host: HostShare) -> float:
-    return 2 * host.bucket_bytes * (host.sends + host.workers)
 
 
 FILE = WeightTransport(
@@ -270,17 +257,7 @@ DELTA = WeightTransport(
     keeps_shards=True,
     ends="backends.transfer.broadcast:DELTA",
 )
-STREAMED = WeightTransport(
-    name="streamed",
-    description="buckets from accelerator to accelerator, gathered, sent and loaded while all stand still",
-    seconds=_streamed_seconds,
-    coefficients=("nccl_bandwidth",),
-    host_bytes=_streamed_bytes,
-    standing_still=True,
-    grouped=True,
-    ends="backends.transfer.streamed:STREAMED",
-)
-OURS = (FILE, BROADCAST, DELTA, STREAMED)
+OURS = (FILE, BROADCAST, DELTA)
 """Transports of ``pipelinerl train``, simulated as well: ``train.transport``."""
 
 

@@ -111,7 +111,7 @@ OWN_WEIGHTS = {False: Unknown.WEIGHTS_APART, True: Unknown.WEIGHTS_COLOCATED}
 OWN_RUN = {False: Unknown.RUN_APART, True: Unknown.RUN_COLOCATED}
 """The unknown on each arm's whole step, by colocated."""
 NOT_DRAWN = (
-    "sync_s_per_root_gb", "stream_bandwidth", "nccl_bandwidth", "file_bandwidth", "host_bandwidth",
+    "sync_s_per_root_gb", "stream_bandwidth", "file_bandwidth", "host_bandwidth",
     "changed_share", "delta_bandwidth",
     "switch_to_training_s", "switch_to_generation_s",
     "recomputation", "pack_tokens", "sequence_accelerators", "extra_forward_passes",

@@ -145,12 +145,12 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
         (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
         (
             ["train.transport=pipelinerl.hardware.transport:UNKNOWN"],
-            "train.transport must be file, broadcast, delta, streamed or a WeightTransport with ends, "
+            "train.transport must be file, broadcast, delta or a WeightTransport with ends, "
             "got 'pipelinerl.hardware.transport:UNKNOWN', which can only be simulated",
         ),
         (
             ["train.transport=refit"],
-            "train.transport must be file, broadcast, delta, streamed or package.module:ATTRIBUTE, ",
+            "train.transport must be file, broadcast, delta or package.module:ATTRIBUTE, ",
         ),
         (
             ["scheduler.kind=conventional", "train.transport=broadcast"],

@@ -87,7 +87,7 @@ def decisions(source: str, kinds: Names) -> list[int]:
         (SCHEDULES, "if config.scheduler.kind == other: pass"),
         (SCHEDULES, 'match family:\n    case "one_step_off": pass'),
         (SCHEDULES, 'steps = {"pipeline": 1, "conventional": 2}[kind]'),
-        (TRANSPORTS, 'if train.transport in ("broadcast", "streamed"): pass'),
+        (TRANSPORTS, 'if train.transport in ("broadcast", "delta"): pass'),
         (TRANSPORTS, "if settings.transport.name == other: pass"),
         (TRANSPORTS, 'BANDWIDTHS = {"broadcast": 1, "file": 2}'),
         (TRANSPORTS, 'if method == "reshard": pass'),

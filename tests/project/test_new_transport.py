@@ -50,7 +50,7 @@ class Sender:
         TO_BE_SENT[version] = {name: weight.copy() for part in source.buckets() for name, weight in part.items()}
         return Weights(version, f"{SHELVED.name}:{version}", {"steps": str(TO_BE_SENT[version]["steps"])})
 
-    def send(self, source: WeightSource, version: int) -> str | None:
+    def send(self, version: int) -> str | None:
         SHELF[str(version)] = TO_BE_SENT.pop(version)
         return None
 
@@ -151,7 +151,7 @@ def test_a_location_of_another_transport_is_refused() -> None:
 
 
 NO_TRANSPORT: Any = len
-OURS = "must be file, broadcast, delta, streamed or package.module:ATTRIBUTE, got"
+OURS = "must be file, broadcast, delta or package.module:ATTRIBUTE, got"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ PLAIN = dict.fromkeys(Coefficients.model_fields, 0.0) | {
     **dict.fromkeys(("sequence_accelerators", "allreduce_share", "log_probability_cost"), 1.0),
     "attention_flops_per_byte": 1e12,
     "pack_tokens": 16384.0,
-    **dict.fromkeys(("host_bandwidth", "stream_bandwidth", "nccl_bandwidth", "file_bandwidth"), 1e10),
+    **dict.fromkeys(("host_bandwidth", "stream_bandwidth", "file_bandwidth"), 1e10),
     **{"changed_share": 0.01, "delta_bandwidth": 1e10},
 }
 """Coefficients of a machine without losses, to count by hand."""

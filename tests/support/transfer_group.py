@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from backends.interface import Weights
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.connection import RendezvousServer
 from backends.transfer.group import Receiver, Sender
 from backends.transfer.row import digest, label, layout, parameters_of, row_bytes, view_of
-from backends.transfer.streamed import StreamReceiver, StreamSender
-from backends.transfer.transport import Membership, Parameters, SenderContext
+from backends.transfer.transport import Membership, Parameters
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -56,10 +52,6 @@ def label_of(tensors: Tensors, version: int) -> str:
 
 def held_by(receiver: Receiver) -> Tensors:
     return {place.name: view_of(receiver.row.row, place) for place in layout(receiver.parameters)}
-
-
-def load(worker: StreamReceiver, version: int) -> Tensors:
-    return {name: tensor.clone() for name, tensor in worker.receive(Weights(version, f"streamed:{version}"))}
 
 
 class Group:
@@ -100,34 +92,11 @@ class Group:
             self.meet()
             return [one.result() for one in joining]
 
-    def stream(self, workers: Iterable[StreamReceiver] = ()) -> Group:
-        """Have workers (new ones) join that load parameters as they arrive, and their sender ``streams``."""
-        self.workers = list(workers) or [StreamReceiver("") for _ in range(self.num_workers)]
-        for number, worker in enumerate(self.workers, start=1):
-            worker.join(self.member(number))
-            self.ends.callback(worker.close)
-        self.meet()
-        self.streams = stream_sender(self.sender)
-        return self
-
-    def send_buckets(self, version: int, buckets: Iterable[Tensors]) -> str | None:
-        """Send buckets of parameters as they are gathered; return the fault, if any."""
-        return self.streams.send(Source(parameters_of(self.tensors), buckets), version)
-
-    def check_all_load(self, version: int, buckets: list[Tensors], load: Callable[..., Tensors] = load) -> None:
-        """Check that all workers load all buckets of parameters, in this order."""
-        whole = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
-        with ThreadPoolExecutor() as threads:
-            loading = [threads.submit(load, worker, version) for worker in self.workers]
-            assert self.send_buckets(version, buckets) is None
-            for got in (one.result(60) for one in loading):
-                assert list(got) == list(whole)
-                assert all(torch.equal(got[name], tensor) for name, tensor in whole.items())
-
     def send(self, version: int, *, tensors: Tensors | None = None, label_as: Tensors | None = None) -> int:
         """Send weights, with the checksums of others if given; return the number of machines that refused them."""
         sent = self.tensors if tensors is None else tensors
-        return self.sender.send(row_of(sent), version=version, sums=sums_of(label_as or sent))
+        row = row_of(sent)
+        return self.sender.send(row, version=version, sums=sums_of(label_as or sent), ends=[row.numel()])
 
 
 @dataclass
@@ -136,15 +105,7 @@ class Source:
 
     parameters: Parameters
     parts: Iterable[dict[str, Any]]
-    largest_bytes: int = 1000
     device = CPU
 
-    def buckets(self, bucket_bytes: int | None = None, *, everywhere: bool = False) -> Iterator[dict[str, Any]]:
+    def buckets(self, *, everywhere: bool = False) -> Iterator[dict[str, Any]]:
         return iter(self.parts)
-
-    def largest_bucket_bytes(self, bucket_bytes: int) -> int:
-        return self.largest_bytes
-
-
-def stream_sender(group: Any) -> StreamSender:
-    return StreamSender(SenderContext(receives=True, folder=Path(), group=SimpleNamespace(sender=group)))

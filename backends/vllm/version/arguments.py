@@ -13,7 +13,6 @@ from shutil import which
 from typing import Any, Literal
 
 from backends.vllm.process import VLLMSettings
-from backends.vllm.version.workers import StreamedWorker
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean, shown
 
@@ -43,7 +42,6 @@ REFUSED = {
     "pipeline_parallel_size": "an engine is one stage",
     "distributed_executor_backend": "an engine's workers are processes of one machine",
     "skip_tokenizer_init": "stop strings need the tokenizer",
-    "worker_extension_cls": "workers have ours",
 }
 """They would break a promise of the driver."""
 CUDA = "/usr/local/cuda"
@@ -131,6 +129,4 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
         "enable_sleep_mode": settings.colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",
     }
-    if settings.transport.standing_still:
-        fixed["worker_extension_cls"] = f"{StreamedWorker.__module__}.{StreamedWorker.__name__}"
     return {**ours, **settings.arguments, **fixed}

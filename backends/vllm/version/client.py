@@ -77,11 +77,6 @@ ENVIRONMENT = {
 """Variables that vLLM reads, where they are not set."""
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """The same on CPU, where every start would compile two lines of the sampler (4 s)."""
-STREAMED_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": f"{2**20}"}
-"""Where weights are streamed: glibc gives blocks of this size (bytes) back when they are freed.
-
-Else it keeps the last weights' blocks when the next come, a third of the model on a CPU.
-"""
 SHUTDOWN_S = 1.0
 """Then vLLM kills its processes: workers heed nothing else."""
 
@@ -94,8 +89,7 @@ def environment(settings: VLLMSettings) -> dict[str, str]:
     """Return the variables of an engine's processes, where they are not set."""
     level = {} if settings.log_file is None else {"VLLM_LOGGING_LEVEL": "INFO"}
     on_device = CPU_ENVIRONMENT if settings.device == "cpu" else local_cache()
-    on_transport = STREAMED_ENVIRONMENT if settings.transport.standing_still else {}
-    return ENVIRONMENT | on_device | on_transport | level
+    return ENVIRONMENT | on_device | level
 
 
 def start_client(settings: VLLMSettings) -> Client:
@@ -147,7 +141,6 @@ class Client:
         self.llm = llm
         self._times = RequestTimes()
         self._steps = StepMeter()
-        self._updating = False  # vLLM expects the rest of an update
         self.outputs_s = 0.0
         self.last_output_s = time.monotonic()
         process = llm.output_processor.process_outputs
@@ -223,23 +216,15 @@ class Client:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
 
     async def receive(self, info: Mapping[str, Any]) -> None:
-        """Have every worker take new weights in and verify them; no model is touched but where they are streamed."""
+        """Have every worker take new weights in and verify them; no model is touched."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        if not self._updating:
-            await self.llm.start_weight_update()
-        self._updating = False  # if it raises
+        await self.llm.start_weight_update()
         await self.llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
-        self._updating = True
-
-    async def transfer_faults(self) -> list[str]:
-        """Return the workers' faults in a streamed transfer; empty: every worker has loaded the weights."""
-        return [fault for fault in await self.llm.collective_rpc("transfer_fault") if fault]
 
     async def load(self, version: int) -> None:
         """Have workers load their weights, and label tokens from now on; ``BackendError`` if the label is another."""
         await self.llm.finish_weight_update(str(version))
-        self._updating = False
         if (label := await self.llm.get_weight_version()) != str(version):
             raise BackendError(f"the engine reports version {label}")
 

@@ -13,16 +13,6 @@ RECEIVER = "pipelinerl"
 """Name of the worker's end of all transports in vLLM."""
 
 
-class StreamedWorker:
-    """A further call of vLLM's workers where weights are streamed."""
-
-    weight_transfer_engine: Any
-
-    def transfer_fault(self) -> str:
-        """Return why the weights have not come in full; empty: they have."""
-        return str(self.weight_transfer_engine.fault)
-
-
 def transfer_bases() -> Any:
     """Return vLLM's module of base classes for weight transfer on workers."""
     from vllm.distributed.weight_transfer import base

@@ -78,10 +78,16 @@ def test_nccl_on_sockets_between_machines_is_wrong(networks: tuple[str | None, .
     }
 
 
-def test_streamed_weights_need_no_room_on_the_host() -> None:
-    found = rows({"free_memory_gb": 15.0}, {}, "train.transport=streamed")
-    assert {row.finding for row in found.values()} == {Finding.OK}
-    assert "host memory" not in found
+@pytest.mark.parametrize(
+    ("transport", "short", "is_wrong"), [("file", "a", True), ("file", "b", False), ("delta", "b", True)]
+)
+def test_files_of_weights_need_room_on_the_machine_of_rank_0_only(transport: str, short: str, is_wrong: bool) -> None:
+    places = [
+        replace(PLACE, machine=f"{name} 10.0.0.1", free_memory_gb=15.0 if name == short else 500.0) for name in "ab"
+    ]
+    ranks = (replace(RANK, host="a"),)
+    found = machine_rows(run(f"train.transport={transport}"), SelfTest(tuple(places), ranks, None), OWN, 15.2)
+    assert ("host memory" in [row.what for row in found]) is is_wrong
 
 
 def test_a_link_below_the_pessimistic_level_is_slow() -> None:

@@ -24,7 +24,7 @@ class Source:
     def __init__(self, steps):
         self.steps = steps
 
-    def buckets(self, bucket_bytes=None):
+    def buckets(self):
         yield {"steps": torch.tensor(self.steps)}
 
 

@@ -1,21 +1,17 @@
-"""Weights that are sent, to engines in memory: who is in the group, who stands still, what a lost member costs."""
+"""Weights that are sent, to engines in memory: who is in the group, what a lost member costs."""
 
 import asyncio
 import contextlib
-import itertools
 import json
 from functools import partial
 
 import pytest
 from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
-from ledger_check import records
 
-import backends.driver.lifecycle
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import PUBLICATIONS, GroupMembers
 from backends.transfer.transport import REFUSED
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
-from pipelinerl.scheduler.events import WeightsLoaded
 
 TIMEOUT_S = 0.2
 SILENCE_S = 30.0  # nothing that is right waits for it
@@ -93,38 +89,6 @@ class Sending(FakeTrainer):
                 engine.arrives(weights.version)
 
 
-class Streaming(Sending):
-    """Trains or sends, and sends what it has at the time; some transfers break off."""
-
-    def __init__(self, engines):
-        super().__init__(engines)
-        self.breaks, self.training_or_sending = 0, asyncio.Lock()
-
-    async def train(self, samples, *, completes_step):
-        async with self.training_or_sending:
-            return await super().train(samples, completes_step=completes_step)
-
-    async def open_group(self):
-        self.cut()
-        return await super().open_group()
-
-    async def send(self, weights):
-        async with self.training_or_sending:
-            await asyncio.sleep(SEND_S)
-            try:
-                if self.breaks:
-                    self.breaks -= 1
-                    raise TransferError("no more of it")
-                await super().send(weights)
-            except TransferError:
-                self.cut()
-                raise
-
-    def cut(self):
-        for engine in self.members:
-            engine.cut()
-
-
 class Receiving(FakeEngine):
     """Loads the version that it was sent last, no other."""
 
@@ -158,56 +122,17 @@ class Receiving(FakeEngine):
         return await super().update(weights, weight_update)
 
 
-class Loading(Receiving):
-    """Loads while it is sent; if the transfer breaks off it stands still until another one does not."""
-
-    arriving = None
-
-    def die(self):
-        super().die()
-        self.cut()
-
-    def cut(self):
-        if self.arriving is not None and not self.arriving.done():
-            self.arriving.set_exception(TransferError("no more of it"))
-
-    def arrives(self, version):
-        super().arrives(version)
-        self.arriving.set_result(None)
-
-    async def start(self):
-        await super().start()
-        self.stands_still = False
-
-    async def update(self, weights, weight_update):
-        self._check()
-        self.arriving = asyncio.get_running_loop().create_future()
-        if not self.stands_still:
-            await self._between_steps.acquire()
-            self.stands_still = True
-        try:
-            await self.arriving
-        except TransferError:
-            self._check()
-            raise
-        self._between_steps.release()
-        self.stands_still = False
-        return await super().update(weights, weight_update)
-
-
 def wired(config, trainer=Sending, engine=Receiving):
     """Parts of a run whose engines and trainer are in a group."""
     parts = parts_of(config)
     slots = config.scheduler.generation_batch_size
     parts.engines = [engine(index, num_slots=slots) for index in range(config.num_engines)]
-    parts.trainer, standing_still = trainer(parts.engines), trainer is Streaming
-    members = dict(enumerate(parts.engines))
-    parts.group = GroupMembers(parts.trainer, members, timeout_s=TIMEOUT_S, standing_still=standing_still)
+    parts.trainer = trainer(parts.engines)
+    parts.group = GroupMembers(parts.trainer, dict(enumerate(parts.engines)), timeout_s=TIMEOUT_S)
     return parts
 
 
 EVERYONE = [0, 1]
-TRANSPORTS = pytest.mark.parametrize("ends", [(Sending, Receiving), (Streaming, Loading)], ids=["sent", "streamed"])
 
 
 def test_an_engine_of_another_model_ends_the_run_at_once(out):
@@ -225,15 +150,12 @@ def test_an_engine_of_another_model_ends_the_run_at_once(out):
     assert [engine.num_started for engine in parts.engines] == [1, 1]
 
 
-@TRANSPORTS
 @pytest.mark.parametrize("weight_update", KINDS)
-def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update, ends):
+def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, train={"evaluation": {"problems": 8}})
-    parts = wired(config, *ends)
-    summary = run_checked(config, out, parts)
+    parts = wired(config)
+    run_checked(config, out, parts)
     assert parts.trainer.groups == [EVERYONE]
-    if parts.group.standing_still:  # what is loaded for the last evaluation, outside of the schedule, does not count
-        assert summary.updates.count == sum(isinstance(one.event, WeightsLoaded) for one in records(out))
 
 
 @pytest.mark.parametrize("weight_update", KINDS)
@@ -254,11 +176,10 @@ def test_the_only_engine_gets_another_group_after_its_restart(out):
     assert run_checked(config, out, parts).engine_restarts == 1
 
 
-@TRANSPORTS
 @pytest.mark.parametrize(("what", "version"), [("send", 1), ("send", 3), ("join", 0), ("publish", 2)])
-def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version, ends):
+def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version):
     config = config_of(longest=40, slots=16, steps=30)
-    parts = wired(config, *ends)
+    parts = wired(config)
     parts.trainer.when = (what, version, parts.engines[1].die)
     assert run_checked(config, out, parts).engine_restarts == 1
     assert [engine.num_started for engine in parts.engines] == [1, 2]
@@ -266,22 +187,10 @@ def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, v
     assert what != "send" or [0] in parts.trainer.groups  # the other one gets everything once more
 
 
-@pytest.mark.parametrize(("breaks", "restarts"), [(1, 0), (2, 2)])
-def test_a_transfer_that_breaks_off_is_made_again_while_engines_stand_still_then_they_are_started_again(
-    out, breaks, restarts
-):
-    config = config_of(longest=40, slots=16, steps=12)
-    parts = wired(config, Streaming, Loading)
-    parts.trainer.when = ("send", 3, lambda: setattr(parts.trainer, "breaks", breaks))
-    assert run_checked(config, out, parts).engine_restarts == restarts
-
-
-@TRANSPORTS
-def test_engines_have_got_weights_before_the_first_rollout(out, ends):
+def test_engines_have_got_weights_before_the_first_rollout(out):
     """So the first update does not pay for the group, the memory and the proof of direct copies."""
-    trainer, engine = ends
 
-    class First(engine):
+    class First(Receiving):
         first = None
 
         async def generate(self, request):
@@ -289,7 +198,7 @@ def test_engines_have_got_weights_before_the_first_rollout(out, ends):
             return await super().generate(request)
 
     config = config_of(steps=3, longest=40)
-    parts = wired(config, trainer, First)
+    parts = wired(config, engine=First)
     run_checked(config, out, parts)
     assert [one.first for one in parts.engines] == [(1, 0), (1, 0)]
 
@@ -302,16 +211,15 @@ def test_the_trainer_trains_while_it_sends(out):
     assert parts.trainer.trained_while_sending >= 5
 
 
-@TRANSPORTS
-def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out, ends):
+def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out):
     config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=20, longest=40)
-    parts = wired(config, *ends)
+    parts = wired(config)
     parts.trainer.when = ("send", 3, parts.engines[1].die)
     with pytest.raises(EngineLostError, match="engine lost"):
         run(config, out, parts)
     assert json.loads((out / "summary.json").read_text())["optimizer_steps"] >= 3
     again = config_of(steps=20, longest=40)
-    run_checked(again, out, wired(again, *ends), resume=True)
+    run_checked(again, out, wired(again), resume=True)
 
 
 def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
@@ -321,17 +229,6 @@ def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
     parts.trainer.when = ("publish", 2, interrupt)
     interrupted(config, out, parts)
     run_checked(config, out, wired(config), resume=True)
-
-
-def test_ctrl_c_ends_a_stream_that_waits_for_engines_to_drain(out, monkeypatch):
-    """All parts would be lost after a while, if the run did not end before."""
-    monkeypatch.setattr(backends.driver.lifecycle, "LOST_POLL_S", 0.1)
-    config = config_of(weight_update="wait", longest=40, slots=16, steps=8, max_lag=2)
-    parts, seconds = wired(config, Streaming, partial(Loading, step_s=0.005, endless=True)), itertools.count()
-    parts.trainer.when = ("publish", 2, interrupt)
-    parts.lost = lambda: "gone" if next(seconds) > 100 else None
-    interrupted(config, out, parts)
-    run_checked(config, out, wired(config, Streaming, Loading), resume=True)
 
 
 class Refused(Sending):

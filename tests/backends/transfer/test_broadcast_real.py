@@ -118,7 +118,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
     group = WeightSyncGroup(GroupMembers(trainer, dict(enumerate(engines)), timeout_s=TIMEOUT_S))
 
     async def send(members: list[int]) -> bool:
-        return not await group.form(members) and await group.send(published[-1])
+        return (await group.send(published[-1], members))[0]
 
     async def train_and_publish() -> int:
         version = 1 + len(published)
@@ -153,7 +153,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         await silent_while_weights_arrive(engines, trainer, asyncio.create_task(send([0, 1])))
         assert f"version {version} did not reach the engines: " in caplog.text
         assert "engine 0 is lost" in caplog.text
-        assert list(await group.form([0, 1])) == [0]
+        assert list((await group.send(published[-1], [0, 1]))[1]) == [0]
         assert await send([1])
         assert silent.status() == psutil.STATUS_STOPPED  # its end has helped nobody
         await hold_the_same([1])
@@ -283,10 +283,7 @@ def check_started_again(out: Path, *, engine: int) -> None:
 
 
 @pytest.mark.usefixtures("subreaper")
-@pytest.mark.parametrize("transport", ["delta", "streamed"])
-def test_a_run_goes_on_when_one_of_three_machines_goes_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer is on the first; the others have an engine of two workers each.
 
     What is left answers bit for bit as an engine of two workers that was started with the trained weights.
@@ -301,9 +298,9 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(
         "cluster.accelerators=5",
         "cluster.generation_accelerators=4",
         "cluster.tensor_parallel=2",
-        f"train.transport={transport}",
+        f"train.transport={DELTA.name}",
         "train.evaluation.problems=4",
-        f"train.optimizer.learning_rate={LEARNING_RATE if transport == 'delta' else 1e-3}",
+        f"train.optimizer.learning_rate={LEARNING_RATE}",
     )
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
@@ -330,7 +327,7 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(
     assert summary.evaluation.success_after is not None
     assert summary.mismatch.log_ratio_abs_max_at_lag_0 < 1e-3
     check_started_again(tmp_path / "run", engine=int(gone))
-    assert any("weights/delta_bytes" in row for row in metrics_of(tmp_path / "run")) == (transport == "delta")
+    assert any("weights/delta_bytes" in row for row in metrics_of(tmp_path / "run"))
     loaded = {row.event.engine for row in records(tmp_path / "run") if isinstance(row.event, WeightsLoaded)}
     assert loaded == {0, 1}
     check_probes(told(tmp_path, "last", int(left)), started_with(tmp_path / "run" / "model", workers=2))

@@ -185,7 +185,7 @@ class Run:
         self.group.sender = group.sender
 
     def send(self, weights: Weights) -> str | None:
-        return self.sender.send(self.source(), weights.version)
+        return self.sender.send(weights.version)
 
     def bring(self) -> Weights:
         """Publish, send and load; check that all engines have the weights of the trainer, to the last bit."""

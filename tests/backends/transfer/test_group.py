@@ -228,7 +228,7 @@ def _process(rendezvous: str, results: Any) -> None:
     receiver = Receiver(member, place="1")
     results.put(take(receiver))
     receiver.next_transfer()
-    recv_bytes(receiver._before.sock, memoryview(bytearray(1000)))
+    recv_bytes(receiver._before[0].sock, memoryview(bytearray(1000)))
     multiprocessing.current_process().kill()
 
 

@@ -18,7 +18,7 @@ from backends.interface import Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.version.client import Client, version_spans
 from pipelinerl.errors import BackendError, EngineLostError, TransferError, WeightsRefusedError
-from pipelinerl.hardware.transport import BROADCAST, STREAMED
+from pipelinerl.hardware.transport import BROADCAST
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 
@@ -169,31 +169,6 @@ def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() ->
     transfer = ["start_weight_update", "update_weights"]
     loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
     assert llm.calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
-
-
-@real
-def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_workers() -> None:
-    """It stands still and gets them once more, in the update that vLLM holds open; nothing of it has raised."""
-
-    class Streamed(ScriptedLLM):
-        faults = iter([["", "ConnectionError: the sender has gone"], ["", ""]])
-
-        async def collective_rpc(self, method: str) -> list[str]:
-            self.calls.append(method)
-            return next(self.faults)
-
-    llm = Streamed()
-
-    async def scenario() -> None:
-        engine = engine_with(Client(llm), update_timeout_s=60.0, transport=STREAMED, tensor_parallel=2)
-        with pytest.raises(TransferError, match=r"^engine 2: ConnectionError: the sender has gone$"):
-            await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
-        await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
-
-    virtual_clock.run(scenario())
-    pause, transfer = ["pause_generation", "is_paused"], ["update_weights", "transfer_fault"]
-    loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
-    assert llm.calls == [*pause, "start_weight_update", *transfer, *pause, *transfer, *loading]
 
 
 @real

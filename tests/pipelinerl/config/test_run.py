@@ -93,15 +93,10 @@ def test_a_setting_that_a_run_file_cannot_keep_is_one_line(key: str, value: str)
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (("train.trainer.collective_timeout_s=10.0", "train.transport=streamed"),
-            "collective_timeout_s must be above engine.update_timeout_s where weights are streamed, else an engine "
-            "that hangs ends the ranks that wait for rank 0, got 10 and 10"),
         (("train.trainer.step_timeout_s=30.0",),
             "step_timeout_s must be above trainer.collective_timeout_s, else no rank can name the one it waits for, "
             "got 30 and 30"),
-        (("train.trainer.collective_timeout_s=11.0", "train.transport=streamed", "train.trainer.step_timeout_s=12.0"),
-            None),
-        (("train.trainer.collective_timeout_s=10.0", "train.transport=broadcast"), None),  # no rank waits for it
+        (("train.trainer.collective_timeout_s=10.0",), None),  # an engine's update may last as long: no rank waits
     ],
 )  # fmt: skip
 def test_who_waits_for_another_waits_longer_than_that_one(overrides: tuple[str, ...], line: str | None) -> None:

@@ -40,9 +40,8 @@ from transfer_group import held_by, row_of  # noqa: E402
 import backends.trainer.deepspeed.rank  # noqa: E402
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
-import backends.transfer.streamed  # noqa: E402
 from backends.check.machine_rows import taught  # noqa: E402
-from backends.interface import Sample, TrainResult, Weights  # noqa: E402
+from backends.interface import Sample, TrainResult  # noqa: E402
 from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, reach, torch_adamw_passes  # noqa: E402
 from backends.trainer.model import load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
@@ -52,12 +51,11 @@ from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
 from backends.transfer.rendezvous import RendezvousStore, reserved_port  # noqa: E402
 from backends.transfer.row import digest, label, ranges  # noqa: E402
-from backends.transfer.streamed import StreamReceiver  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
-from pipelinerl.hardware.transport import BROADCAST, STREAMED  # noqa: E402
+from pipelinerl.hardware.transport import BROADCAST  # noqa: E402
 from pipelinerl.rl.config import LossConfig  # noqa: E402
 
 pytestmark = MARKS
@@ -152,24 +150,6 @@ def first_worker(rank: DeepSpeedRank, model_path: Path) -> Membership:
     """Open a group; return the membership of its first worker."""
     shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
     return Membership(rendezvous=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=600.0)
-
-
-def test_what_is_streamed_is_put_together_bucket_by_bucket(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends.transfer.streamed, "STREAM_BYTES", 50_000)
-    rank = started(model_path, zero_stage=3, transport=STREAMED)
-    assert rank.publish(1) == Weights(1, "streamed:1")
-    train(rank, samples())
-    assert rank.send(1) == "no group"
-    worker = StreamReceiver("")
-    worker.join(first_worker(rank, model_path))
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        loading = thread.submit(lambda: {name: one.clone() for name, one in worker.receive(Weights(1, "streamed:1"))})
-        assert rank.join_group(["trainer", "engine 0"], 600.0) is None
-        assert rank.send(1) is None
-        got = loading.result()
-    assert largest_difference(dict(sorted(parameters(rank).items())), dict(sorted(got.items()))) == 0
-    rank.shutdown()
-    worker.close()
 
 
 def test_what_is_sent_is_what_was_trained_when_it_was_published(
