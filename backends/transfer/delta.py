@@ -21,15 +21,15 @@ from dataclasses import dataclass
 import torch
 
 from backends.transfer.checksum64 import WORD_BYTES, ChosenWords
-from backends.transfer.row import ALIGNMENT_BYTES, Place, aligned, row_bytes, view_of
+from backends.transfer.row import ALIGNMENT_BYTES, Place, aligned, row_bytes
 from pipelinerl.hardware.transport import LONGEST_GAP
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that units are compared as, by size (bytes): integers, so that NaN equals itself and -0 is not 0."""
 HEADER_WORDS = 3
 APPLY_THREADS = 16
-UNPACKED = 2**22
-"""Entries unpacked at a time, at least: 24 bytes each while a model is brought to the new version."""
+UNPACKED = 2**21
+"""Entries yielded at a time, at most: bringing them into a model takes 40 bytes each. A part is unpacked whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +160,12 @@ class Delta:
         """What has changed in the row."""
         return Payload(self.row[row_bytes(self.places) :])
 
-    def changes(self, device: torch.device) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
-        """Yield, for each parameter, the indices of changed numbers (flat, ``int64``) and their values, on ``device``.
+    def changes(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the places of changed units in the row (``int64``, ascending) and their values, on ``device``.
 
-        A few parts of the payload at a time are unpacked. A parameter may come several times.
+        A few parts of the payload at a time are unpacked.
         """
         parts = list(self.payload.parts())
-        borders = torch.tensor([[one.begin, one.end] for one in self.places], device=device)
         while parts:
             unpacked, num_entries = [], 0
             while parts and num_entries < UNPACKED:
@@ -175,18 +174,9 @@ class Delta:
                 unpacked.append((begin + there.positions, there.values_C))
                 num_entries += len(changes.values_C)
             position_C, value_C = (torch.cat(one) for one in zip(*unpacked, strict=True))
-            yield from self._by_parameter(borders, position_C, value_C)
+            yield from zip(position_C.split(UNPACKED), value_C.split(UNPACKED), strict=True)
 
-    def _by_parameter(
-        self, borders: torch.Tensor, position_C: torch.Tensor, value_C: torch.Tensor
-    ) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
-        unit_bytes = value_C.element_size()
-        cuts = torch.searchsorted(position_C, borders // unit_bytes).tolist()
-        for place, (first, last) in zip(self.places, cuts, strict=True):
-            if first == last:
-                continue
-            index_C, changed_C = position_C[first:last] - place.begin // unit_bytes, value_C[first:last]
-            if place.dtype.itemsize > unit_bytes:  # a number of several units: whole, from the row
-                index_C = torch.unique(index_C * unit_bytes // place.dtype.itemsize)
-                changed_C = view_of(self.row, place).reshape(-1)[index_C.cpu()].to(index_C.device)
-            yield place, index_C, changed_C.view(place.dtype)
+    def numbers(self, dtype: torch.dtype, index_N: torch.Tensor) -> torch.Tensor:
+        """Return the bits of numbers of the row, by their indices in it as a row of this type."""
+        row = self.row[: row_bytes(self.places)].view(UNITS[dtype.itemsize])
+        return row[index_N.cpu()].to(index_N.device)

@@ -15,10 +15,12 @@ widest stride to the narrowest, which gives the index in the target, or shows th
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.delta import Delta
+from backends.transfer.row import Place
 from backends.transfer.transport import Tensors
 
 LOG = logging.getLogger("pipelinerl")
 
 DEPTH = 3
 """How many objects deep a module's own tensors are looked for."""
-MOST_COPIES = 4096
-"""Of a table that changed numbers go through: each costs about 20 operations (mixtures of 19,000 load faster whole)."""
 KV_CACHE = "kv_cache"
 """Attribute of vLLM's attention layers that no weights are in."""
 
@@ -58,32 +59,87 @@ class _Copy:
 
     @property
     def axes(self) -> list[tuple[int, int, int]]:
-        """Size, stride in the parameter and stride in the target of each axis, the widest first."""
-        axes = zip(self.shape, self.stride, self.target.stride(), strict=True)
-        return sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
+        """Size, stride in the parameter and in the target of each axis, the widest first, the last of stride 1."""
+        axes: list[tuple[int, int, int]] = []
+        sent = zip(self.shape, self.stride, self.target.stride(), strict=True)
+        for size, stride, target_stride in sorted(sent, key=lambda axis: -axis[1]):
+            along = size
+            if axes and axes[-1][1:] == (size * stride, size * target_stride):  # they lie alike on both sides: one axis
+                along *= axes.pop()[0]
+            if along > 1:
+                axes.append((along, stride, target_stride))
+        return axes if axes and axes[-1][1] == 1 else [*axes, (1, 1, 0)]
 
     @property
-    def invertible(self) -> bool:
-        """Whether every number of the parameter has one place in the target, or none."""
+    def reach(self) -> int:
+        """Numbers of the parameter from the first copied one to the last; 0: one goes to several places."""
         reach = 1
         for size, stride, _ in reversed(self.axes):
             if stride < reach:
-                return False
-            reach = stride * (size - 1) + reach
-        return True
+                return 0
+            reach += stride * (size - 1)
+        return reach
 
-    def put(self, index_C: torch.Tensor, value_C: torch.Tensor) -> None:
-        """Set the numbers of the target that have these flat indices in the parameter."""
-        rest_C = index_C - self.offset
-        inside_C, at_C = rest_C >= 0, torch.zeros_like(rest_C)
-        for size, stride, target_stride in self.axes:
-            along_C = rest_C // stride
-            rest_C = rest_C % stride
-            inside_C &= along_C < size
-            at_C += along_C * target_stride
-        inside_C &= rest_C == 0
-        span = 1 + sum((size - 1) * target_stride for size, _, target_stride in self.axes)
-        self.target.as_strided((span,), (1,))[at_C[inside_C]] = value_C[inside_C].to(self.target.dtype)
+    def route(self, place: Place) -> list[int]:
+        """Return, in numbers: begin and end in the row, begin in the target's storage, target stride of the last axis.
+
+        Then of each other axis: both strides, and the length of the next axis in the parameter.
+        """
+        axes, begin = self.axes, place.begin // place.dtype.itemsize + self.offset
+        route = [begin, begin + self.reach, self.target.storage_offset(), axes[-1][2]]
+        for (_, *strides), (size, stride, _) in itertools.pairwise(axes):
+            route += [*strides, size * stride]
+        return route
+
+
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    """Copies K of numbers of one type along as many axes, of all targets T one after the other."""
+
+    dtype: torch.dtype
+    memory_T: list[torch.Tensor]
+    """All numbers of the storage that the target lies in."""
+    last_T: torch.Tensor
+    """The last copy of each."""
+    route_RK: torch.Tensor
+
+    def put(self, delta: Delta, position_C: torch.Tensor, value_C: torch.Tensor) -> None:
+        """Set all numbers N of the targets to which changed units go."""
+        units = self.dtype.itemsize // value_C.element_size()
+        number_C = position_C // units if units > 1 else position_C
+        first_K, end_K = torch.searchsorted(number_C, self.route_RK[:2])
+        begin_K, _, at_K, step_K = self.route_RK[:4]
+        last_K = (end_K - first_K).cumsum(0)
+        copy_N, end_T = torch.repeat_interleave(end_K - first_K), last_K[self.last_T]
+        from_N = torch.arange(len(copy_N), device=copy_N.device) + (end_K - last_K)[copy_N]
+        rest_N, at_N = number_C[from_N] - begin_K[copy_N], at_K[copy_N]
+        for stride_K, target_stride_K, next_K in self.route_RK[4:].view(-1, 3, len(at_K)):
+            stride_N = stride_K[copy_N]
+            at_N += rest_N // stride_N * target_stride_K[copy_N]
+            rest_N %= stride_N
+            kept_N = (rest_N < next_K[copy_N]).nonzero().flatten()
+            copy_N, from_N, rest_N, at_N = (one_N[kept_N] for one_N in (copy_N, from_N, rest_N, at_N))
+            end_T = torch.searchsorted(kept_N, end_T)
+        at_N += rest_N * step_K[copy_N]
+        new_N = value_C[from_N] if units == 1 else delta.numbers(self.dtype, number_C[from_N])
+        for memory, (begin, end) in zip(self.memory_T, itertools.pairwise([0, *end_T.tolist()]), strict=True):
+            if begin < end:
+                memory[at_N[begin:end]] = new_N[begin:end].view(self.dtype).to(memory.dtype)
+
+
+def _routes(table: Sequence[_Copy], places: Sequence[Place]) -> Iterator[_Routes]:
+    """Yield the routes of all copies from parameters at these places of the row."""
+    by_name = {place.name: place for place in places}
+    groups: defaultdict[Any, defaultdict[Any, list[_Copy]]] = defaultdict(lambda: defaultdict(list))
+    for copy in table:
+        target = copy.target.untyped_storage().data_ptr(), copy.target.dtype
+        groups[by_name[copy.name].dtype, len(copy.axes)][target].append(copy)
+    for (dtype, _), by_target in groups.items():
+        tensor = partial(torch.tensor, device=table[0].target.device)
+        memory_T = [one.target.new_empty(0).set_(one.target.untyped_storage()) for one, *_ in by_target.values()]
+        routes = [one.route(by_name[one.name]) for one in itertools.chain(*by_target.values())]
+        last_T = tensor([*map(len, by_target.values())]).cumsum(0) - 1
+        yield _Routes(dtype, memory_T, last_T, tensor(routes).t().contiguous())
 
 
 class Swap:
@@ -93,8 +149,8 @@ class Swap:
         self._model, self._reload = model, reload
         self._table: list[_Copy] | None = None
         self._fault = ""
-        self._by_name: defaultdict[str, list[_Copy]] | None = None  # the table by parameter, from the first delta on
-        self._invertible = False
+        self._routes: list[_Routes] = []  # through the table, from these places of the row
+        self._places: Sequence[Place] = ()
 
     @property
     def direct(self) -> bool:
@@ -114,20 +170,16 @@ class Swap:
 
     def patch(self, delta: Delta) -> bool:
         """Bring in what has changed, by the table; return whether it can, else nothing is changed."""
-        if not self._table or len(self._table) > MOST_COPIES:
+        if not self._table:
             return False
-        if self._by_name is None:
-            self._by_name = defaultdict(list)
-            for copy in self._table:
-                self._by_name[copy.name].append(copy)
-            self._invertible = all(copy.invertible for copy in self._table)
-        if not self._invertible:
-            return False
+        if self._places != delta.places:
+            self._places, plain = delta.places, all(copy.reach for copy in self._table)
+            self._routes = [*_routes(self._table, delta.places)] if plain else []
         with torch.no_grad():
-            for place, index_C, value_C in delta.changes(self._table[0].target.device):
-                for copy in self._by_name[place.name]:
-                    copy.put(index_C, value_C)
-        return True
+            for position_C, value_C in delta.changes(self._table[0].target.device) if self._routes else ():
+                for routes in self._routes:
+                    routes.put(delta, position_C, value_C)
+        return bool(self._routes)
 
     def _learn(self, tensors: Tensors) -> None:
         try:

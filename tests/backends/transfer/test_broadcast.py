@@ -60,7 +60,7 @@ def test_weights_arrive_unasked_and_no_others_are_given(new_group: MakeGroup, mo
     group.meet()
     for version in (7, 8):
         assert group.send(version, tensors=model(version)) == 0
-        assert values(one.staged(name_of(version))) == {version}
+        assert values(dict(one.staged(name_of(version)))) == {version}
         with pytest.raises(BackendError, match=r"^weights 9 x are not staged: "):
             one.staged("9 x")
     assert group.send(9, tensors=model(9), label_as=model(8)) == 1
@@ -76,13 +76,13 @@ def test_a_new_group_takes_the_row_of_the_one_before_whose_weights_stay_until_th
     before.send(7, tensors=model(7))
     before.sender.leave()
     check_ends(first)
-    assert values(first.staged(name_of(7))) == {7}  # the sender has gone, the weights have not
-    memory = first.staged(name_of(7))["a"].data_ptr()
+    assert values(dict(first.staged(name_of(7)))) == {7}  # the sender has gone, the weights have not
+    memory = dict(first.staged(name_of(7)))["a"].data_ptr()
     second = staging(after, first)
     after.meet()
     after.send(8, tensors=model(8))
-    assert values(second.staged(name_of(8))) == {8}
-    assert second.staged(name_of(8))["a"].data_ptr() == memory
+    assert values(dict(second.staged(name_of(8)))) == {8}
+    assert dict(second.staged(name_of(8)))["a"].data_ptr() == memory
     with pytest.raises(BackendError, match="no weights are staged"):
         first.staged(name_of(8))
     second.abandon()

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transfer_group import row_of  # noqa: E402
 
-from backends.transfer.delta import Delta, body, encode, header  # noqa: E402
-from backends.transfer.row import layout, parameters_of  # noqa: E402
+import backends.transfer.delta  # noqa: E402
+from backends.transfer.delta import UNITS, Delta, body, encode, header  # noqa: E402
+from backends.transfer.row import ALIGNMENT_BYTES, layout, parameters_of, row_bytes, view_of  # noqa: E402
 from backends.vllm.direct_copies import NotPlainError, Swap, noted_copies  # noqa: E402
 
 HIDDEN, HEADS = 6, 4
@@ -193,37 +195,141 @@ def test_a_parameter_that_is_not_contiguous_is_not_plain() -> None:
 
 
 def delta_between(before: dict[str, Any], after: dict[str, Any]) -> Delta:
-    """What turns the weights of one version into those of another."""
+    """What turns the weights of one version into those of another, in two parts."""
     rows = [row_of(tensors) for tensors in (before, after)]
-    changes = encode(*(row.view(torch.int32) for row in rows))
-    payload = torch.cat([header([(0, len(changes.gaps_C))], 4), body([changes])])
+    unit_bytes = min(one.element_size() for one in after.values())
+    half = len(rows[0]) // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    parts = [
+        encode(*(row[begin:end].view(UNITS[unit_bytes]) for row in rows)) for begin, end in ((0, half), (half, None))
+    ]
+    entries = [len(part.gaps_C) for part in parts]
+    payload = torch.cat([header(list(zip((0, half), entries, strict=True)), unit_bytes), body(parts)])
     return Delta(layout(parameters_of(after)), torch.cat([rows[1], payload]))
 
 
-class Turned(Model):
-    """Keeps o transposed."""
+def bits(model: Any) -> list[bytes]:
+    return [one.detach().view(torch.uint8).numpy().tobytes() for one in model.parameters()]
 
-    def load_weights(self, items: Iterable[tuple[str, Any]]) -> None:
-        super().load_weights(
-            (name, tensor.view(HEADS, HIDDEN).t() if name == "o" else tensor) for name, tensor in items
+
+VIEWS: list[Callable[[Any], Any]] = [
+    lambda sent: sent,
+    lambda sent: sent[1:],
+    lambda sent: sent[:, 1:],
+    lambda sent: sent[:, 1:, :1],
+    lambda sent: sent[..., ::2],
+    lambda sent: sent.transpose(0, 2),
+    lambda sent: sent[1, :, 1],
+    lambda sent: sent[1, 1, 1],
+]
+
+
+class Drawn(torch.nn.Module):
+    """Parameters in one memory; in each lie views of parameters sent, transposed or not, one behind the other."""
+
+    def __init__(self, targets: list[tuple[Any, list[tuple[int, Any, bool]]]], sent: dict[str, Any]) -> None:
+        super().__init__()
+        self.targets = targets
+        sizes = [sum(view(sent[str(source)]).numel() for source, view, _ in pieces) for _, pieces in targets]
+        dtypes = [str(dtype).removeprefix("torch.") for dtype, _ in targets]
+        bounds = layout([("", dtype, (size,)) for dtype, size in zip(dtypes, sizes, strict=True)])
+        memory = torch.zeros(row_bytes(bounds), dtype=torch.uint8)
+        self.all = torch.nn.ParameterList(
+            torch.nn.Parameter(view_of(memory, one), requires_grad=False) for one in bounds
         )
 
+    def load_weights(self, items: Iterable[tuple[str, Any]]) -> None:
+        sent = dict(items)
+        for parameter, (_, pieces) in zip(self.all, self.targets, strict=True):
+            rest = parameter.data
+            for source, view, turned in pieces:
+                piece = view(sent[str(source)])
+                there, rest = rest[: piece.numel()], rest[piece.numel() :]
+                axes = range(piece.dim())[:: -1 if turned else 1]
+                there.view([piece.shape[axis] for axis in axes]).permute(tuple(axes)).copy_(piece)
 
-@pytest.mark.parametrize("kind", [Model, Turned])
-@given(changed=st.sets(st.integers(0, 77), max_size=20))
-def test_what_has_changed_goes_where_the_loader_would_copy_it(kind: type[Model], changed: set[int]) -> None:
-    model, slow = kind(), kind()
+
+TYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+PIECES = st.tuples(st.integers(0, 2), st.sampled_from(VIEWS), st.booleans())
+
+
+@given(
+    sources=st.lists(st.tuples(TYPES, st.tuples(*[st.integers(2, 3)] * 3)), min_size=3, max_size=3),
+    targets=st.lists(st.tuples(TYPES, st.lists(PIECES, min_size=1, max_size=4)), min_size=1, max_size=3),
+    share=st.sampled_from([0.02, 0.5]),
+    at_a_time=st.sampled_from([3, 300]),
+)
+def test_what_has_changed_goes_where_the_loader_would_copy_it(
+    sources: list[Any], targets: list[Any], share: float, at_a_time: int
+) -> None:
+    """``share``: of the bytes, changed."""
+    generator = torch.Generator().manual_seed(0)
+    old = {
+        str(number): torch.randn(shape, generator=generator).to(dtype) for number, (dtype, shape) in enumerate(sources)
+    }
+    row, places = row_of(old), layout(parameters_of(old))
+    row[torch.rand(len(row), generator=generator) < share] ^= 1
+    new = {place.name: view_of(row, place) for place in places}
+    model, slow = Drawn(targets, old), Drawn(targets, old)
     swap = swap_of(model)
-    assert not swap.patch(delta_between(sent(1), sent(2)))  # there is no table yet
-    swap(sent(1))
-    row = torch.cat([sent(1)[name].reshape(-1) for name in ("q", "k", "o", "embed")])
-    row[[index for index in changed if index < len(row)]] += 1
-    q, k, o, embed = row.split([HEADS * HIDDEN, HEADS * HIDDEN, HIDDEN * HEADS, HIDDEN])
-    new = {"q": q.view(HEADS, HIDDEN), "k": k.view(HEADS, HIDDEN), "o": o.view(HIDDEN, HEADS), "embed": embed}
-    assert swap.patch(delta_between(sent(1), new))
+    assert not swap.patch(delta_between(old, new))  # there is no table yet
+    swap(old)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends.transfer.delta, "UNPACKED", at_a_time)
+        assert swap.patch(delta_between(old, new))
     slow.load_weights(iter(new.items()))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, dict(slow.named_parameters())[name])
+    assert bits(model) == bits(slow)
+
+
+class Mixture(torch.nn.Module):
+    """The second of two workers: half of each expert, in fused tensors."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.zeros(num_experts, 2 * 2, 3), requires_grad=False)
+        self.w2 = torch.nn.Parameter(torch.zeros(num_experts, 3, 2), requires_grad=False)
+
+    def load_weights(self, items: Iterable[tuple[str, Any]]) -> None:
+        for name, sent in items:
+            kind, expert = name.split(".")
+            match kind:
+                case "gate":
+                    self.w13.data[int(expert), :2].copy_(sent[2:])
+                case "up":
+                    self.w13.data[int(expert), 2:].copy_(sent[2:])
+                case "down":
+                    self.w2.data[int(expert)].copy_(sent[:, 2:])
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_to_patch_a_mixture(num_experts: int) -> int:
+    """Patch all numbers of one, and check that it has the bits of a loaded one."""
+    shapes = {"gate": (4, 3), "up": (4, 3), "down": (3, 4)}
+    names = {f"{kind}.{expert}": shape for kind, shape in shapes.items() for expert in range(num_experts)}
+    old, new = (
+        {name: torch.full(shape, version) + torch.rand(shape) for name, shape in names.items()} for version in (1, 2)
+    )
+    model, slow = Mixture(num_experts), Mixture(num_experts)
+    swap = swap_of(model)
+    swap(old)
+    delta = delta_between(old, new)
+    with Operations() as operations:
+        assert swap.patch(delta)
+    slow.load_weights(iter(new.items()))
+    assert bits(model) == bits(slow)
+    return operations.count
+
+
+def test_a_patch_takes_as_many_operations_for_a_thousand_experts_as_for_two() -> None:
+    assert operations_to_patch_a_mixture(1500) == operations_to_patch_a_mixture(2)
 
 
 def test_a_number_that_goes_to_several_places_is_not_patched() -> None:

@@ -247,7 +247,8 @@ def test_two_workers_that_share_the_experts_of_a_mixture_load_every_version(
     """Each has half of every expert; the trainer sends experts one by one.
 
     On CPU vLLM packs experts for its kernel, so the engine reloads them at every update. A GPU leaves them as the
-    loader of a second model does, that each worker makes: there copies alone must give the same bits. 17 s of a core.
+    loader of a second model does, that each worker makes: there copies alone must give the same bits, and so must a
+    delta, back to the first version. 17 s of a core.
     """
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     model = make_mixture(tmp_path / "model")
@@ -260,18 +261,36 @@ def test_two_workers_that_share_the_experts_of_a_mixture_load_every_version(
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.utils import initialize_model
 
+        from backends.transfer.delta import UNITS, Delta, body, encode, header
+        from backends.transfer.row import layout, parameters_of, row_bytes, view_of
         from backends.vllm.direct_copies import Swap
 
         with set_current_vllm_config(worker.vllm_config):
             second = initialize_model(worker.vllm_config, prefix="second")
         swap = Swap(second, lambda tensors: second.load_weights(iter(tensors.items())))
+
+        def as_loaded(path: str) -> bool:
+            found = [one.clone() for one in second.parameters()]
+            second.load_weights(iter(load_file(path).items()))
+            return all(map(torch.equal, found, second.parameters()))
+
+        def row_of(path: str) -> Any:
+            row = torch.zeros(row_bytes(places), dtype=torch.uint8)
+            for place in places:
+                view_of(row, place).copy_(load_file(path)[place.name])
+            return row
+
         same = []
         for path in paths:
             swap(load_file(path))
-            copied = [one.clone() for one in second.parameters()]
-            second.load_weights(iter(load_file(path).items()))
-            same.append(all(map(torch.equal, copied, second.parameters())))
-        return [swap.direct, *same]
+            same.append(as_loaded(path))
+        places = layout(parameters_of(load_file(paths[0])))
+        last, first = row_of(paths[-1]), row_of(paths[0])
+        unit_bytes = min(place.dtype.itemsize for place in places)
+        changes = encode(last.view(UNITS[unit_bytes]), first.view(UNITS[unit_bytes]))
+        payload = [header([(0, len(changes.gaps_C))], unit_bytes), body([changes])]
+        patched = swap.patch(Delta(places, torch.cat([first, *payload])))
+        return [swap.direct, *same, patched, as_loaded(paths[0])]
 
     async def scenario() -> None:
         await engine.start()
@@ -283,7 +302,7 @@ def test_two_workers_that_share_the_experts_of_a_mixture_load_every_version(
             answers = await gather(engine, [request(number, 40) for number in range(4)])
             assert all(answer.spans.versions == (version,) for answer in answers)
             assert max(subject.error(answer, keep=False) for answer in answers) < 1e-5
-        assert await engine._vllm.llm.collective_rpc(by_copies, args=(files,)) == 2 * [[True, True, True, True]]
+        assert await engine._vllm.llm.collective_rpc(by_copies, args=(files,)) == 2 * [6 * [True]]
 
     try:
         run(scenario())
