@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,7 @@ def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
     from backends.ray.actors import RayTrainer
     from backends.trainer.deepspeed.rank import DeepSpeedRank
     from backends.trainer.deepspeed.settings import RankSettings
+    from backends.trainer.footprint import recomputed_layers
 
     train = config.train_table
     settings = RankSettings(
@@ -242,7 +244,14 @@ def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
         logs=None if place.logs is None else str(place.logs),
         colocated=config.colocated,
     )
-    return RayTrainer(DeepSpeedRank, settings, place.options, placing_timeout_s=train.placement_timeout_s)
+    chooses = train.device == "gpu" and train.trainer.activation_checkpointing is True
+    return RayTrainer(
+        DeepSpeedRank,
+        settings,
+        place.options,
+        placing_timeout_s=train.placement_timeout_s,
+        recomputed=partial(recomputed_layers, config, model_config(train.model.path)) if chooses else None,
+    )
 
 
 DEEPSPEED = TrainerKind(

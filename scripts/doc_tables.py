@@ -76,7 +76,9 @@ def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     """Return the values that a JSON schema allows, in words."""
     schema = {**schema, **definitions.get(schema.get("$ref", "").rpartition("/")[2], {})}
     if "anyOf" in schema:
-        (schema,) = [one for one in schema["anyOf"] if one.get("type") != "null"]
+        *others, schema = [one for one in schema["anyOf"] if one.get("type") != "null"]
+        if others:
+            return ", ".join(allowed(one, definitions) for one in [*others, schema])
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     if "const" in schema:

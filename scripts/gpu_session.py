@@ -34,7 +34,7 @@ from backends.interface import Sample
 from backends.measure import bench
 from backends.tiny_model import make_tiny_model, make_tokenizer
 from backends.trainer.attention import register_packed_attention
-from backends.trainer.model import PolicyModel
+from backends.trainer.model import PolicyModel, recompute
 from backends.trainer.packing import PackedRow, pack
 from backends.trainer.step import row_loss
 from backends.transfer.checksum64 import checksum64
@@ -129,12 +129,13 @@ def train(sizes: Sizes, _: Path) -> dict[str, Any]:
     result = {"tokens": len(row.token_N), "flop": counted.flop, "moved_bytes": counted.moved_bytes}
     if ON_GPU and (gpu := gpu_of_device(torch.cuda.get_device_name())) is not None:
         result["roofline_s"] = counted.flop / gpu.bf16_flops + counted.moved_bytes / gpu.bandwidth
-    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for number in (len(layers), len(layers) // 2, 0):
-        for layer in layers[number:]:
-            layer.gradient_checkpointing = False
+        recompute(policy, number)
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
         with contextlib.suppress(torch.OutOfMemoryError):
             result[f"recomputed_{number}_s"] = BENCH.seconds(work)
+            result[f"recomputed_{number}_gb"] = torch.cuda.max_memory_allocated() / 1e9
     for layer in layers:
         layer.compile(backend="inductor" if ON_GPU else "eager")
     return result | {"compiled_s": BENCH.seconds(work)}

@@ -229,16 +229,18 @@ class _Trial:
         samples, lengths = longest_pack(self.config, parts.codec.encode("0123456789"))
         first = await parts.trainer.train(samples, completes_step=True)  # the first step allocates and compiles
         result = await parts.trainer.train(taught(samples, first), completes_step=True)
-        self.rows += pack_rows(self.config, result, lengths, test.ranks[0], self._preflight_gb())
+        preflight_gb = self._preflight_gb(int(result.metrics.get("recomputed_layers", 0)))
+        self.rows += pack_rows(self.config, result, lengths, test.ranks[0], preflight_gb)
 
-    def _preflight_gb(self) -> float | None:
+    def _preflight_gb(self, recomputed: int) -> float | None:
         if self.config.train_table.device == "cpu":
             return None
         from transformers import AutoConfig
 
         from backends.trainer.footprint import footprint
 
-        return footprint(self.config, AutoConfig.from_pretrained(self.config.train_table.model.path)).total / 1e9
+        model = AutoConfig.from_pretrained(self.config.train_table.model.path)
+        return footprint(self.config, model, activation_checkpointing=recomputed).total / 1e9
 
     def _fitted(self) -> HardwareFit | None:
         try:

@@ -26,13 +26,14 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -60,7 +61,7 @@ ADVICE = {
     "load": "; without its folder in checkpoints/, --resume goes on from the checkpoint before it",
 }
 """After a fault in a phase in which going on from a checkpoint does not help."""
-SAME_METRICS = frozenset({"gradient_norm", "learning_rate", "skipped", "peak_flops"})
+SAME_METRICS = frozenset({"gradient_norm", "learning_rate", "skipped", "peak_flops", "recomputed_layers"})
 RANK_METRICS = frozenset({*PHASES, "peak_memory_gb"})
 """All other metrics are shares of a sum."""
 
@@ -69,14 +70,22 @@ class RayTrainer:
     """A ``Trainer`` of ranks that are Ray actors; see ``interface.py``. Ray must have been initialised."""
 
     def __init__(
-        self, rank: type, settings: RankSettings, options: Sequence[dict[str, Any]], *, placing_timeout_s: float = 600.0
+        self,
+        rank: type,
+        settings: RankSettings,
+        options: Sequence[dict[str, Any]],
+        *,
+        placing_timeout_s: float = 600.0,
+        recomputed: Callable[[float], int] | None = None,
     ) -> None:
         """Keep where ranks will run; ``start`` starts them.
 
         ``rank`` has the methods of ``DeepSpeedRank``; ``options`` are Ray's for each. ``settings.rank`` is set here.
-        ``placing_timeout_s``: longest wait for Ray to make the processes.
+        ``placing_timeout_s``: longest wait for Ray to make the processes. ``recomputed`` chooses the layers that all
+        recompute, by the memory of the smallest GPU (bytes). None: ``settings`` say it.
         """
         self._rank, self._settings, self._placing_timeout_s = rank, settings, placing_timeout_s
+        self._recomputed = recomputed
         self._options = [
             {
                 **one,
@@ -98,7 +107,11 @@ class RayTrainer:
         await self._all("placing", ready, timeout_s=self._placing_timeout_s)
         ((address, port),) = await self._call("meet", "free_address", ranks=self._ranks[:1])
         members = await self._call("meet", "address_towards", address)
-        starts = [rank.start.remote(address, port, members) for rank in self._ranks]
+        recomputed = None
+        if self._recomputed is not None:
+            memory = await self._call("meet", "__ray_call__", lambda _: torch.cuda.mem_get_info(0)[1])
+            recomputed = await asyncio.to_thread(self._recomputed, min(memory))  # seconds, while engines start
+        starts = [rank.start.remote(address, port, members, recomputed) for rank in self._ranks]
         await self._all("start", starts, timeout_s=self._settings.trainer.start_timeout_s)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:

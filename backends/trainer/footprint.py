@@ -33,6 +33,7 @@ from backends.trainer.model import (
     PolicyModel,
     buckets,
     policy_weights,
+    recompute,
     saved_shapes,
 )
 from pipelinerl.config.resolve import named_hardware
@@ -101,13 +102,14 @@ class Footprint:
         return self.states + self.workspace + max(self.activations, self.sending)
 
 
-def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool = False) -> int:
+def pack_activations(
+    policy: Any, pack_tokens: int, *, checkpointing: bool | int, value_head: bool = False, backward: bool = True
+) -> int:
     """Train on one sequence of so many tokens, nearly all generated; return the memory needed (bytes).
 
     Weights and gradients do not count, but for the gradients of one layer. ``policy`` is best on ``meta``.
     """
-    if checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(policy, checkpointing)
     device = policy.device
     model = PolicyModel(policy, temperature=1.0, value_head=value_head).to(device)
     for parameter in model.parameters():  # DeepSpeed takes a gradient away when it is made
@@ -115,9 +117,11 @@ def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, valu
     tokens, answers = (torch.zeros(num, dtype=torch.int64, device=device) for num in (pack_tokens, pack_tokens - 1))
     row = {"token_N": tokens, "position_N": tokens, "predictor_M": answers, "answer_M": answers}
     boundary = torch.tensor([0, pack_tokens], dtype=torch.int32, device=device)
-    with LiveBytes([*model.parameters(), *model.buffers(), tokens, answers, boundary]) as live:
+    known = [*model.parameters(), *model.buffers(), tokens, answers, boundary]
+    with torch.set_grad_enabled(backward), LiveBytes(known) as live:
         logprob_M, _, value_M = model(**row, boundary=boundary, longest=pack_tokens)
-        (logprob_M.sum() if value_M is None else (logprob_M + value_M).sum()).backward()
+        if backward:
+            (logprob_M.sum() if value_M is None else (logprob_M + value_M).sum()).backward()
     return int(live.peak)
 
 
@@ -174,8 +178,9 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
     workspace = (in_weights + 4) * min(num, max(REDUCE_BUCKET, *numels))  # in the type of the weights, and in float32
     if stage == 3:
         workspace += 2 * min(num, WHOLE_PARAMETERS)
-    if loss.kl_coefficient > 0:  # a replica of the reference model
-        workspace += 2 * num
+    if loss.kl_coefficient > 0:  # a replica of the reference model, which keeps what its forward passes have taken
+        reference = on_meta(model_config, torch.bfloat16)
+        workspace += 2 * num + pack_activations(reference, trainer.pack_tokens, checkpointing=False, backward=False)
     activations = pack_activations(
         policy,
         trainer.pack_tokens,
@@ -189,6 +194,16 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
     workspace += 2 * num * sharded
     states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]
     return Footprint(states, workspace, activations, sending)
+
+
+def recomputed_layers(config: RunConfig, model_config: Any, memory: float) -> int:
+    """Return the fewest layers to recompute for a rank to fit into a GPU (bytes); all, where that is not enough."""
+    usable = coefficients(config.hardware.level).memory_share * memory
+
+    def fits(number: int) -> bool:
+        return footprint(config, model_config, activation_checkpointing=number).total <= usable
+
+    return bisect.bisect_left(range(recompute(on_meta(model_config, torch.bfloat16), True)), True, key=fits)
 
 
 def check_memory(config: RunConfig, model_config: Any) -> None:
@@ -213,7 +228,7 @@ def check_memory(config: RunConfig, model_config: Any) -> None:
 def _remedy(config: RunConfig, needs: Callable[..., Footprint], usable: float) -> tuple[str, str, str]:
     assert config.train is not None
     trainer, best = config.train.trainer, {"activation_checkpointing": True, "zero_stage": 3}
-    if not trainer.activation_checkpointing:
+    if trainer.activation_checkpointing is not True:
         total = needs(activation_checkpointing=True).total
         if total <= usable:
             return "activation_checkpointing", "true", f"; with it {total / 1e9:.1f} GB are needed"

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
 from backends.trainer.deepspeed.zero import gathered_parameters, split
@@ -133,6 +134,20 @@ def load_policy(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model.train()
+
+
+def recompute(policy: Any, wanted: bool | int) -> int:
+    """Have the backward pass recompute the first layers, so many or all (true); return their number.
+
+    The first: their backward pass comes last, when what later layers keep is free again.
+    """
+    layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    number = len(layers) if wanted is True else min(wanted, len(layers))
+    if wanted:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers[number:]:
+        layer.gradient_checkpointing = False
+    return number
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:

@@ -130,7 +130,10 @@ def stated_coefficients(config: RunConfig) -> dict[str, float]:
     stated: dict[str, float] = {}
     if config.train is not None:
         trainer = config.train.trainer
-        stated = {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
+        recomputed, layers = trainer.activation_checkpointing, 1  # true: all, since memory is counted by torch only
+        if not isinstance(recomputed, bool) and (named := named_hardware(config.hardware)) is not None:
+            layers = named[1].layers
+        stated = {"recomputation": min(1.0, recomputed / layers), "pack_tokens": float(trainer.pack_tokens)}
         steps = config.scheduler.publish_every  # taken to move all weights on and on
         share = changed_share(steps * config.train.optimizer.learning_rate, config.hardware.level)
         stated["changed_share"] = share

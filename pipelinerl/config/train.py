@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipelinerl.hardware.transport import WeightTransport, chosen_transport
 from pipelinerl.rl.config import LossConfig, TaskConfig
@@ -64,6 +65,17 @@ class OptimizerConfig(StrictModel):
     """Largest norm of the batch's gradient."""
 
 
+def _flag_or_number(value: object) -> object:
+    """Refuse other values in one line: a union would have one for each of its types."""
+    if isinstance(value, int) and value >= 0:
+        return value
+    raise PydanticCustomError("literal_error", "", {"expected": "true, false or a number of layers"})
+
+
+Layers = Annotated[bool | int, BeforeValidator(_flag_or_number)]
+"""True: as many as are needed."""
+
+
 class TrainerConfig(StrictModel):
     """The trainer."""
 
@@ -73,8 +85,8 @@ class TrainerConfig(StrictModel):
     """Split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
     pack_tokens: Tokens = 16384
     """Tokens of a rank's forward pass, packed from sequences."""
-    activation_checkpointing: bool = True
-    """Recompute activations in the backward pass."""
+    activation_checkpointing: Layers = True
+    """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
     start_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds the ranks may take to load the model, waiting for one another."""
     step_timeout_s: float = Field(default=3600.0, gt=0)

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from backends.interface import RankFacts, Weights
 from backends.trainer.deepspeed.settings import RankSettings, deepspeed_config, make_optimizer, nccl_logs
 from backends.trainer.deepspeed.state import RankState
-from backends.trainer.model import PolicyModel, copy_policy, load_policy, save_policy
+from backends.trainer.model import PolicyModel, copy_policy, load_policy, recompute, save_policy
 from backends.trainer.packing import PackedRow
 from backends.trainer.publish import Publisher
 from backends.trainer.self_test import self_test
@@ -75,8 +75,17 @@ class DeepSpeedRank:
         """Return the address that this rank comes from when it connects to another one."""
         return address_towards(address)
 
-    def start(self, master_address: str, master_port: int, members: Sequence[str] | None = None) -> None:
-        """Join the other ranks at a free port of rank 0's machine (``RendezvousStore``); load the model."""
+    def start(
+        self,
+        master_address: str,
+        master_port: int,
+        members: Sequence[str] | None = None,
+        recomputed: int | None = None,
+    ) -> None:
+        """Join the other ranks at a free port of rank 0's machine (``RendezvousStore``); load the model.
+
+        ``recomputed``: layers. None: as ``activation_checkpointing`` says.
+        """
         settings = self._settings
         log_to(settings.logs and f"{settings.logs}/rank-{settings.rank}.log")
         os.environ |= {
@@ -105,8 +114,8 @@ class DeepSpeedRank:
         split = config if settings.trainer.zero_stage == 3 else None
         policy = load_policy(settings.model_path, device=settings.device, zero3=split)
         torch.distributed.barrier()  # DeepSpeed's own group waits less long for a rank that still reads
-        if settings.trainer.activation_checkpointing:
-            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        wanted = settings.trainer.activation_checkpointing if recomputed is None else recomputed
+        self._num_recomputed = recompute(policy, wanted)
         value_head = settings.loss.value_coefficient > 0
         model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
         self._meter = StepMeter(self._device, settings.model_path)
@@ -180,6 +189,7 @@ class DeepSpeedRank:
                 self._engine.step()  # counts the row
             self._meter.done("optimizer_s")
         del sums["policy_loss"]
+        metrics["recomputed_layers"] = float(self._num_recomputed)
         return logprob, {name: float(value) for name, value in sums.items()} | metrics | self._meter.metrics(rows)
 
     def _step(self) -> dict[str, float]:

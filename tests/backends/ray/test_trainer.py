@@ -28,6 +28,7 @@ import backends.ray.actors  # noqa: E402
 from backends.contract.trainer import TrainerContract  # noqa: E402
 from backends.ray.actors import RayTrainer  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
+from backends.trainer.deepspeed.settings import RankSettings  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes, checksums  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError, TrainerLostError  # noqa: E402
@@ -42,7 +43,13 @@ def test_two_ranks_work_together_until_one_dies(tmp_path: Path, monkeypatch: pyt
     given = settings(tmp_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3, pack_tokens=60, step_timeout_s=600))
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}])
     options = [{"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, one)} for one in (0, 1)]
-    trainer = RayTrainer(DeepSpeedRank, given, options)
+
+    class RankOfAGpu(DeepSpeedRank):  # here, so that Ray takes it along
+        def __init__(self, settings: RankSettings) -> None:
+            super().__init__(settings)
+            torch.cuda.mem_get_info = lambda _: (0, [80e9, 40e9][settings.rank])
+
+    trainer = RayTrainer(RankOfAGpu, given, options, recomputed={40e9: 1, 80e9: 0}.__getitem__)
 
     async def live() -> None:
         try:
@@ -76,6 +83,7 @@ async def logprobs_come_in_the_order_of_samples(trainer: RayTrainer, model_path:
     result = await trainer.train(batch[:3], completes_step=False)
     assert {"loss", "entropy_sum", "rank0/forward_s", "rank1/peak_memory_gb"} <= result.metrics.keys()
     assert "skipped" not in result.metrics
+    assert result.metrics["recomputed_layers"] == 1  # by both, as the smaller GPU needs
     loss = result.metrics["loss"]
     rest = await trainer.train(batch[3:], completes_step=True)
     expected = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from backends.trainer.footprint import (  # noqa: E402
     host_memory,
     on_meta,
     pack_activations,
+    recomputed_layers,
     shape_of,
 )
 from backends.trainer.model import PolicyModel, load_policy  # noqa: E402
@@ -37,6 +39,7 @@ from backends.transfer import row as shared_row  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.hardware.catalogue import find_model  # noqa: E402
+from pipelinerl.hardware.coefficients import coefficients  # noqa: E402
 from pipelinerl.hardware.derive import training_memory  # noqa: E402
 from pipelinerl.hardware.transport import BROADCAST  # noqa: E402
 
@@ -86,11 +89,15 @@ def test_the_7b_example_fits_as_it_is(qwen7b: Any) -> None:
 @pytest.mark.parametrize(
     ("sets", "fitting", "begins", "has"),
     [
+        (
+            "train.trainer.activation_checkpointing=1", {"activation_checkpointing": True},
+            "activation_checkpointing must be true, got activation_checkpointing=1: ", "; with it 0.1 GB",
+        ),
         ("train.trainer.zero_stage=1", {"zero_stage": 3}, "zero_stage must be 3, got zero_stage=1", "; with it 0.1 GB"),
         ("train.trainer.pack_tokens=40000", {"pack_tokens": 30_000}, "pack_tokens must be at most 28466", ""),
         ("cluster.accelerators=49", {"pack_tokens": 5_000}, "pack_tokens must be smaller", "more GPUs"),
     ],
-)
+)  # fmt: skip
 def test_the_key_to_change_is_the_one_that_helps(
     monkeypatch: pytest.MonkeyPatch, sets: str, fitting: dict[str, int], begins: str, has: str
 ) -> None:
@@ -112,6 +119,44 @@ def test_deltas_keep_each_ranks_part_of_the_published_weights() -> None:
         for transport in ("delta", "broadcast")
     }
     assert by["delta"].workspace - by["broadcast"].workspace == pytest.approx(2 * num / 8)
+
+
+@pytest.fixture(scope="module")
+def recomputing() -> list[Any]:
+    """By the number of layers."""
+    config, small = run("train.trainer.pack_tokens=500"), transformers.Qwen2Config(**SMALL)
+    return [footprint(config, small, activation_checkpointing=number) for number in range(4)]
+
+
+def test_each_layer_that_is_not_recomputed_keeps_as_much_more(recomputing: list[Any]) -> None:
+    """Numbers of a token: four hidden states, queries and attention's output, keys and values, and four in the
+    feed-forward part, of 2 bytes; inputs of two norms in float32; of 4 bytes one sum for each of 4 heads and 2 norms;
+    less the layer's input. Attention's kernel keeps 16 bytes, which draw its dropout.
+    """
+    counts = [one.activations for one in recomputing]
+    token = 2 * (4 * 128 + 2 * 128 + 2 * 64 + 4 * 256) + 4 * (2 * 128 + 4 + 2) - 2 * 128
+    assert [before - after for before, after in pairwise(counts)] == [500 * token + 16] * 3
+
+
+def test_no_more_layers_are_recomputed_than_memory_needs(
+    monkeypatch: pytest.MonkeyPatch, recomputing: list[Any]
+) -> None:
+    """Where all memory is just enough for a number of layers, and where it lacks a millionth."""
+    config, small = run("train.trainer.pack_tokens=500"), transformers.Qwen2Config(**SMALL)
+    monkeypatch.setattr(module, "footprint", lambda *_, activation_checkpointing: recomputing[activation_checkpointing])
+    needed = [one.total / coefficients(config.hardware.level).memory_share for one in recomputing]
+    assert [recomputed_layers(config, small, memory * (1 + 1e-9)) for memory in needed] == [0, 1, 2, 3]
+    assert [recomputed_layers(config, small, memory * (1 - 1e-6)) for memory in needed] == [1, 2, 3, 3]
+
+
+def test_a_reference_model_has_its_weights_and_what_its_forward_pass_takes() -> None:
+    """499 predicted tokens: logits in float32, and their softmax; hidden states, all and those; three sums."""
+    small, tokens = transformers.Qwen2Config(**SMALL), "train.trainer.pack_tokens=500"
+    without, beside = (footprint(run(tokens, f"train.loss.kl_coefficient={value}"), small) for value in (0, 0.1))
+    num = 2 * 1000 * 128 + 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256) + 128
+    forward = 499 * 1000 * 8 + 2 * (500 + 499) * 128 + 499 * 3 * 4
+    assert beside.workspace - without.workspace == pytest.approx(2 * num + forward, abs=1)
+    assert beside.activations == without.activations
 
 
 @pytest.mark.parametrize(("stage", "numbers"), [(1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])

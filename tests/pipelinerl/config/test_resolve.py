@@ -223,6 +223,9 @@ def test_stated_settings_of_the_trainer_count_at_every_level():
     assert not fits(trained(trainer={"zero_stage": 0}))
     kept = run_values(trained(trainer={}, coefficients={"recomputation": 0.5}))
     assert (kept.recomputation, kept.pack_tokens) == (0.5, 16_384)
+    some = (0, 1, 7, 28, 40)  # of 28 layers
+    shares = [run_values(trained(trainer={"activation_checkpointing": number})).recomputation for number in some]
+    assert shares == [0, 1 / 28, 0.25, 1, 1]
     slow, fast = (
         resolved_hardware(trained(trainer={"activation_checkpointing": again})).training.token_s
         for again in (True, False)

@@ -90,6 +90,20 @@ def test_a_setting_that_a_run_file_cannot_keep_is_one_line(key: str, value: str)
     assert line.startswith(f"run: {key}: must hold finite numbers, got ")
 
 
+@pytest.mark.parametrize(("value", "got"), [("all", '"all"'), ("-1", "-1"), ("1.5", "1.5")])
+def test_a_key_of_two_types_has_one_line(value: str, got: str) -> None:
+    rule = "train.trainer.activation_checkpointing must be true, false or a number of layers"
+    given = with_overrides(EVERY_KEY, [f"train.trainer.activation_checkpointing={value}"])
+    assert faults(given) == [f"run: {rule}, got {got}"]
+
+
+def test_a_number_of_one_layer_is_not_taken_for_all() -> None:
+    for value in (True, False, 0, 1, 15):
+        data = with_overrides(EVERY_KEY, [f"train.trainer.activation_checkpointing={str(value).lower()}"])
+        kept = parse_run(parse_run(data).model_dump(mode="json")).train_table.trainer.activation_checkpointing
+        assert (kept, type(kept)) == (value, type(value))
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

@@ -231,8 +231,11 @@ def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -
 
 
 def test_activation_checkpointing_changes_nothing(model_path: Path, plain: Plain) -> None:
-    trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=True)
-    check_trains_as(plain, started(model_path, trainer=trainer))
+    trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=1)
+    rank = started(model_path, trainer=trainer)
+    check_trains_as(plain, rank)
+    (rows,) = pack(samples(), pack_tokens=100, num_ranks=1)
+    assert rank.train(rows, completes_step=False)[1]["recomputed_layers"] == 1
 
 
 def test_without_zero_a_step_that_is_not_finite_is_skipped_too(model_path: Path) -> None:
