@@ -25,6 +25,7 @@ from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig, is_model_id
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install
+from pipelinerl.hardware.catalogue import Precision
 from pipelinerl.util.user_code import first_line, named_value
 
 MODEL_FILES, OTHER_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"], ["*/*", "consolidated*"]
@@ -142,6 +143,12 @@ def _check_vllm(config: RunConfig) -> None:
     model = model_config(train.model.path)
     check_version()
     check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
+    simulated, in_fp8 = config.hardware.engine_weights, "quantization" in train.engine.vllm
+    if config.hardware.by_name and in_fp8 != (simulated is Precision.FP8):
+        needed = "'fp8' with" if in_fp8 else "'bf16' without"
+        raise ConfigError(
+            f"hardware.engine_weights must be {needed} train.engine.vllm.quantization, got {simulated.value!r}"
+        )
     positions = getattr(model, "max_position_embeddings", None)
     if positions is not None and positions < config.room_tokens:
         raise ConfigError(

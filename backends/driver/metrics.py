@@ -23,6 +23,7 @@ from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
 from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE
 from pipelinerl.records.steps import StepRow
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.arrays import RunningMean
 from pipelinerl.util.explain import writing
@@ -126,11 +127,10 @@ SIZES_PER_DOUBLING = 4
 
 
 class StepMetrics:
-    """Collects measurements of a step, until ``take`` (mutable, can be pickled); ``truncation``: paper symbol c."""
+    """Collects measurements of a step, until ``take`` (mutable, can be pickled)."""
 
-    def __init__(self, *, truncation: float) -> None:
-        self._truncation = truncation
-        self._ratios = RatioStats(truncation=truncation)
+    def __init__(self, loss: LossConfig) -> None:
+        self._loss, self._ratios = loss, RatioStats(loss)
         self._trainer: dict[str, float] = {}
         self._step_updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
         self._updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
@@ -246,7 +246,7 @@ class StepMetrics:
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
         }
         logged |= self._delta | self._evaluation
-        self._ratios = RatioStats(truncation=self._truncation)
+        self._ratios = RatioStats(self._loss)
         self._trainer, self._evaluation, self._delta = {}, {}, {}
         self._step_updates = {name: RunningMean() for name in self._step_updates}
         return logged

@@ -59,4 +59,4 @@ class DriverState:
 
 def fresh_state(config: RunConfig) -> DriverState:
     """Return the state of a run that begins."""
-    return DriverState(new_scheduler(config), StepMetrics(truncation=config.train_table.loss.truncation))
+    return DriverState(new_scheduler(config), StepMetrics(config.train_table.loss))

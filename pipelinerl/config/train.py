@@ -21,7 +21,7 @@ class ModelConfig(StrictModel):
     """The language model to train."""
 
     path: str
-    """Hugging Face folder with weights and tokenizer, relative to the run file; or an id."""
+    """Hugging Face folder with weights and tokenizer, or an id."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template, if any; not in environments."""
 
@@ -32,9 +32,9 @@ class SamplingConfig(StrictModel):
     temperature: Temperature = 1.0
     """Softmax temperature, also of the log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample among the likeliest tokens with this total probability. 1: all."""
+    """Total probability of the likeliest tokens sampled. 1: all."""
     top_k: CountOrZero = 0
-    """Sample among so many likeliest tokens. 0: all."""
+    """Likeliest tokens sampled. 0: all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Least probability sampled, relative to the likeliest token's. 0: all."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -80,42 +80,42 @@ class TrainerConfig(StrictModel):
     """The trainer."""
 
     kind: str = Field(default="deepspeed", pattern="^deepspeed$|^[^:]+:[^:]+$")
-    """Kind of trainer: ``deepspeed``, or your own as ``package.module:ATTRIBUTE``."""
+    """``deepspeed``, or your own as ``package.module:ATTRIBUTE``."""
     zero_stage: int = Field(default=2, ge=0, le=3)
     """Split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
     pack_tokens: Tokens = 16384
-    """Tokens of a rank's forward pass, packed from sequences."""
+    """Tokens of a rank's forward pass."""
     activation_checkpointing: Layers = True
     """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
     start_timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds the ranks may take to load the model, waiting for one another."""
+    """Seconds for all ranks to load the model."""
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds until a micro-batch counts as hung."""
     collective_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds a rank waits for others (NCCL, gloo) after the start."""
     restarts: CountOrZero = 3
-    """Automatic restarts from the last checkpoint after a lost rank (count)."""
+    """Restarts from the last checkpoint after a lost rank (count)."""
 
 
 class EngineConfig(StrictModel):
     """The engines."""
 
     kind: str = Field(default="vllm", pattern="^vllm$|^[^:]+:[^:]+$")
-    """Kind of engines: ``vllm``, or your own as ``package.module:ATTRIBUTE``."""
+    """``vllm``, or your own as ``package.module:ATTRIBUTE``."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory for an engine; colocated, with the trainer's."""
     cpu_kv_cache_gib: Count = 1
     """KV cache of a CPU engine (GiB)."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
-    """Seconds an engine may take to start."""
+    """Seconds for an engine to start."""
     update_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for each phase of a weight update (pause, transfer, resume), for sleeping or waking."""
+    """Seconds for each phase of a weight update, for sleeping or waking."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without a decode step or a sign of life until an engine counts as hung."""
+    """Seconds without a decode step or sign of life until an engine counts as hung."""
     restarts_per_hour: CountOrZero = 10
     """Losses per engine within an hour that the run survives (count): 480 for 48 engines."""
     vllm: Settings = {}
-    """Arguments of vLLM's engine, by vLLM's names."""
+    """vLLM's own arguments."""
 
 
 class CheckpointConfig(StrictModel):
@@ -133,9 +133,9 @@ class EvaluationConfig(StrictModel):
     """Held-out problems, answered before the first and after the last optimizer step, and beside the run."""
 
     problems: CountOrZero = 0
-    """Held-out problems (count). 0: no evaluation."""
+    """Held-out problems (count). 0: none."""
     every: Count | None = None
-    """Optimizer steps between evaluations during the run. None: before and after only."""
+    """Optimizer steps between evaluations. None: before and after only."""
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 (the likeliest token) or at least 0.01. None: as in training."""
     max_tokens: Count | None = None
@@ -167,8 +167,8 @@ class TrainConfig(StrictModel):
     placement_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for busy accelerators."""
     transport: str | None = None
-    """Way of the weights to the engines: ``file``, ``broadcast``, ``delta``, or
-    ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: delta on GPUs, not colocated; else file."""
+    """``file``, ``broadcast``, ``delta``, or ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: delta on GPUs,
+    not colocated; else file."""
     weights_folder: str = "/dev/shm"
     """Folder for weights as files; shared by all machines."""
     model: ModelConfig

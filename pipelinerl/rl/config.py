@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import explain
@@ -46,10 +47,29 @@ class LossConfig(StrictModel):
     truncation: float = Field(default=5.0, gt=0)
     """Largest importance weight, the paper's c: reinforce, sequence."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Ratios are clipped below 1 less this: ppo, cispo, gspo."""
+    """Clips ratios below 1 less this: ppo, cispo, gspo."""
     clip_high: float = Field(default=0.2, ge=0)
     """... above 1 plus this."""
+    mask: Literal["token", "sequence", "geometric"] | None = None
+    """Whose ratio masks a token: its own, or its answer's. None: no mask."""
+    mask_low: float = Field(default=0.5, ge=0, le=1)
+    """Least unmasked ratio."""
+    mask_high: float = Field(default=5.0, ge=1)
+    """Largest unmasked ratio."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the initial model. 0: no reference model."""
+    """Weight of the KL divergence to the initial model. 0: none."""
     value_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the value head's squared error. 0: no value head, leave-one-out baseline."""
+    """Weight of the value head's squared error. 0: leave-one-out baseline."""
+
+    def masks(self, log_ratio: Any) -> Any:
+        """Return where a log ratio (nats), an array or tensor, is out of the mask's bounds; NaN is not."""
+        least = math.log(self.mask_low) if self.mask_low else -math.inf
+        return (log_ratio < least) | (log_ratio > math.log(self.mask_high))
+
+    @model_validator(mode="after")
+    def _bounds_have_a_mask(self) -> Self:
+        for name in ("mask_low", "mask_high"):
+            value = getattr(self, name)
+            if self.mask is None and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs mask='token', 'sequence' or 'geometric', got no mask, {name}={value:g}")
+        return self

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict
 
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.util.arrays import RunningMean
 from pipelinerl.util.strict_model import Report
 
@@ -38,7 +40,8 @@ def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf)
         ValueError: If the array is empty, not one-dimensional, all -inf, or has an entry that is NaN or +inf; if
             ``truncation`` is not above 0.
     """
-    _check_truncation(truncation)
+    if not truncation > 0:
+        raise ValueError(f"truncation must be above 0, got {truncation}")
     log_weight = _flat("log_weight_N", log_weight_N)
     _check_all(log_weight < math.inf, log_weight, "log_weight_N must be below infinity")
     sums = _WeightSums()
@@ -63,16 +66,15 @@ def kl_estimate(log_ratio_N: ArrayLike) -> float:
 class RatioStats:
     """Sums over the tokens of one optimizer step, for its ESS and KL divergence; add answers, then read.
 
-    Its size grows with the number of different lags and turns only. ``truncation``: the largest weight, paper symbol c.
+    Its size grows with the number of different lags and turns only.
     """
 
-    def __init__(self, *, truncation: float) -> None:
-        _check_truncation(truncation)
-        self._log_truncation = math.log(truncation)
+    def __init__(self, loss: LossConfig) -> None:
+        self._loss, self._log_truncation = loss, math.log(loss.truncation)
         self._raw, self._truncated, self._sequence = _WeightSums(), _WeightSums(), _WeightSums()
         self._by_lag: dict[int, _WeightSums] = {}
         self._by_turn: dict[int, _WeightSums] = {}
-        self._num_truncated = self._num_at_lag_0 = 0
+        self._num_truncated = self._num_masked = self._num_at_lag_0 = 0
         self._k3 = self._k3_at_lag_0 = self._abs_max_at_lag_0 = 0.0
 
     def add(self, log_ratio_T: ArrayLike, lag_T: ArrayLike, turn_T: NDArray[np.integer] | tuple[()] = ()) -> None:
@@ -91,7 +93,11 @@ class RatioStats:
         _check_all(lag >= 0, lag, "lag_T must be at least 0")
 
         self._raw.add(log_ratio)
-        self._truncated.add(np.minimum(log_ratio, self._log_truncation))
+        log_weight = np.minimum(log_ratio, self._log_truncation)
+        if self._loss.mask is not None:
+            log_weight[self._masked(log_ratio)] = -math.inf
+            self._num_masked += int(np.count_nonzero(log_weight == -math.inf))
+        self._truncated.add(log_weight)
         self._sequence.add(log_ratio.sum(keepdims=True))
         k3 = _k3_sum(log_ratio)
         self._k3 += k3
@@ -104,6 +110,18 @@ class RatioStats:
             self._k3_at_lag_0 += k3
             self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, float(np.abs(log_ratio).max()))
 
+    def _masked(self, log_ratio_T: NDArray[np.float64]) -> Any:
+        """Return which tokens of an answer the loss masks, or whether it masks all."""
+        match self._loss.mask:
+            case "token" | None:
+                return self._loss.masks(log_ratio_T)
+            case "sequence":
+                return self._loss.masks(log_ratio_T.sum())
+            case "geometric":
+                return self._loss.masks(log_ratio_T.mean())
+            case _:
+                assert_never(self._loss.mask)
+
     def ess_by_lag(self) -> dict[int, float]:
         """Return the raw token ESS of the tokens of each lag, in the order of lag (optimizer steps)."""
         return {lag: self._by_lag[lag].ess for lag in sorted(self._by_lag)}
@@ -113,12 +131,13 @@ class RatioStats:
 
         ========================================  ==============================================================
         ``ess/token_raw``                         ESS of the token weights w = pi/mu (eq. 6)
-        ``ess/token_truncated``                   ESS of min(c, w), the weights that the loss uses
+        ``ess/token_truncated``                   ESS of min(c, w), 0 where masked: the weights that the loss uses
         ``ess/sequence_raw``                      ESS of the products of w over each answer
         ``ess/lag_0``, ``ess/lag_1``, ...         ESS of w among the tokens of each lag that occurred
         ``ess/turn_1``, ``ess/turn_2``, ...       the same of each turn, where answers have turns
         ``mismatch/kl``                           estimate of KL(mu || pi) per token (nats)
         ``mismatch/truncated_share``              share of tokens with w > c
+        ``mismatch/masked_share``                 share of tokens that the loss masks; absent without a mask
         ``mismatch/kl_at_lag_0``                  the same KL over answers all of whose tokens have lag 0: there pi and
                                                   mu are the same, so it is the floor set by numerical differences
         ``mismatch/log_ratio_abs_max_at_lag_0``   largest abs(log w) of the tokens of these answers (nats)
@@ -138,6 +157,8 @@ class RatioStats:
             "mismatch/kl": self._k3 / num,
             "mismatch/truncated_share": self._num_truncated / num,
         }
+        if self._loss.mask is not None:
+            result["mismatch/masked_share"] = self._num_masked / num
         if self._num_at_lag_0:
             result["mismatch/kl_at_lag_0"] = self._k3_at_lag_0 / self._num_at_lag_0
             result["mismatch/log_ratio_abs_max_at_lag_0"] = self._abs_max_at_lag_0
@@ -155,7 +176,7 @@ class EssReport(Report):
     min: float
     """The least of any optimizer step (share)."""
     truncated_mean: float
-    """The same for the truncated weights min(c, w) of the loss (share)."""
+    """The same for the truncated and masked weights of the loss (share)."""
     sequence_mean: float
     """The same for the product of the weights of each rollout (share)."""
     by_lag: dict[int, float]
@@ -244,6 +265,8 @@ class _WeightSums:
 
     @property
     def ess(self) -> float:
+        if not self.sum:  # all are masked
+            return 0.0
         value = self.sum**2 / (self.num * self.sum_squares)
         return min(1.0, max(1 / self.num, value))  # these bounds hold but for rounding
 
@@ -279,8 +302,3 @@ def _finite(name: str, value_N: ArrayLike) -> NDArray[np.float64]:
 def _check_all(holds_N: NDArray[np.bool_], value_N: NDArray[np.generic], rule: str) -> None:
     if not holds_N.all():
         raise ValueError(f"{rule}, got {value_N[~holds_N][0]}")
-
-
-def _check_truncation(truncation: float) -> None:
-    if not truncation > 0:
-        raise ValueError(f"truncation must be above 0, got {truncation}")

@@ -22,6 +22,19 @@ topr           ``-sg[1 if A >= 0 else min(1, W)] A log pi``       Le Roux et al.
 At w = 1 (and c >= 1) all have the gradient of plain REINFORCE, -A d log pi; gspo has it divided by n: every sequence
 counts once, as in its paper (ServiceNow/PipelineRL weighs it by n).
 
+A mask makes the loss of a token 0 where a ratio r is out of ``mask_low`` to ``mask_high``; divisor, KL and value terms
+stay. pi is that before the optimizer step, as in the papers. With c of at least the upper bound:
+
+==========  ==========  ==============  ==============================================================================
+mask        r           with            published as
+==========  ==========  ==============  ==============================================================================
+token       w           reinforce       IcePop, Ling Team 2025 (arXiv:2510.18855), at 0.5 and 5; its KL is unmasked too
+token       w           reinforce       masked importance sampling (MIS) of tokens, ``mask_low`` 0
+sequence    W           sequence        the same of sequences: Liu, Li et al. 2025, "When Speed Kills Stability"
+geometric   s of gspo   any             geometric rejection: verl's ``geometric``, at 0.999 and 1.001 (its divisor drops
+                                        masked tokens, and so does its KL); prime-rl's ``geo_mask``, at 0.1 and 10
+==========  ==========  ==============  ==============================================================================
+
 Shapes and types are checked. Values are not, since to look at them would make the host wait for the GPU: a NaN or an
 infinity goes into the loss and is the caller's to find.
 """
@@ -155,10 +168,10 @@ def policy_loss(
     sequence_N: torch.Tensor,
     num_sequences: int,
 ) -> torch.Tensor:
-    """Return the loss of each token by ``config.kind``, shape [N], without KL and value terms.
+    """Return the loss of each token by ``config.kind`` and ``config.mask``, shape [N], without KL and value terms.
 
     Args:
-        config: Kind, truncation c, and how far below and above 1 a ratio counts.
+        config: Kind, truncation c, how far below and above 1 a ratio counts, and the mask.
         logprob_N: log pi of each token, shape [N] (nats), with gradient.
         behaviour_logprob_N: log mu of each token, shape [N] (nats). No gradient flows through it.
         advantage_N: A of each token, shape [N]: its sequence's, or R - v (not in ``gspo``; unchecked). No gradient.
@@ -176,32 +189,49 @@ def policy_loss(
     def sequence_sum(value_N: torch.Tensor) -> torch.Tensor:
         return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)
 
+    def lengths() -> torch.Tensor:
+        return sequence_sum(torch.ones_like(logprob_N)).clamp(min=1)
+
+    def weighted(weight_N: torch.Tensor) -> torch.Tensor:
+        return -weight_N * advantage_N * logprob_N
+
     low, high = 1 - config.clip_low, 1 + config.clip_high
     advantage_N = advantage_N.detach()
     log_ratio_N = logprob_N - behaviour_logprob_N.detach()
     detached_N = log_ratio_N.detach()
     match config.kind:
         case "reinforce":
-            weight_N = _ratio(detached_N).clamp(max=config.truncation)
+            loss_N = weighted(_ratio(detached_N).clamp(max=config.truncation))
         case "plain":
-            weight_N = torch.ones_like(detached_N)
+            loss_N = weighted(torch.ones_like(detached_N))
         case "sequence":
-            weight_N = _ratio(sequence_sum(detached_N)).clamp(max=config.truncation)[sequence_N]
+            loss_N = weighted(_ratio(sequence_sum(detached_N)).clamp(max=config.truncation)[sequence_N])
         case "ppo":  # no gradient once w has moved far enough the way A points
-            return _clipped_loss(_ratio(log_ratio_N), advantage_N, low, high)
+            loss_N = _clipped_loss(_ratio(log_ratio_N), advantage_N, low, high)
         case "cispo":  # every token keeps a gradient, with a clipped weight
-            weight_N = _ratio(detached_N).clamp(low, high)
+            loss_N = weighted(_ratio(detached_N).clamp(low, high))
         case "gspo":
-            length_S = sequence_sum(torch.ones_like(detached_N))
-            ratio_S = _ratio(sequence_sum(log_ratio_N) / length_S.clamp(min=1))
-            return _clipped_loss(ratio_S[sequence_N], advantage_N, low, high) / length_S[sequence_N]
+            length_S = lengths()
+            ratio_S = _ratio(sequence_sum(log_ratio_N) / length_S)
+            loss_N = _clipped_loss(ratio_S[sequence_N], advantage_N, low, high) / length_S[sequence_N]
         case "topr":  # a bad sequence that has become unlikely is not pushed down further
             tapered_S = sequence_sum(detached_N).clamp(max=0).exp()
             # With a value head the sign of A differs within a sequence: each token goes by its own.
-            weight_N = torch.where(advantage_N >= 0, torch.ones_like(detached_N), tapered_S[sequence_N])
+            loss_N = weighted(torch.where(advantage_N >= 0, torch.ones_like(detached_N), tapered_S[sequence_N]))
         case _:
             assert_never(config.kind)
-    return -weight_N * advantage_N * logprob_N
+    match config.mask:
+        case None:
+            return loss_N
+        case "token":
+            masked_N = config.masks(detached_N)
+        case "sequence":
+            masked_N = config.masks(sequence_sum(detached_N))[sequence_N]
+        case "geometric":
+            masked_N = config.masks(sequence_sum(detached_N) / lengths())[sequence_N]
+        case _:
+            assert_never(config.mask)
+    return loss_N.masked_fill(masked_N, 0.0)
 
 
 def kl_to_reference(logprob_N: torch.Tensor, *, reference_logprob_N: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ class Learner:
         )
         self._spans: dict[int, VersionSpans] = {}
         self._rewards: dict[int, float] = {}
-        self._ratios = RatioStats(truncation=policy.loss.truncation)
+        self._ratios = RatioStats(policy.loss)
         # Of the optimizer steps that are done: their ESS, their mean rewards, and when they were.
         self._ratio_means = RatioMeans()
         self._mean_rewards: list[float] = []
@@ -142,7 +142,7 @@ class Learner:
             "lag/max": float(row.lag_max),
             **self._ratios.metrics(),
         }
-        self._ratios = RatioStats(truncation=self._policy.loss.truncation)
+        self._ratios = RatioStats(self._policy.loss)
         self._ratio_means.add(metrics)
         self._mean_rewards.append(row.reward_mean)
         self._times_s.append(row.time_s)

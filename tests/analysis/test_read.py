@@ -19,6 +19,7 @@ from backends.driver.metrics import StepMetrics
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.steps import COLUMNS, StepRow, read_steps
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.scheduler.events import WeightsPublished
 
 HEADER = ",".join(COLUMNS).encode() + b"\n"
@@ -108,7 +109,7 @@ def test_a_run_without_a_line_of_metrics_has_none(tmp_path: Path) -> None:
 
 
 def test_metrics_of_a_real_run_are_read(tmp_path: Path) -> None:
-    metrics, lines = StepMetrics(truncation=5.0), []
+    metrics, lines = StepMetrics(LossConfig()), []
     ledger = RunLedger(num_engines=1, colocated=False, longest=100)
     for step in (1, 2):
         metrics.trained(np.log([1.0, 1.0, 2.0]), [0, 0, 0])

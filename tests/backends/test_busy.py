@@ -8,6 +8,7 @@ import pytest
 from backends import interface
 from backends.driver.metrics import StepMetrics
 from pipelinerl.records.reports import DecodeSteps
+from pipelinerl.rl.config import LossConfig
 
 TICK_S = 0.01
 """In which the system counts, at most (s)."""
@@ -37,7 +38,7 @@ def test_waits_for_a_processor_count_where_the_system_has_them(monkeypatch: pyte
 
 def test_busy_time_is_counted_per_rollout_and_a_restart_begins_anew() -> None:
     """Engine 0 goes from 10 to 16 s over two rollouts and, started again, from 1 to 2 s over one; engine 1 has 1 s."""
-    metrics = StepMetrics(truncation=5.0)
+    metrics = StepMetrics(LossConfig())
     metrics.driver_busy(5.0)
     for engine, seconds in ((0, 10.0), (0, 12.0), (1, 3.0), (0, 16.0), (0, 1.0), (0, 2.0), (1, 4.0)):
         metrics.answered(engine, seconds)
@@ -48,14 +49,14 @@ def test_busy_time_is_counted_per_rollout_and_a_restart_begins_anew() -> None:
 
 
 def test_front_ends_that_do_not_say_are_left_out() -> None:
-    metrics = StepMetrics(truncation=5.0)
+    metrics = StepMetrics(LossConfig())
     for _ in range(3):
         metrics.answered(0, 0.0)
     assert metrics.summary().front_end_busy_s_per_rollout is None
 
 
 def test_decode_steps_of_about_as_many_sequences_are_added_up() -> None:
-    metrics = StepMetrics(truncation=5.0)
+    metrics = StepMetrics(LossConfig())
     for num, sequences in ((2, 8), (1, 64), (0, 0), (1, 4), (1, 63)):
         metrics.decoded(DecodeSteps(steps=num, sequences=sequences, seconds=0.5))
     metrics.decoded(None)

@@ -142,6 +142,8 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
         ),
         (["train.evaluation.problems=251"], "at most the task's 250 held-out problems, got 251"),
         (["train.engine.vllm.dtype=float16"], "train.engine.vllm.dtype must be left out, since train.device decides"),
+        (["train.engine.vllm.quantization=fp8_per_block"], "train.engine.vllm.quantization must be left out on device"),
+        (["train.loss.mask_low=0.1"], "train.loss.mask_low needs mask='token', 'sequence' or 'geometric', got no mask"),
         (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
         (
             ["train.transport=pipelinerl.hardware.transport:UNKNOWN"],
@@ -161,6 +163,20 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
 )
 def test_settings_that_do_not_fit(refuses, overrides, words):
     refuses(*overrides, words=[words])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "train.engine.vllm.quantization=fp8_per_block",
+            "must be 'fp8' with train.engine.vllm.quantization, got 'bf16'",
+        ),
+        ("hardware.engine_weights=fp8", "must be 'bf16' without train.engine.vllm.quantization, got 'fp8'"),
+    ],
+)
+def test_engines_of_a_run_have_the_weights_that_are_simulated(refuses, override, words):
+    refuses(override, example=EXAMPLE.parent / "qwen7b_128_h100.toml", words=[f"hardware.engine_weights {words}"])
 
 
 def test_a_driver_older_than_torch_needs_is_one_line(refuses, monkeypatch):

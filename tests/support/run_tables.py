@@ -80,7 +80,8 @@ EVERY_KEY: dict[str, Any] = {
         "task": "reverse", "size": 12, "layers": 3, "width": 24, "heads": 2, "temperature": 0.9,
         "learning_rate": 3e-4, "gradient_clip": 0.5,
         "loss": {
-            "kind": "cispo", "truncation": 2.0, "clip_low": 0.1, "clip_high": 0.3, "kl_coefficient": 0.0,
+            "kind": "cispo", "truncation": 2.0, "clip_low": 0.1, "clip_high": 0.3,
+            "mask": "geometric", "mask_low": 0.9, "mask_high": 1.1, "kl_coefficient": 0.0,
             "value_coefficient": 0.0,
         },
         "warm_start": {"steps": 7, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
@@ -112,7 +113,8 @@ EVERY_KEY: dict[str, Any] = {
             "weight_decay": 0.1, "gradient_clip": 0.3,
         },
         "loss": {
-            "kind": "ppo", "truncation": 2.0, "clip_low": 0.1, "clip_high": 0.3, "kl_coefficient": 0.01,
+            "kind": "ppo", "truncation": 2.0, "clip_low": 0.1, "clip_high": 0.3,
+            "mask": "token", "mask_low": 0.25, "mask_high": 4.0, "kl_coefficient": 0.01,
             "value_coefficient": 0.5,
         },
         "trainer": {

@@ -34,8 +34,7 @@ DECIDED_BY = {
 """Keys of the run file that arguments follow from."""
 REFUSED = {
     "logprobs_mode": "importance weights need those of the distribution that is sampled from",
-    "quantization": "new weights can be loaded into plain parameters only",
-    "quantization_config": "new weights can be loaded into plain parameters only",
+    "quantization_config": "quantization names a format that new weights can be loaded in",
     "cpu_offload_gb": "new weights can be loaded into parameters in place only",
     "enable_lora": "all weights are trained",
     "speculative_config": "the weights of what drafts are not updated",
@@ -44,6 +43,9 @@ REFUSED = {
     "skip_tokenizer_init": "stop strings need the tokenizer",
 }
 """They would break a promise of the driver."""
+EIGHT_BIT = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
+"""Values of ``quantization`` by which linear layers and experts are made from bfloat16, at the start and at every
+update. vLLM's ``fp8`` is for checkpoints that are in fp8 already."""
 CUDA = "/usr/local/cuda"
 MIN_BATCHED_TOKENS = 8192
 """Of prompts and answers that one decode step may compute, if not more slots."""
@@ -71,6 +73,14 @@ def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: 
         if known is not None and name not in known:
             near = did_you_mean(name, known)
             raise ConfigError(f"{KEY}.{name} is no argument of vLLM {VERSION}'s engine; {near}got {shown(value)}")
+    quantization = arguments.get("quantization")
+    if quantization is not None and device == "cpu":
+        raise ConfigError(
+            f"{KEY}.quantization must be left out on device='cpu', whose engines are in float32, got "
+            f"{shown(quantization)}"
+        )
+    if quantization is not None and quantization not in EIGHT_BIT:
+        raise ConfigError(f"{KEY}.quantization must be one of {', '.join(EIGHT_BIT)}, got {shown(quantization)}")
     if device == "cpu" and arguments.get("enable_expert_parallel"):
         raise ConfigError(
             f"{KEY}.enable_expert_parallel must be false on device='cpu', where vLLM's kernel would read beyond the "

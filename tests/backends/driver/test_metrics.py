@@ -13,6 +13,7 @@ from pipelinerl.errors import RunFailedError
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.steps import StepRow
+from pipelinerl.rl.config import LossConfig
 
 # Measurements of an optimizer step, from those of its micro-batches and ranks.
 
@@ -26,7 +27,7 @@ def taken(metrics: StepMetrics) -> dict[str, float]:
 
 def test_micro_batches_and_ranks_make_one_step() -> None:
     """Losses, seconds and tokens add up; memory is the largest; entropy is per token, FLOP/s per rank."""
-    metrics = StepMetrics(truncation=5.0)
+    metrics = StepMetrics(LossConfig())
     micro_batch = {"loss": 0.25, "entropy_sum": 6.0, "answer_tokens_sum": 3.0, "flop_sum": 8e12, "peak_flops": 1e13}
     micro_batch |= {"rank0/forward_s": 0.5, "rank1/forward_s": 1.0, "rank1/backward_s": 0.5, "rank1/peak_memory_gb": 7}
     metrics.add_trainer_metrics(micro_batch)

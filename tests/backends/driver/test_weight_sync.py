@@ -13,6 +13,7 @@ from backends.driver.tasks import RunTasks
 from backends.driver.weight_sync import WeightSync
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import Weights
+from pipelinerl.rl.config import LossConfig
 
 
 class Loads(FakeEngine):
@@ -42,7 +43,7 @@ def test_a_restarted_engine_that_must_wait_loads_the_weights_that_are_the_newest
             group=None,
             colocated=True,
             tasks=RunTasks(),
-            metrics=StepMetrics(truncation=1.0),
+            metrics=StepMetrics(LossConfig()),
         )
         async with handle.changing:
             back = asyncio.ensure_future(sync.bring_back(handle))

@@ -144,6 +144,21 @@ class Scaled(Model):
         self.o.data.mul_(2)
 
 
+class Quantized(Model):
+    """Keeps one parameter in 8 bits with a scale: the loader casts numbers of more bits, a reload quantizes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = torch.nn.Parameter(torch.zeros(HIDDEN, HEADS // 2, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.scale = torch.nn.Buffer(torch.ones(()))
+
+    def reload(self, tensors: Any) -> None:
+        self.load_weights(iter(tensors.items()))
+        own = tensors["o"][:, HEADS // 2 :]
+        self.scale.copy_(own.abs().max() / torch.finfo(self.o.dtype).max)
+        self.o.copy_(own / self.scale)
+
+
 class Packed(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -162,6 +177,7 @@ class Packed(Model):
         (Packed(), "RuntimeError: "),
         (Derived(None), "a reload changes 1 tensors otherwise: .derived.0"),
         (Derived(Kernel()), "a reload changes 1 tensors otherwise: .where.0.derived.0"),
+        (Quantized(), "a reload changes 2 tensors otherwise: o, scale"),
     ],
 )
 def test_a_model_that_is_not_plain_is_reloaded_every_time_and_says_so_once(
@@ -172,7 +188,7 @@ def test_a_model_that_is_not_plain_is_reloaded_every_time_and_says_so_once(
 
     def reload(tensors: Any) -> None:
         reloads.append(tensors)
-        if isinstance(model, Derived):
+        if isinstance(model, (Derived, Quantized)):
             model.reload(tensors)
 
     swap = swap_of(model, reload)
@@ -185,6 +201,9 @@ def test_a_model_that_is_not_plain_is_reloaded_every_time_and_says_so_once(
     assert why in record.getMessage()
     if isinstance(model, Derived):
         assert torch.equal(model.where.derived, sent(3)["o"][:, HEADS // 2 :] * 2)
+    if isinstance(model, Quantized):
+        error = model.o.float() * model.scale - sent(3)["o"][:, HEADS // 2 :]
+        assert error.abs().max() <= 16 * model.scale  # half of the widest step, 32, of numbers up to 448
 
 
 def test_a_parameter_that_is_not_contiguous_is_not_plain() -> None:

@@ -27,6 +27,16 @@ def test_an_unknown_argument_is_one_line_with_the_nearest_names() -> None:
     check_arguments({"kv_cache_dtype": "fp8", "enable_expert_parallel": True, "seed": 3}, accelerators=1, device="gpu")
 
 
+def test_weights_in_8_bits_are_of_formats_that_vllm_makes_from_bfloat16() -> None:
+    for quantization in arguments.EIGHT_BIT:
+        check_arguments({"quantization": quantization}, accelerators=1, device="gpu")
+    for other in ("fp8", "awq", True):  # of checkpoints; no name
+        says = message(check_arguments, {"quantization": other}, accelerators=1, device="gpu")
+        assert says.startswith(
+            "train.engine.vllm.quantization must be one of fp8_per_block, fp8_per_channel, fp8_per_tensor, got "
+        )
+
+
 REPLICAS = "data_parallel_size must divide cluster.tensor_parallel=4, the accelerators of an engine, got "
 
 
@@ -34,7 +44,12 @@ REPLICAS = "data_parallel_size must divide cluster.tensor_parallel=4, the accele
     ("argument", "value", "text"),
     [
         ("max_num_seqs", 64, "max_num_seqs must be left out, since scheduler.generation_batch_size decides, got 64"),
-        ("quantization", "fp8", "quantization must be left out, since new weights can be loaded into plain parameters"),
+        (
+            "quantization",
+            "fp8_per_block",
+            "quantization must be left out on device='cpu', whose engines are in float32",
+        ),
+        ("quantization_config", {}, "quantization_config must be left out, since quantization names a format that"),
         ("enable_expert_parallel", True, "enable_expert_parallel must be false on device='cpu', where"),
         *(("data_parallel_size", replicas, REPLICAS) for replicas in (0, 3, "2", True)),
     ],
@@ -50,6 +65,8 @@ def test_every_argument_that_is_named_here_is_one_of_this_version() -> None:
     check_version()
     named = engine_arguments(settings(Path("model"))).keys() | arguments.DECIDED_BY.keys() | arguments.REFUSED.keys()
     assert named - arguments._argument_names() == set()
+    source = (arguments._package() / "config" / "quantization.py").read_text(encoding="utf-8")
+    assert all(f'    "{name}": QuantizationConfigArgs(' in source for name in arguments.EIGHT_BIT)
 
 
 @needs_vllm

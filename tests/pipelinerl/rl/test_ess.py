@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.ess import RatioMeans, RatioStats, ess_of_log_weights, kl_estimate
 
 LOG_WEIGHTS = arrays(np.float64, st.integers(1, 30), elements=st.floats(-30, 30))
@@ -117,7 +118,7 @@ def test_kl_is_never_negative(log_ratio: np.ndarray) -> None:
 
 
 def test_the_metrics_of_two_answers() -> None:
-    stats = RatioStats(truncation=1.5)
+    stats = RatioStats(LossConfig(truncation=1.5))
     stats.add(np.log([2.0, 0.5]), np.array([1, 0]))
     stats.add(np.log([1.0, 2.0]), np.array([0, 3]))
     kl = {ratio: ratio - 1 - math.log(ratio) for ratio in (0.5, 1.0, 2.0)}
@@ -137,7 +138,7 @@ def test_the_metrics_of_two_answers() -> None:
 
 
 def test_the_floor_counts_answers_of_lag_0_alone() -> None:
-    stats = RatioStats(truncation=5.0)
+    stats = RatioStats(LossConfig())
     stats.add(np.log([3.0, 3.0]), [1, 0])  # its last token was sampled on keys and values of older weights
     stats.add(np.log([2.0, 1.0]), [0, 0])
     stats.add(np.log([0.5, 1.0]), [0, 0])
@@ -147,7 +148,7 @@ def test_the_floor_counts_answers_of_lag_0_alone() -> None:
 
 
 def test_a_lag_0_of_equal_log_probabilities_reads_zero() -> None:
-    stats = RatioStats(truncation=5.0)
+    stats = RatioStats(LossConfig())
     stats.add([0.0, 0.0], [0, 0])
     stats.add([0.0, 0.7], [0, 1])
     assert stats.metrics()["mismatch/kl_at_lag_0"] == 0.0
@@ -155,19 +156,47 @@ def test_a_lag_0_of_equal_log_probabilities_reads_zero() -> None:
 
 
 def test_a_weight_of_exactly_c_is_not_truncated() -> None:
-    stats = RatioStats(truncation=1.0)
+    stats = RatioStats(LossConfig(truncation=1.0))
     stats.add([0.0, 0.1], [0, 0])
     assert stats.metrics()["mismatch/truncated_share"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("mask", "high", "weights"),  # of the answers (4, 1/4, 1), (2, 2): products 1 and 4, geometric means 1 and 2
+    [
+        ("token", 3.0, [0, 0.25, 1, 1.5, 1.5]),
+        ("sequence", 3.0, [1.5, 0.25, 1, 0, 0]),
+        ("geometric", 3.0, [1.5, 0.25, 1, 1.5, 1.5]),
+        ("geometric", 1.9, [1.5, 0.25, 1, 0, 0]),
+        ("token", 1.0, [0, 0.25, 1, 0, 0]),
+    ],
+)
+def test_masked_tokens_have_no_weight_and_a_share(mask, high, weights) -> None:
+    """Truncated at 1.5; the raw weights do not know the mask."""
+    stats = RatioStats(LossConfig(truncation=1.5, mask=mask, mask_low=0.2, mask_high=high))
+    stats.add(np.log([4.0, 0.25, 1.0]), [2, 2, 2])
+    stats.add(np.log([2.0, 2.0]), [1, 1])
+    w = np.array(weights)
+    expected = {"ess/token_truncated": w.sum() ** 2 / (5 * (w**2).sum()), "mismatch/masked_share": np.mean(w == 0)}
+    expected |= {"ess/token_raw": 9.25**2 / (5 * 25.0625), "mismatch/truncated_share": 0.6}
+    assert {name: stats.metrics()[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_step_whose_tokens_are_all_masked_has_no_effective_sample() -> None:
+    stats = RatioStats(LossConfig(mask="geometric"))
+    stats.add([3.0, 2.0], [4, 4])
+    metrics = stats.metrics()
+    assert (metrics["ess/token_truncated"], metrics["mismatch/masked_share"]) == (0.0, 1.0)
+
+
 def test_without_answers_there_is_nothing_to_log() -> None:
-    assert RatioStats(truncation=5.0).metrics() == {}
-    assert RatioStats(truncation=5.0).ess_by_lag() == {}
+    assert RatioStats(LossConfig()).metrics() == {}
+    assert RatioStats(LossConfig()).ess_by_lag() == {}
 
 
 def test_turns_have_an_ess_of_their_own() -> None:
     """Weights 2 and 1/2 in turn 1; 1 and 2 in turn 2. The other answer has a turn: weight 1. A run is their mean."""
-    stats, run = RatioStats(truncation=5.0), RatioMeans()
+    stats, run = RatioStats(LossConfig()), RatioMeans()
     stats.add(np.log([2.0, 0.5, 1.0, 2.0]), np.zeros(4, int), np.array([1, 1, 2, 2]))
     stats.add([0.0], [0], np.array([1]))
     by_turn = {"ess/turn_1": 3.5**2 / (3 * 5.25), "ess/turn_2": 9 / 10}
@@ -217,7 +246,7 @@ def test_a_run_is_the_mean_of_its_steps() -> None:
 def test_sums_by_answer_equal_sums_over_all_tokens_in_any_order(answers, random) -> None:
     pairs = [(answer, np.array([random.randrange(3) for _ in answer])) for answer in answers]
     random.shuffle(pairs)
-    stats = RatioStats(truncation=2.0)
+    stats = RatioStats(LossConfig(truncation=2.0))
     for log_ratio, lag in pairs:
         stats.add(log_ratio, lag)
     metrics = stats.metrics()
@@ -232,7 +261,7 @@ def test_sums_by_answer_equal_sums_over_all_tokens_in_any_order(answers, random)
 
 
 def test_long_answers_do_not_overflow() -> None:
-    stats = RatioStats(truncation=5.0)
+    stats = RatioStats(LossConfig())
     for sign in (1, -1):
         stats.add(np.full(8192, 0.5 * sign, dtype=np.float32), np.zeros(8192, dtype=np.int64))
     assert stats.metrics()["ess/sequence_raw"] == 0.5
@@ -260,7 +289,6 @@ def test_tokens_in_float32_are_summed_in_float64(seed: int, num: int) -> None:
         (lambda: ess_of_log_weights([0.0], truncation=math.nan), "truncation must be above 0, got nan"),
         (lambda: kl_estimate([]), r"log_ratio_N must be one-dimensional and not empty, got shape \(0,\)"),
         (lambda: kl_estimate([math.nan]), "log_ratio_N must be finite, got nan"),
-        (lambda: RatioStats(truncation=-1.0), "truncation must be above 0, got -1.0"),
     ],
 )
 def test_wrong_input_is_refused(call, message) -> None:
@@ -279,7 +307,7 @@ def test_wrong_input_is_refused(call, message) -> None:
     ],
 )
 def test_a_wrong_answer_is_refused_and_leaves_the_sums_alone(log_ratio, lag, message) -> None:
-    stats = RatioStats(truncation=5.0)
+    stats = RatioStats(LossConfig())
     with pytest.raises(ValueError, match=f"^{message}$"):
         stats.add(log_ratio, lag)
     assert stats.metrics() == {}

@@ -66,6 +66,19 @@ def of_sequences(lengths, seed, spread=0.5):
             [-1, -1, 0.25, 0.25, 1, 1]),
         # With a value head signs differ within a sequence: each token goes by its own.
         ("topr", {}, [0.5, 0.5], [1, -1], [0, 0], None, [-1, 0.25]),
+        # IcePop: 6 and 0.4 are out of 0.5 to 5; both bounds are inside. Masked importance sampling: 0.4 stays.
+        ("reinforce", {"mask": "token"}, [5, 6, 0.5, 0.4, 2], [1, 1, -2, 1, 3], [0, 0, 0, 1, 1], None,
+            [-5, 0, 1, 0, -6]),
+        ("reinforce", {"mask": "token", "mask_low": 0}, [5, 6, 0.5, 0.4, 2], [1, 1, -2, 1, 3], [0, 0, 0, 1, 1], None,
+            [-5, 0, 1, -0.4, -6]),
+        # Products 4, 8 and 1/8: of masked sequences nothing stays, of the others the product is the weight.
+        ("sequence", {"mask": "sequence", "mask_low": 0}, [8, 0.5, 8, 1, 0.125], [1, 1, 1, 1, 2], [0, 0, 1, 1, 2], None,
+            [-4, -4, 0, 0, -0.25]),
+        # Geometric means 2, 1 and 1/2, within 0.6 to 1.5 the second only.
+        ("plain", {"mask": "geometric", "mask_low": 0.6, "mask_high": 1.5}, [1, 4, 8, 0.125, 0.5], [1, 1, -1, 2, 1],
+            [0, 0, 1, 1, 2], None, [0, 0, 1, -2, 0]),
+        ("ppo", {**CLIP, "mask": "geometric", "mask_low": 0.6, "mask_high": 1.5}, [1, 4, 8, 0.125, 0.5],
+            [1, 1, -1, 2, 1], [0, 0, 1, 1, 2], [0, 0, 8, -0.25, 0], [0, 0, 8, -0.25, 0]),
     ],
 )  # fmt: skip
 def test_losses_and_gradients_by_hand(kind, settings, ratios, advantages, sequences, losses_N, gradient_N) -> None:
@@ -157,6 +170,81 @@ def test_no_gradient_reaches_the_reference_or_the_reward() -> None:
     assert gradient(losses.value_loss(logprob_N, reward_N=other_N), other_N) == (None,)
 
 
+MASKS = ("token", "sequence", "geometric")
+
+
+@settings(deadline=None, max_examples=200)
+@given(kind=st.sampled_from(KINDS), mask=st.sampled_from(MASKS), lengths=LENGTHS, seed=SEEDS)
+def test_a_mask_removes_the_tokens_out_of_bounds_and_leaves_the_others_alone(kind, mask, lengths, seed) -> None:
+    logprob_N, tokens = of_sequences(lengths, seed)
+    w_N = (logprob_N.detach() - tokens["behaviour_logprob_N"]).exp().tolist()
+    ratio_N = []
+    for place in np.split(np.arange(len(w_N)), np.cumsum(lengths)[:-1]):
+        product = math.prod(w_N[i] for i in place)
+        ratio_N += {
+            "token": [w_N[i] for i in place],
+            "sequence": [product] * len(place),
+            "geometric": [product ** (1 / len(place))] * len(place),
+        }[mask]
+    kept_N = tensor([float(0.8 <= one <= 1.25) for one in ratio_N])
+    free_N = loss_of(kind, logprob_N, tokens)
+    loss_N = loss_of(kind, logprob_N, tokens, mask=mask, mask_low=0.8, mask_high=1.25)
+    assert torch.equal(loss_N, free_N * kept_N)
+    assert torch.equal(gradient(loss_N, logprob_N)[0], gradient(free_N * kept_N, logprob_N)[0])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    kind=st.sampled_from(KINDS),
+    mask=st.sampled_from(MASKS),
+    lengths=LENGTHS,
+    seed=SEEDS,
+    spread=st.sampled_from([0, 0.5, 50.0]),
+)
+def test_a_mask_that_is_wide_open_or_on_the_policy_changes_no_bit(kind, mask, lengths, seed, spread) -> None:
+    """On the policy the narrowest mask, 1 to 1, keeps every token."""
+    logprob_N, tokens = of_sequences(lengths, seed, spread)
+    bounds = {"mask_low": 0, "mask_high": 1e300} if spread else {"mask_low": 1, "mask_high": 1}
+    free_N, loss_N = loss_of(kind, logprob_N, tokens), loss_of(kind, logprob_N, tokens, mask=mask, **bounds)
+    assert torch.equal(loss_N, free_N)
+    assert torch.equal(gradient(loss_N, logprob_N)[0], gradient(free_N, logprob_N)[0])
+
+
+@relaxed
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_the_weight_of_a_token_under_icepop_is_0_or_within_the_bounds(lengths, seed) -> None:
+    logprob_N, tokens = of_sequences(lengths, seed, spread=2)
+    tokens["advantage_N"] = torch.ones_like(logprob_N)
+    weight_N = -gradient(loss_of("reinforce", logprob_N, tokens, mask="token"), logprob_N)[0]
+    assert all(one == 0 or 0.5 <= one <= 5 for one in weight_N.tolist())
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_masked_loss_has_the_gradient_of_finite_differences(kind, mask) -> None:
+    """Of the kinds whose weight has a gradient; some tokens are masked and some are not, all away from the bounds."""
+    logprob_N, tokens = of_sequences([3, 2, 4], seed=2)
+
+    def loss(moved_N):
+        return loss_of(kind, moved_N, tokens, mask=mask, mask_low=0.8, mask_high=1.25)
+
+    assert 0 < torch.count_nonzero(loss(logprob_N)) < 9
+    assert torch.autograd.gradcheck(loss, [logprob_N])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_what_is_not_a_number_is_not_masked_away(mask) -> None:
+    logprob_N, tokens = of_sequences([2], seed=3)
+    tokens["behaviour_logprob_N"][0] = math.nan
+    assert loss_of("reinforce", logprob_N, tokens, mask=mask).isnan().any()
+
+
+@pytest.mark.parametrize("name", ["mask_low", "mask_high"])
+def test_bounds_without_a_mask_are_refused(name) -> None:
+    with pytest.raises(ValidationError, match=f"{name} needs mask='token', 'sequence' or 'geometric', .* {name}=1"):
+        LossConfig(**{name: 1})
+
+
 # Identities
 
 
@@ -223,9 +311,10 @@ def test_kl_is_cut_where_the_reference_is_far_likelier_and_pulls_back_where_the_
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [None, "sequence"])
 @pytest.mark.parametrize("log_ratio", [500.0, -500.0])
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-def test_absurd_ratios_give_finite_losses_and_gradients(kind, log_ratio, advantage) -> None:
+def test_absurd_ratios_give_finite_losses_and_gradients(kind, mask, log_ratio, advantage) -> None:
     logprob_N = torch.tensor([-1.0, -1.0], requires_grad=True)
     tokens = {
         "behaviour_logprob_N": torch.tensor([-1.0 - log_ratio] * 2),
@@ -233,7 +322,7 @@ def test_absurd_ratios_give_finite_losses_and_gradients(kind, log_ratio, advanta
         "sequence_N": torch.tensor([0, 0]),
         "num_sequences": 1,
     }
-    loss_N = loss_of(kind, logprob_N, tokens)
+    loss_N = loss_of(kind, logprob_N, tokens, mask=mask)
     assert torch.isfinite(loss_N).all()
     assert torch.isfinite(gradient(loss_N, logprob_N)[0]).all()
 
@@ -269,7 +358,17 @@ def test_wrong_shapes_and_types_are_refused(changes, message) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"truncation": 0.0}, {"truncation": math.nan}, {"clip_low": 1.0}, {"clip_low": -0.1}, {"clip_high": -0.1}]
+    "wrong",
+    [
+        {"truncation": 0.0},
+        {"truncation": math.nan},
+        {"clip_low": 1.0},
+        {"clip_low": -0.1},
+        {"clip_high": -0.1},
+        {"mask": "token", "mask_low": 1.1},
+        {"mask": "token", "mask_high": 0.9},
+        {"mask": "none"},
+    ],
 )
 def test_a_setting_out_of_range_is_refused(wrong) -> None:
     with pytest.raises(ValidationError):
