@@ -151,7 +151,7 @@ def validation_chart(report: ValidationReport) -> Chart | None:
         return None
     series = [
         Series(label="1: as measured", mark=Mark.RULE_X, x=[1.0], y=[0.0], color=MUTED, width=0.8),
-        *(rule("30 % off", ratio, dash=":") for ratio in (0.7, 1.3)),
+        *(replace(rule("30 % off", ratio, dash=":"), named=ratio < 1) for ratio in (0.7, 1.3)),
     ]
     families = dict.fromkeys(row.family for row in rows)
     for family, color in zip(families, cycle(SYSTEM_COLORS), strict=False):

@@ -19,7 +19,8 @@ import numpy as np
 from pipelinerl.pages.evidence import validation_cells
 from pipelinerl.pages.page import markdown_table
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, ValidationReport
-from sim.validation.predict import alone_run, shipped_runs, speed_up_summary, truly_simulated, validate
+from pipelinerl.util.arrays import FloatArray
+from sim.validation.predict import alone_run, by_family, shipped_runs, speed_up_summary, truly_simulated, validate
 from sim.validation.rows import PublishedRun
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +97,29 @@ def more_apart_staler(report: ValidationReport, published: Published) -> tuple[i
         if first != second:
             decided.append(((first > second) is faster, pair.in_order))
     return len(decided), sum(rule for rule, _ in decided), sum(ours for _, ours in decided)
+
+
+def base_rates(pairs: Sequence[SpeedUp]) -> tuple[float, float, float]:
+    """Return what no knowledge of a system could beat: two Brier scores, and the families that tell them from "always".
+
+    The first forecasts the share of the other families whose asynchronous run is faster (one of either kind added), the
+    second their share in hindsight, the best constant. Families: until 1.645 standard errors of the difference of
+    that to "always" are as large as the difference.
+    """
+    faster_F = np.array(list(by_family_means((one.family, float(one.measured > 1)) for one in pairs).values()))
+    others_F = (faster_F.sum() - faster_F + 1) / (len(faster_F) + 1)
+    known = faster_F.mean()
+
+    def scores(forecast_F: FloatArray | float) -> FloatArray:
+        return np.asarray(faster_F * (1 - forecast_F) ** 2 + (1 - faster_F) * forecast_F**2)
+
+    gain_F = scores(known) - scores(1.0)
+    return float(scores(others_F).mean()), float(scores(known).mean()), (1.645 * gain_F.std() / gain_F.mean()) ** 2
+
+
+def by_family_means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the mean of each family."""
+    return {str(name): float(np.mean(some)) for name, some in by_family(values).items()}
 
 
 def parts(report: ValidationReport, published: Published, central: Mapping[str, float]) -> dict[str, str]:
@@ -221,17 +245,33 @@ def _alone(
 ) -> str:
     summary = report.summary.alone
     assert summary is not None
-    families = {published[name].family for name in alone}
     errors = np.abs([central[name] for name in alone])
     far = sum(abs(one) > FAR for one in alone.values())
-    apart = sum(one[0] == APART for one in families)
     return _filled(
-        f"{summary.rows} rows, {summary.families} families, {apart} of them {APART}; "
+        f"{summary.rows} rows, {summary.families} families; "
         f"{percent(summary.within_45_percent)} are within 45 %, and {percent(summary.within_band)} inside their 80 % "
         f"band; 9 of 10 are within {percent(summary.p90_error)} (without the correction: median "
         f"{percent(float(np.median(errors)))}, 9 of 10 within {percent(float(np.quantile(errors, 0.9)))}). "
-        f"[{far} rows](measurements/validation.md#furthest-off-alone) are more than 45 % off."
+        f"[{far} rows](measurements/validation.md#furthest-off-alone) are more than 45 % off. "
+        + _biases(report, published)
     )
+
+
+def _biases(report: ValidationReport, published: Published) -> str:
+    """Return the mean error of rows alone by software, with its standard error by the spread of families and rows."""
+    summary, logs = report.summary.alone, dict[str, dict[str, list[float]]]()
+    assert summary is not None
+    for one in report.rows:
+        if one.alone is not None:
+            software = logs.setdefault(published[one.id].system.split()[0], {})
+            software.setdefault(one.family, []).append(math.log(one.alone / one.measured))
+    texts = []
+    for name, families in logs.items():
+        every = [error for errors in families.values() for error in errors]
+        error = math.sqrt(summary.family_sd**2 / len(families) + summary.row_sd**2 / len(every))
+        texts.append(f"{name} {signed(float(np.mean(every)), '.2f')} ± {error:.2f} ({len(families)}, {len(every)})")
+    needed = f"to show 0.1 takes {math.ceil((1.645 * summary.family_sd / 0.1) ** 2)} families"
+    return f"Mean error in logs ± standard error (families, rows): {', '.join(texts)}; {needed}."
 
 
 def _pairs(report: ValidationReport, published: Published) -> str:
@@ -240,13 +280,16 @@ def _pairs(report: ValidationReport, published: Published) -> str:
     faster = [pair.measured for pair in report.speed_ups if pair.measured > 1]
     known = [pair for pair in report.speed_ups if published[pair.synchronous].avg_len]
     limited = [pair for pair in known if published[pair.synchronous].max_len]
+    of_others, in_hindsight, needed = base_rates(report.speed_ups)
     return _filled(
         f"Of {one.pairs} pairs the asynchronous run is faster in {one.faster}, by {min(faster):.1f} to "
-        f'{max(faster):.1f} times: no rule is much better than "always". Brier scores: all '
+        f"{max(faster):.1f} times. Brier scores: all "
         f"{_scores(report.speed_ups)}; "
         f"{len(known)} with a published mean answer {_scores(known)}; {len(limited)} of these with a published limit "
         f"{_scores(limited)}; a coin 0.25. P is 0.95 or more for {one.certain}, rightly for {one.certain_right}; "
-        f"80 % bands hold {percent(one.within_band)}."
+        f"80 % bands hold {percent(one.within_band)}. **{one.families} families show no more**: the share of faster "
+        f"runs in the others scores {of_others:.2f}, in hindsight, the best constant, {in_hindsight:.2f}; telling "
+        f'that from "always" takes {needed:.0f}.'
     )
 
 

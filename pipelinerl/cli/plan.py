@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,7 @@ from pipelinerl.cli import options
 from pipelinerl.cli.output import complain, draw_kept, print_json, print_line, stage_bars
 
 if TYPE_CHECKING:
-    from pipelinerl.records.plan_report import PhasesReport, PlanReport
+    from pipelinerl.records.plan_report import PlanReport
     from sim.planning.answer import PlannedCase
 
 INTERRUPTED = "interrupted; the simulations that had ended are kept"
@@ -30,7 +29,7 @@ def plan(
     accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs: 64,96, or H100=64,GB200=36.")] = None,
     engine: Annotated[str | None, typer.Option(metavar="NAME", help="Engine: vllm-0.32, sglang-0.5; several.")] = None,
     software: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Software of training: verl, nemo-rl, ours; several.")
+        str | None, typer.Option(metavar="NAME", help="Software of training: verl, verl-0.6, ours; several.")
     ] = None,
     sync: Annotated[
         str | None, typer.Option(metavar="METHOD", help="Weight synchronization method; several: refit,reshard.")
@@ -76,7 +75,7 @@ def plan(
     """Recommend split, batch sizes, engines and scheduler, for a run file or for the options below."""
     from pipelinerl.config.question import ask, save_question
     from sim.planning.answer import plan_cases
-    from sim.planning.phases import compare_phases
+    from sim.planning.phases import compare_phases, with_phases
     from sim.planning.simulate import HowToPlan
 
     asked = {
@@ -103,9 +102,11 @@ def plan(
         )
         cases = plan_cases(question, how)
         phases = compare_phases(question, cases, how)
-    if question.growth is not None and phases is None:
+    if phases is not None:
+        cases = with_phases(cases, phases, out)
+    elif question.growth is not None:
         complain("no plan is known to keep to the limits in every part of the run, as answers grow")
-    status = _show(cases, file.name, phases=phases, out=out, as_json=as_json)
+    status = _show(cases, file.name, out=out, as_json=as_json)
     if run is None and save is None and out is not None:
         save_question(question, file)
     if run is None and not as_json:
@@ -114,23 +115,20 @@ def plan(
     raise typer.Exit(status)
 
 
-def _show(
-    cases: Sequence[PlannedCase], name: str, *, phases: PhasesReport | None, out: Path | None, as_json: bool
-) -> int:
+def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json: bool) -> int:
     """Print and draw the plans of a question; return the exit status."""
     plans = {one.name: one.report for one in cases if one.report is not None}
     reports, several = [*plans.values()], len(cases) > 1
     if as_json:
         rows = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
-        grown = {} if phases is None else {"phases": phases.to_dict()}
+        grown = next(({"phases": one.phases.to_dict()} for one in reports if one.phases), {})
         print_json({"cases": rows, **grown} if several else reports[0].to_dict())
     else:
-        from pipelinerl.pages.plans import cases_page, plan_page, switching
+        from pipelinerl.pages.plans import cases_page, plan_page
         from pipelinerl.pages.terminal import print_page
 
         failed = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
-        page = cases_page(plans, failures=failed) if several else plan_page(reports[0])
-        print_page(page if phases is None else replace(page, answer=switching(phases)), name)
+        print_page(cases_page(plans, failures=failed) if several else plan_page(reports[0]), name)
     failures = [one.failure for one in cases if one.report is not None and one.failure is not None]
     if out is not None and not failures:
         for folder in (one.folder for one in cases if one.report is not None):

@@ -224,7 +224,7 @@ class HardwareConfig(StrictModel):
     engine: str | None = Field(default=None, exclude_if=not_)
     """Inference engine and version (docs/hardware.md). None: the newest that is known."""
     software: str | None = Field(default=None, exclude_if=not_)
-    """Software of training, for the seconds beside generation and training. None: unknown, a wide band."""
+    """Training software and version, for the seconds beside generation and training. None: a wide band."""
     weight_sync: str | None = None
     """Method of weight synchronization: one of the catalogue, or ``package.module:ATTRIBUTE`` of a
     ``WeightTransport``. None: ``software`` has one."""

@@ -1,7 +1,7 @@
 """Stacks: inference engines, and software of training, by name and version, with their own coefficients.
 
-``data/stacks.toml`` has each with its sources; without a name the values of ``coefficients.toml`` hold: those of the
-newest engine, and of no software in particular.
+``data/stacks.toml`` has each with its sources; a name without a version is the newest that is known. Without a name the
+values of ``coefficients.toml`` hold: those of the newest engine, and of no software in particular.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Stack:
     """Those in which it differs, at their levels, by name."""
     transports: Mapping[bool, WeightTransport]
     """Weight synchronization by colocated; empty where it is not known."""
+    also: tuple[str, ...]
+    """Its other names: versions that nothing published tells apart."""
 
 
 @functools.cache
@@ -38,16 +40,18 @@ def _stacks() -> Mapping[str, Mapping[str, Stack]]:
 def _stack(name: str, table: Mapping[str, Any]) -> Stack:
     arms = {False: table.get("apart"), True: table.get("colocated")}
     methods = {arm: find_transport(one, key=name, among=(*PUBLISHED, *OURS)) for arm, one in arms.items() if one}
-    levels = {key: one for key, one in table.items() if isinstance(one, list)}
-    return Stack({key: dict(zip(Level, values, strict=True)) for key, values in levels.items()}, methods)
+    also = tuple(table.get("also", ()))
+    levels = {key: one for key, one in table.items() if isinstance(one, list) and key != "also"}
+    return Stack({key: dict(zip(Level, values, strict=True)) for key, values in levels.items()}, methods, also)
 
 
 def find_stack(kind: str, name: str | None) -> Stack | None:
     """Return the ``engine`` or ``software`` of a name, None of no name; ConfigError, with the key, if unknown."""
     known = _stacks()[kind]
-    if name is None or name in known:
-        return known.get(name or "")
-    raise ConfigError(f"{kind} must be one of {', '.join(known)}; {did_you_mean(name, known)}got {name!r}")
+    every = {also: one for stack, one in known.items() for also in (stack, *one.also)}
+    if name is None or name in every:
+        return every.get(name or "")
+    raise ConfigError(f"{kind} must be one of {', '.join(known)}; {did_you_mean(name, every)}got {name!r}")
 
 
 def stack_levels(engine: str | None, software: str | None) -> dict[str, Mapping[Level, float]]:

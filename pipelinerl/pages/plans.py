@@ -86,7 +86,7 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
     return Page(
         title=f"Plans for {(config and config.hardware.model) or 'a model'}: {names}",
         question=f"Which is the best of these: {names}?",
-        answer="\n".join(who_wins(plans)),
+        answer=switching(report.phases) if report.phases else "\n".join(who_wins(plans)),
         facts=price_facts(plans.values()),
         sections=[
             *(

@@ -371,6 +371,23 @@ class SplitCurve(Report):
     _equally_long = equally_long("generation_accelerators", "tokens_per_s", "low", "high")
 
 
+class PhasesReport(Report):
+    """Plans of a run whose answers grow linearly, by the screening."""
+
+    restart_s: float
+    """Assumed time of a switch (seconds)."""
+    plans: list[tuple[str, int, float]]
+    """The plans in order: label, last optimizer step, and mean answer then (tokens)."""
+    hours: float
+    """Hours of the run, restarts included."""
+    hours_without_restarts: float
+    """Hours if a switch took no time."""
+    single: str
+    """The best plan for the whole run."""
+    single_hours: float
+    """Hours with it."""
+
+
 class PlanReport(Report):
     """The content of plan.json."""
 
@@ -409,6 +426,8 @@ class PlanReport(Report):
     stages: dict[str, float]
     """Seconds charged for the recommendation, by stage, at central values: of a decode step, an optimizer step, a
     weight update, an RL step."""
+    phases: PhasesReport | None = None
+    """When to switch plans as answers grow, the same in every phase's plan. Absent if they do not."""
     made: str | None = None
     """Date, version and command. Absent if no command made it."""
 
@@ -423,20 +442,3 @@ class PlanReport(Report):
         if not set(front) <= set(known):
             raise ValueError(f"labels must be those of simulated candidates, got {front}")
         return front
-
-
-class PhasesReport(Report):
-    """Plans of a run whose answers grow linearly, by the screening."""
-
-    restart_s: float
-    """Assumed time of a switch (seconds)."""
-    plans: list[tuple[str, int, float]]
-    """The plans in order: label, last optimizer step, and mean answer then (tokens)."""
-    hours: float
-    """Hours of the run, restarts included."""
-    hours_without_restarts: float
-    """Hours if a switch took no time."""
-    single: str
-    """The best plan for the whole run."""
-    single_hours: float
-    """Hours with it."""

@@ -2,8 +2,9 @@
 
 Theory of operation. Seconds are those of the log; what it lacks comes from the simulation of the calibrated job. No log
 has the tail, engines without an answer while others still generate: its share of the generation is simulated. The best
-of every kind of schedule is that of ``plan``; a single key is changed alone, with the slots that go with it. Both are
-compared with the job in the same draws: the draws of two run files differ only where their unknowns do.
+of every kind of schedule is that of ``plan``, compared with the job in its draws, with the evidence of published pairs.
+A single key is changed alone, with the slots that go with it, never the kind, and no pairs are published of it: it is
+compared in the same draws without evidence. The draws of two run files differ only where their unknowns do.
 """
 
 from __future__ import annotations

@@ -9,13 +9,17 @@ One plan throughout is a sequence, too: the cheapest one never loses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from pipelinerl.calibration.measured import Measured, merged
 from pipelinerl.config.question import Question
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.plan_report import PhasesReport
+from pipelinerl.records.run_folder import PLAN_FILE, write_json
 from sim.planning.answer import PlannedCase
 from sim.planning.screen import Screened, Screener, screen_all, with_values
 from sim.planning.simulate import HowToPlan
@@ -66,6 +70,23 @@ def compare_phases(question: Question, cases: Sequence[PlannedCase], how: HowToP
         single=labels[int(alone_C.argmin())],
         single_hours=alone_C.min() / 3600,
     )
+
+
+def with_phases(cases: Sequence[PlannedCase], phases: PhasesReport, out: Path | None) -> list[PlannedCase]:
+    """Return the plans of the phases with their order, written to their folders in ``out`` again."""
+
+    def ordered(one: PlannedCase) -> PlannedCase:
+        if one.report is None or one.failure is not None:
+            return one
+        report, failure = one.report.model_copy(update={"phases": phases}), None
+        if out is not None:
+            try:
+                write_json(out / one.folder / PLAN_FILE, report.to_dict())
+            except (ConfigError, RunFailedError) as error:
+                failure = str(error)
+        return replace(one, report=report, failure=failure)
+
+    return [ordered(one) for one in cases]
 
 
 def cheapest(seconds_CS: np.ndarray, restart_s: float) -> tuple[float, list[int]]:

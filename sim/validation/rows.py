@@ -105,6 +105,8 @@ class PublishedRun(StrictModel):
     """Answers per RL step (count), where prompts and answers per prompt are not both published."""
     prompts_per_optimizer_step: int | None = Field(default=None, ge=1)
     """Prompts whose answers one optimizer step trains on (count). None: all of an RL step."""
+    optimizer_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of an RL step (count), where its prompts are not published."""
     max_len: int | None = Field(default=None, ge=1)
     """Longest answer (tokens)."""
     avg_len: float | None = Field(default=None, gt=0)
@@ -227,7 +229,7 @@ class PublishedRun(StrictModel):
     def optimizer_steps_per_rl_step(self) -> int:
         """Optimizer steps on the answers of one RL step (count); 1 where the numbers of prompts do not divide."""
         prompts, each = self.prompts_per_step, self.prompts_per_optimizer_step
-        return 1 if prompts is None or each is None or prompts % each else prompts // each
+        return self.optimizer_steps or (1 if prompts is None or each is None or prompts % each else prompts // each)
 
 
 # ---------------------------------------------------------------------------------------------- files of published runs
@@ -428,7 +430,7 @@ def _from_words(row: PublishedRun, generate_or_wait_s: float | None) -> dict[str
     colocated = schedule is not None and schedule.colocated
     generates = colocated or schedule is Schedule.SYNC_APART
     stated_s = None if schedule is Schedule.SYNC else settings.get("generate_sequences")
-    shared_by = settings.get("sp")
+    shared_by, updates = settings.get("sp"), re.search(r"\b(\d+) mini-updates", row.note)
     values: dict[str, Any] = {
         "schedule": schedule,
         "generate_s": stated_s or (generate_or_wait_s if generates else None),
@@ -438,6 +440,7 @@ def _from_words(row: PublishedRun, generate_or_wait_s: float | None) -> dict[str
         "prompts_per_optimizer_step": _count(settings.get("mini")),
         "gpus_per_sequence": None if shared_by is None else max(1, int(shared_by)),
         "answers_per_step": _answers_per_step(row),
+        "optimizer_steps": None if updates is None else _count(float(updates[1])),
     }
     if colocated and row.apart:  # words count before the numbers of GPUs
         values |= {"gpus_total": row.gpus, "gpus_train": None, "gpus_gen": None}

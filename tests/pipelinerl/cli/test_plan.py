@@ -16,7 +16,9 @@ import sim.planning.answer
 from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config, dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.prior import MEAN_SD
+from pipelinerl.pages.plans import cases_page
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
+from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
 from pipelinerl.util.explain import cannot_write
 from sim.run import simulate
@@ -52,18 +54,24 @@ def test_a_question_of_two_sizes_is_one_table_and_saves_the_file(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "no_figures")
 def test_answers_that_grow_are_one_answer_of_when_to_switch(command: Command, tmp_path: Path) -> None:
     """Eight short steps are worth no restart; without a price the public one is assumed in every phase."""
-    run = tmp_path / "run.toml"
+    run, out = tmp_path / "run.toml", tmp_path / "out"
     run.write_text(tomli_w.dumps(TINY))
-    result = command("plan", run, "--mean-length", "20..100", *FEW)
+    result = command("plan", run, "--mean-length", "20..100", *FEW, "--out", out)
     assert result.status == 0, result.err
     words = " ".join(result.out.split())
     assert re.match(r"answer Pipeline \d/\d H=8 throughout\. By the screening .* restarts \(10 min, assumed\)", words)
     assert all(f" {mean} tokens Pipeline RL at a mean lag of " in words for mean in (30, 50, 70, 90))
     assert words.count("USD per million trained tokens at assumed prices") == 5
     assert words.count(f"assumed: {find_gpu('H100').price_per_hour:.2f} USD per H100-hour (on-demand, ") == 1
+    kept = {mean: PlanReport.read(out / f"{mean}_tokens" / PLAN_FILE) for mean in (30, 50, 70, 90)}
+    assert f" {cases_page(kept).answer} " in words  # what a page of the folders says
+    (phases, *_) = those = [one.phases for one in kept.values()]
+    assert phases is not None
+    assert those == 4 * [phases]
+    assert phases.plans == [(phases.single, 8, 100)]
 
 
 @pytest.mark.slow

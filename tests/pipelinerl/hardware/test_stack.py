@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from pipelinerl.hardware.costs import HardwareConfig, batch_s, context_token_s
 from pipelinerl.hardware.stack import find_stack, stack_levels
 from pipelinerl.hardware.transport import OURS, PUBLISHED
 from pipelinerl.util.read import read_toml
+from sim.validation.predict import shipped_runs
 
 DATA = Path(__file__).parents[3] / "pipelinerl" / "hardware" / "data" / "stacks.toml"
 STACKS = {
@@ -33,6 +35,7 @@ BATCHES, CONTEXT = (1, 4, 16, 64, 256), 1000
 def test_a_stack_has_a_source_ordered_coefficients_and_transports_that_exist(kind, name):
     table = dict(STACKS[kind, name])
     assert table.pop("source")
+    also = table.pop("also", [])
     arms = {False: table.pop("apart", None), True: table.pop("colocated", None)}
     named = {arm: one for arm, one in arms.items() if one is not None}
     assert {*named.values()} <= {one.name for one in (*PUBLISHED, *OURS)}
@@ -45,6 +48,24 @@ def test_a_stack_has_a_source_ordered_coefficients_and_transports_that_exist(kin
     stack = find_stack(kind, name)
     assert {arm: one.name for arm, one in stack.transports.items()} == named
     assert {key: [*levels.values()] for key, levels in stack.coefficients.items()} == table
+    assert all(find_stack(kind, one) is stack for one in also)
+    assert all(one.rpartition("-")[0] in (name, name.rpartition("-")[0]) for one in also)  # a version of the same
+
+
+def test_a_phase_switch_of_an_older_verl_is_between_the_published_ones_and_central_at_their_median():
+    """Of colocated rows of 2025: the rest beside the parts, less the weights by ``refit`` (1.3 s by root GB)."""
+    gigabytes = {"Qwen2.5-Math-7B": 15.2, "Qwen3-30B-A3B-Base": 61.1}
+    left = [
+        run.step_s - run.generate_s - run.train_s - 1.3 * math.sqrt(gigabytes[run.model])
+        for run in shipped_runs()
+        if run.system.startswith("verl ") and run.schedule == "sync" and run.date.startswith("2025")
+    ]
+    stack = find_stack("software", "verl-0.6").coefficients
+    fast, middle, slow = (
+        stack["switch_to_training_s"][level] + stack["switch_to_generation_s"][level] for level in Level
+    )
+    assert len(left) == 5
+    assert (fast, middle, slow) == pytest.approx((min(left), np.median(left), max(left)), rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_plan import TINY
 
+import sim.planning.diagnose
 from pipelinerl.calibration.calibrate import calibrate_run
 from pipelinerl.calibration.log import CalibratedLog, LoggedRun, LoggedStep
 from pipelinerl.calibration.measured import Measured
@@ -18,9 +19,12 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.pages.evidence import diagnosis_page
 from pipelinerl.pages.page import page_markdown
 from pipelinerl.records.diagnosis_report import DiagnosisReport, GpuTime
+from pipelinerl.records.plan_report import PlanReport
 from sim.batch import measured_steps
+from sim.planning.answer import searched
 from sim.planning.certainty import make_draws
 from sim.planning.diagnose import diagnose, gpu_time
+from sim.planning.screen import Candidate
 from sim.planning.simulate import HowToPlan
 
 PARTS = ("generation_s", "training_s", "logprob_s", "sync_s", "switch_s", "reward_s", "wait_s")
@@ -120,6 +124,26 @@ def test_changes_are_sorted_gain_more_than_a_tie_and_are_of_the_job_itself() -> 
     text = page_markdown(diagnosis_page(report))
     assert [one for one in report.gains if f"{one.times:.2f} times as fast" not in text] == []
     assert DiagnosisReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_another_kind_gains_as_in_plan_and_no_single_key_changes_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[PlanReport] = []
+
+    def recorded(run: RunConfig, how: HowToPlan, *, effects: bool) -> tuple[PlanReport, Candidate]:
+        report, best = searched(run, how, effects=effects)
+        planned.append(report)
+        return report, best
+
+    monkeypatch.setattr(sim.planning.diagnose, "searched", recorded)
+    report = found("scheduler.kind=conventional", "scheduler.max_lag=1")
+    own, best = planned[0].own, planned[0].families["pipeline"]
+    assert own is not None
+    assert best is not None
+    assert report.asynchronous is not None
+    assert report.asynchronous.times == best.tokens_per_s / own.tokens_per_s
+    assert report.asynchronous.band == best.over_own
+    kinds = [one.change for one in report.gains if any(key.startswith("scheduler.kind=") for key in one.set)]
+    assert all("RL at its best" in one for one in kinds)
 
 
 def test_draws_of_another_run_file_are_the_same_where_their_unknowns_are() -> None:

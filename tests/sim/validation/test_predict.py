@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from pages import text_of
 from published import changed, predicted, predicted_by_id, row
-from validation_pages import PAGES, as_much_per_gpu, central_errors, more_apart_staler, parts, sum_of_parts, with_parts
+from validation_pages import (
+    PAGES,
+    as_much_per_gpu,
+    base_rates,
+    central_errors,
+    more_apart_staler,
+    parts,
+    sum_of_parts,
+    with_parts,
+)
 
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.hardware.prior import END_SDS, PAIRS_MEAN, RUN_SD, SYNC_ARM_SD, SYNC_SD
@@ -380,6 +389,23 @@ def test_scores_by_hand():
     assert summary.brier == pytest.approx(0.5, abs=1e-3)
     assert (summary.always_brier, summary.certain, summary.certain_right, summary.faster) == (0.5, 2, 1, 1)
     assert speed_up_summary(()) is None
+
+
+def test_the_scores_of_base_rates_by_hand():
+    """Eight families faster, one slower. Of the others 7 of 8, and one of either kind: forecast 0.8; for the slower one
+    0.9. In hindsight 8/9: 1/81 and 64/81, where "always" has 0 and 1: differences of 1/81 and -17/81, mean -1/81.
+    """
+    ends = {"synchronous": "s", "asynchronous": "a", "low": 1.0, "high": 4.0, "decided_by": "weights", "predicted": 2.0}
+    measured = {name: 0.5 if name == "i" else 2.0 for name in "abcdefghi"}
+    pairs = [
+        SpeedUp(family=name, measured=one, probability=0.5, constant=1.0, **ends)
+        for name, one in measured.items()
+        for _ in range(2 if name == "b" else 1)  # a family counts once
+    ]
+    others, known, needed = base_rates(pairs)
+    assert others == pytest.approx((8 * 0.2**2 + 0.9**2) / 9)
+    assert known == pytest.approx(8 / 81)
+    assert needed == pytest.approx(1.645**2 * (8 + 17**2 - 9) / 9)
 
 
 def test_intervals_of_differences_to_the_naive_rules_by_hand():
