@@ -167,8 +167,8 @@ class TrainConfig(StrictModel):
     placement_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for busy accelerators."""
     transport: str | None = None
-    """``file``, ``broadcast``, ``delta``, or ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: delta on GPUs,
-    not colocated; else file."""
+    """``file``, ``broadcast``, ``delta``, or ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: delta on
+    GPUs, not colocated; else file."""
     weights_folder: str = "/dev/shm"
     """Folder for weights as files; shared by all machines."""
     model: ModelConfig
