@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -271,6 +271,7 @@ TYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 PIECES = st.tuples(st.integers(0, 2), st.sampled_from(VIEWS), st.booleans())
 
 
+@settings(max_examples=50)
 @given(
     sources=st.lists(st.tuples(TYPES, st.tuples(*[st.integers(2, 3)] * 3)), min_size=3, max_size=3),
     targets=st.lists(st.tuples(TYPES, st.lists(PIECES, min_size=1, max_size=4)), min_size=1, max_size=3),
