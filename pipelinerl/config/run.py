@@ -159,7 +159,7 @@ class PolicyConfig(StrictModel):
     learning_rate: float = Field(gt=0)
     """Adam's rate (no unit)."""
     gradient_clip: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient of a batch (no unit)."""
+    """Largest norm of a batch's gradient (no unit)."""
     loss: LossConfig = LossConfig()
     """The policy gradient."""
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -266,7 +266,7 @@ class SchedulerConfig(StrictModel):
     ready_queue_size: Count | None = None
     """Finished rollouts that may wait (sequences). None: 2 B."""
     on_full: OnFull = Field(default=OnFull.WAIT, strict=False)
-    """What happens when the ready queue is full."""
+    """When the ready queue is full."""
     filter_no_signal: bool = False
     """Discard groups of equal rewards."""
     discard_limit: Count | None = None

@@ -21,9 +21,9 @@ class ModelConfig(StrictModel):
     """The language model to train."""
 
     path: str
-    """Hugging Face folder with weights and tokenizer, or an id."""
+    """Hugging Face folder, or an id."""
     chat_template: bool = True
-    """Wrap prompts in the tokenizer's chat template, if any; not in environments."""
+    """Use the tokenizer's chat template, if any; not in environments."""
 
 
 class SamplingConfig(StrictModel):
@@ -92,7 +92,7 @@ class TrainerConfig(StrictModel):
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds until a micro-batch counts as hung."""
     collective_timeout_s: float = Field(default=900.0, gt=0)
-    """Seconds a rank waits for others (NCCL, gloo) after the start."""
+    """Seconds a rank waits for others after the start."""
     restarts: CountOrZero = 3
     """Restarts from the last checkpoint after a lost rank (count)."""
 
@@ -111,9 +111,9 @@ class EngineConfig(StrictModel):
     update_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for each phase of a weight update, for sleeping or waking."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without a decode step or sign of life until an engine counts as hung."""
+    """Seconds without a sign of life until an engine counts as hung."""
     restarts_per_hour: CountOrZero = 10
-    """Losses per engine within an hour that the run survives (count): 480 for 48 engines."""
+    """Losses per engine and hour that the run survives (count): 480 for 48 engines."""
     vllm: Settings = {}
     """vLLM's own arguments."""
 
@@ -161,7 +161,7 @@ class TrainConfig(StrictModel):
     """Settings of a real run, read by ``pipelinerl train``; hardware by name reads ``trainer`` and ``transport``."""
 
     device: Literal["cpu", "gpu"] = "gpu"
-    """An accelerator of ``cluster``: a GPU (bfloat16) or a core (float32)."""
+    """Accelerators: GPUs (bfloat16) or cores (float32)."""
     ray_address: str | None = None
     """A running Ray cluster. None: a private one."""
     placement_timeout_s: float = Field(default=600.0, gt=0)

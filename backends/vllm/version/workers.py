@@ -32,7 +32,8 @@ def load_weights(model: Any, model_config: Any, weights: Iterable[tuple[str, Any
     """Load a checkpoint's weights into a worker's model, in place.
 
     The model's parameters may be packed or fused after loading. vLLM's layerwise reload undoes that, lets the model's
-    own loader have the weights, and packs again into the same storage, or quantizes again (``arguments.EIGHT_BIT``).
+    own loader have the weights, and packs again into the same storage, or quantizes again (``arguments.EIGHT_BIT``; on
+    CPU in bfloat16 vLLM 0.32 has the bits of an engine started with these weights).
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

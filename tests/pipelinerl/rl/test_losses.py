@@ -173,7 +173,7 @@ def test_no_gradient_reaches_the_reference_or_the_reward() -> None:
 MASKS = ("token", "sequence", "geometric")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(kind=st.sampled_from(KINDS), mask=st.sampled_from(MASKS), lengths=LENGTHS, seed=SEEDS)
 def test_a_mask_removes_the_tokens_out_of_bounds_and_leaves_the_others_alone(kind, mask, lengths, seed) -> None:
     logprob_N, tokens = of_sequences(lengths, seed)
@@ -193,7 +193,7 @@ def test_a_mask_removes_the_tokens_out_of_bounds_and_leaves_the_others_alone(kin
     assert torch.equal(gradient(loss_N, logprob_N)[0], gradient(free_N * kept_N, logprob_N)[0])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     kind=st.sampled_from(KINDS),
     mask=st.sampled_from(MASKS),
