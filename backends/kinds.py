@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -251,13 +250,13 @@ def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
         logs=None if place.logs is None else str(place.logs),
         colocated=config.colocated,
     )
-    chooses = train.device == "gpu" and train.trainer.activation_checkpointing is True
+    path, chooses = train.model.path, train.device == "gpu" and train.trainer.activation_checkpointing is True
     return RayTrainer(
         DeepSpeedRank,
         settings,
         place.options,
         placing_timeout_s=train.placement_timeout_s,
-        recomputed=partial(recomputed_layers, config, model_config(train.model.path)) if chooses else None,
+        recomputed=(lambda memory: recomputed_layers(config, model_config(path), memory)) if chooses else None,
     )
 
 

@@ -16,6 +16,7 @@ from model_configs import ARCHITECTURES  # noqa: E402
 
 from backends import kinds  # noqa: E402
 from backends.driver import metrics as metrics_log  # noqa: E402
+from backends.interface import Place  # noqa: E402
 from backends.preflight import check_run, evaluation_task, task_of  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer import footprint  # noqa: E402
@@ -69,6 +70,18 @@ def test_every_example_passes_the_checks_before_a_run(example, model, real_shape
     config = load_run(example, sets)
     kinds.backend_of(check_run(config)).check(config)
     evaluation_task(config, task_of(config))
+
+
+@pytest.mark.parametrize(
+    ("device", "value", "layers"),
+    [("gpu", "true", (0, 2)), ("gpu", "false", None), ("gpu", "1", None), ("cpu", "true", None)],
+)
+def test_layers_to_recompute_are_chosen_on_gpus_where_the_run_file_leaves_it(model, tmp_path, device, value, layers):
+    """None of two with 80 GB, all with 1 MB."""
+    sets = [f"train.model.path={model}", f"train.trainer.activation_checkpointing={value}", f"train.device={device}"]
+    config, place = load_run(EXAMPLE, sets), Place(options=({"num_cpus": 1},), weights_folder=tmp_path)
+    choose = kinds.DEEPSPEED.make(config, place)._recomputed
+    assert (choose and (choose(80e9), choose(1e6))) == layers
 
 
 def changed(name, change):
