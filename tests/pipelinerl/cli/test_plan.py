@@ -66,7 +66,7 @@ def test_answers_that_grow_are_one_answer_of_when_to_switch(command: Command, tm
     assert all(f" {mean} tokens Pipeline RL at a mean lag of " in words for mean in (30, 50, 70, 90))
     assert words.count("USD per million trained tokens at assumed prices") == 5
     assert words.count(f"assumed: {find_gpu('H100').price_per_hour:.2f} USD per H100-hour (on-demand, ") == 1
-    kept = {mean: PlanReport.read(out / f"{mean}_tokens" / PLAN_FILE) for mean in (30, 50, 70, 90)}
+    kept = {name: PlanReport.read(out / name / PLAN_FILE) for name in (f"{mean}_tokens" for mean in (30, 50, 70, 90))}
     assert f" {cases_page(kept).answer} " in words  # what a page of the folders says
     (phases, *_) = those = [one.phases for one in kept.values()]
     assert phases is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from calibrated import CONVENTIONAL, NAMED, RUN, run_of, traced
@@ -113,8 +115,23 @@ def found(*overrides: str) -> DiagnosisReport:
         return diagnose(job_of(run_of(TINY, *overrides)), HERE)
 
 
+@cache
+def found_of_a_synchronous_job() -> tuple[DiagnosisReport, PlanReport]:
+    """Return the diagnosis and the plan that it asks for."""
+    planned: list[PlanReport] = []
+
+    def recorded(run: RunConfig, how: HowToPlan, *, effects: bool) -> tuple[PlanReport, Candidate]:
+        report, best = searched(run, how, effects=effects)
+        planned.append(report)
+        return report, best
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.planning.diagnose, "searched", recorded)
+        return found("scheduler.kind=conventional", "scheduler.max_lag=1"), planned[0]
+
+
 def test_changes_are_sorted_gain_more_than_a_tie_and_are_of_the_job_itself() -> None:
-    report = found("scheduler.kind=conventional", "scheduler.max_lag=1")
+    report, _ = found_of_a_synchronous_job()
     times = [one.times for one in report.gains]
     assert times == sorted(times, reverse=True)
     assert min(times) > 1.03
@@ -126,23 +143,16 @@ def test_changes_are_sorted_gain_more_than_a_tie_and_are_of_the_job_itself() -> 
     assert DiagnosisReport.model_validate_json(report.model_dump_json()) == report
 
 
-def test_another_kind_gains_as_in_plan_and_no_single_key_changes_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[PlanReport] = []
-
-    def recorded(run: RunConfig, how: HowToPlan, *, effects: bool) -> tuple[PlanReport, Candidate]:
-        report, best = searched(run, how, effects=effects)
-        planned.append(report)
-        return report, best
-
-    monkeypatch.setattr(sim.planning.diagnose, "searched", recorded)
-    report = found("scheduler.kind=conventional", "scheduler.max_lag=1")
-    own, best = planned[0].own, planned[0].families["pipeline"]
-    assert own is not None
+def test_another_kind_gains_as_in_plan_and_no_single_key_changes_the_kind() -> None:
+    report, plan = found_of_a_synchronous_job()
+    best = plan.families["pipeline"]
+    assert plan.own is not None
     assert best is not None
     assert report.asynchronous is not None
-    assert report.asynchronous.times == best.tokens_per_s / own.tokens_per_s
+    assert report.asynchronous.times == best.tokens_per_s / plan.own.tokens_per_s
     assert report.asynchronous.band == best.over_own
     kinds = [one.change for one in report.gains if any(key.startswith("scheduler.kind=") for key in one.set)]
+    assert kinds
     assert all("RL at its best" in one for one in kinds)
 
 
