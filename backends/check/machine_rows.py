@@ -60,13 +60,14 @@ class Expected:
         expected = f"{central:.3g} s; slow above {limit:.3g} s"
         return compared(what, text, expected, slow=seconds > limit, advice=advice)
 
-    def pack_s(self, lengths: list[int]) -> Callable[[Coefficients], float]:
-        """Return the seconds of an optimizer step of one pack on every rank, without the fixed part (``step_s``)."""
+    def pack_s(self, lengths: list[int], layers: float | None = None) -> Callable[[Coefficients], float]:
+        """Return the seconds of one pack on every rank, so many layers recomputed (None: by the run file)."""
 
         def seconds(values: Coefficients) -> float:
             assert self.gpu is not None and self.model is not None  # noqa: PT018  # not a test
             ranks = trainer_ranks(self.config)
-            values = values.model_copy(update=NOTHING_BESIDE)
+            known = {} if layers is None else {"recomputation": layers / self.model.layers}
+            values = values.model_copy(update=NOTHING_BESIDE | known)
             cost = derive_training(self.gpu, self.model, training_accelerators=ranks, coefficients=values)
             squares = sum(length**2 for length in lengths)
             return cost.micro_batch_s + cost.token_s * sum(lengths) + cost.token_squared_s * squares
@@ -251,7 +252,8 @@ def pack_rows(
         mfu = metrics["flop_sum"] / trainer_ranks(config) / spent_s / metrics["peak_flops"]
         times += f"; {mfu:.0%} of the peak FLOP/s"
     advice = "look at clocks and power (nvidia-smi -q -d PERFORMANCE), other processes, and the all-reduce above"
-    rows = [expected.seconds(what, times, phases["forward"] + phases["backward"], expected.pack_s(lengths), advice)]
+    pack_s = expected.pack_s(lengths, metrics.get("recomputed_layers"))
+    rows = [expected.seconds(what, times, phases["forward"] + phases["backward"], pack_s, advice)]
     peak_gb = _slowest(metrics, "peak_memory_gb")
     if math.isnan(peak_gb):
         return rows

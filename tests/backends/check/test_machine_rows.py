@@ -15,6 +15,7 @@ from backends.interface import PlaceFacts, RankFacts, SelfTest, TrainResult
 from backends.trainer.packing import pack
 from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.hardware.catalogue import find_gpu, find_model
+from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.records.check_report import CheckRow, Finding
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"
@@ -127,6 +128,15 @@ def test_the_pack_takes_at_least_its_flop_at_the_peak_and_is_slow_when_it_takes_
     assert least_s < central_s < 3 * least_s
     for seconds, finding in ((0.99 * limit_s, Finding.OK), (1.01 * limit_s, Finding.SLOW)):
         assert expected.seconds("pack", "", seconds, expected.pack_s(lengths), "").finding is finding
+
+
+def test_layers_that_are_not_recomputed_save_their_share_of_a_quarter() -> None:
+    """Of four passes the fourth, without gathers and what a micro-batch costs besides."""
+    expected, passes = Expected(run(), find_gpu("H100"), find_model("Qwen2.5-7B")), {"recomputation": 0.75}
+    passes |= {"gather_exposed": 0.0, "training_micro_batch_s": 0.0}
+    values = coefficients(Level.CENTRAL, passes)
+    none, half, every, stated = (expected.pack_s([16384], layers)(values) for layers in (0, 14, 28, None))
+    assert [none / every, half / every, stated / every] == pytest.approx([3 / 4, 3.5 / 4, 3.75 / 4])
 
 
 @given(
