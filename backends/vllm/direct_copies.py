@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.delta import Delta
+from backends.transfer.delta import UNITS, Delta
 from backends.transfer.row import Place
 from backends.transfer.transport import Tensors
 
@@ -218,7 +218,9 @@ class _Other(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        return -2 * tensor.flip(tuple(range(tensor.dim())))
+        bits = tensor.view(UNITS[tensor.element_size()])  # numbers of 8 bits cannot be reordered or multiplied as such
+        flipped = bits.flip(tuple(range(tensor.dim()))).view(tensor.dtype)
+        return (-2 * flipped.float()).to(tensor.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -111,7 +111,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         tmp_path / "model",
         trainer=TrainerConfig(zero_stage=3, pack_tokens=100, step_timeout_s=600),
         transport=DELTA,
-        optimizer=OPTIMIZER.model_copy(update={"learning_rate": LEARNING_RATE}),
+        optimizer=OPTIMIZER.model_copy(update={"learning_rate": LEARNING_RATE, "schedule": "constant"}),
     )
     trainer = RayTrainer(DeepSpeedRank, given, [{"num_cpus": 1}])
     published: list[Weights] = []
