@@ -258,7 +258,7 @@ def _alone(
 
 
 def _biases(report: ValidationReport, published: Published) -> str:
-    """Return the mean error of rows alone by software, with its standard error by the spread of families and rows."""
+    """Return the mean error of rows alone by system, with its standard error by the spread of families and rows."""
     summary, logs = report.summary.alone, dict[str, dict[str, list[float]]]()
     assert summary is not None
     for one in report.rows:
@@ -270,8 +270,11 @@ def _biases(report: ValidationReport, published: Published) -> str:
         every = [error for errors in families.values() for error in errors]
         error = math.sqrt(summary.family_sd**2 / len(families) + summary.row_sd**2 / len(every))
         texts.append(f"{name} {signed(float(np.mean(every)), '.2f')} ± {error:.2f} ({len(families)}, {len(every)})")
-    needed = f"to show 0.1 takes {math.ceil((1.645 * summary.family_sd / 0.1) ** 2)} families"
-    return f"Mean error in logs ± standard error (families, rows): {', '.join(texts)}; {needed}."
+    needed = math.ceil((1.645 * summary.family_sd / 0.1) ** 2)
+    return (
+        f"Mean of log(predicted / measured) ± standard error, by system (families, rows): {', '.join(texts)}. About "
+        f"{needed} families are needed to detect a mean error of 0.1."
+    )
 
 
 def _pairs(report: ValidationReport, published: Published) -> str:
@@ -287,9 +290,10 @@ def _pairs(report: ValidationReport, published: Published) -> str:
         f"{_scores(report.speed_ups)}; "
         f"{len(known)} with a published mean answer {_scores(known)}; {len(limited)} of these with a published limit "
         f"{_scores(limited)}; a coin 0.25. P is 0.95 or more for {one.certain}, rightly for {one.certain_right}; "
-        f"80 % bands hold {percent(one.within_band)}. **{one.families} families show no more**: the share of faster "
-        f"runs in the others scores {of_others:.2f}, in hindsight, the best constant, {in_hindsight:.2f}; telling "
-        f'that from "always" takes {needed:.0f}.'
+        f"80 % bands hold {percent(one.within_band)}. **{one.families} families cannot show more.** A forecast by the "
+        f"share of faster runs in the other families scores {of_others:.2f}. The best constant, known only in "
+        f"hindsight, scores {in_hindsight:.2f}. About {needed:.0f} families are needed to tell that constant from "
+        f'"always".'
     )
 
 

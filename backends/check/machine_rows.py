@@ -125,8 +125,9 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
         rows.append(
             wrong("--out", f"{blind} does not see it", "take a folder that all machines share: ranks write checkpoints")
         )
-    writer = test.ranks[0].host if config.train_transport.in_folder else ""  # only its machine has a copy
-    free_gb = min(one.free_memory_gb for one in test.places if one.machine.startswith(writer))
+    writer = test.ranks[0].host if config.train_transport.in_folder else None  # only its machine has a copy
+    having = [one for one in test.places if writer in (None, one.machine.split()[0])]
+    free_gb = min((one.free_memory_gb for one in having), default=math.inf)
     if free_gb < weights_gb:
         advice = f"weights of {weights_gb:.1f} GB lie there in every update; with train.transport = {FILE.name!r} and "
         advice += "train.weights_folder on a disk on rank 0's machine only"
@@ -223,10 +224,7 @@ def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample]
 
 
 def taught(samples: Sequence[Sample], result: TrainResult) -> list[Sample]:
-    """Return trained samples as if the policy had sampled them, all of them good: every loss has a gradient then.
-
-    So training on them changes weights, without which no direct copies are proven (``backends/vllm/direct_copies.py``).
-    """
+    """Return trained samples as if the policy had sampled them, all of them good: every loss has a gradient then."""
     return [
         replace(
             sample,

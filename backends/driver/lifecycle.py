@@ -208,9 +208,9 @@ class Driver:
         scheduler, colocated = self._config.scheduler, self._config.colocated
         next_publishes = colocated or scheduler.schedule.publishes_each_step(scheduler)
         engines_wait = version > published and next_publishes  # for the publication that comes first
-        # Engines have version 0. If weights are sent they get it anyway: the first transfer allocates memory and proves
-        # direct copies, on the trainer's side while engines start.
-        weights_first = not engines_wait and (published > 0 or self._sync.sends)
+        # Engines have version 0. If weights are sent, a new trainer sends it anyway: the first transfer allocates
+        # memory and proves direct copies, on the trainer's side while engines start.
+        weights_first = not engines_wait and (published > 0 or (self._sync.sends and version == 0))
 
         async def trainer() -> Weights | None:
             await self._start_trainer()
@@ -244,7 +244,7 @@ class Driver:
         await trial()
         for handle in self._pool:
             handle.version = -1  # the trainer has changed version 0: engines must load it again
-        # Not measured: the first update allocates memory and, as the pack has changed weights, proves direct copies.
+        # Not measured: the first update of files allocates memory and proves direct copies.
         await self._sync.load_trained(self._state.version)
 
     # --------------------------------------------------------------------------------------- end

@@ -148,6 +148,7 @@ class WeightSync:
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version; return when the trainer is free. ``on_loaded`` gets the event of each engine later."""
         weights = await self.snapshot(command.version)
+        self._metrics.published(weights)
         self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded))
 
     async def load_trained(self, version: int) -> None:
@@ -198,7 +199,6 @@ class WeightSync:
         """Have the trainer publish; colocated, engines have the memory then."""
         await self.to_training()
         weights = self._pool.newest = await self._trainer.publish(version)
-        self._metrics.published(weights)
         await self.to_generation()
         return weights
 

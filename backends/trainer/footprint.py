@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from backends.interface import Share
 from backends.preflight import trainer_ranks
@@ -187,6 +188,11 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         checkpointing=trainer.activation_checkpointing,
         value_head=loss.value_coefficient > 0,
     )
+    if stage == 3:  # weights that were gathered for a layer stay until its backward pass, unless it is recomputed
+        kept = (one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer))
+        activations += 2 * sum(
+            each.numel() for one in kept if not one.gradient_checkpointing for each in one.parameters()
+        )
     transport = config.train.chosen_transport(colocated=config.colocated)
     sharded = transport.keeps_shards / trainer_ranks(config)
     bucket = max(sum(one.nbytes for one in part.values()) for part in buckets(dict(policy.named_parameters())))
@@ -198,7 +204,8 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
 
 def recomputed_layers(config: RunConfig, model_config: Any, memory: float) -> int:
     """Return the fewest layers to recompute for a rank to fit into a GPU (bytes); all, where that is not enough."""
-    usable = coefficients(config.hardware.level).memory_share * memory
+    values = coefficients(config.hardware.level)
+    usable = values.memory_share * memory - config.colocated * values.memory_reserve_bytes  # of a sleeping engine
 
     def fits(number: int) -> bool:
         return footprint(config, model_config, activation_checkpointing=number).total <= usable

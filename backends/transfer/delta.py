@@ -174,6 +174,7 @@ class Delta:
                 unpacked.append((begin + there.positions, there.values_C))
                 num_entries += len(changes.values_C)
             position_C, value_C = (torch.cat(one) for one in zip(*unpacked, strict=True))
+            del unpacked, there
             yield from zip(position_C.split(UNPACKED), value_C.split(UNPACKED), strict=True)
 
     def numbers(self, dtype: torch.dtype, index_N: torch.Tensor) -> torch.Tensor:

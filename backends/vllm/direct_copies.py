@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.delta import UNITS, Delta
+from backends.transfer.delta import Delta
 from backends.transfer.row import Place
 from backends.transfer.transport import Tensors
 
@@ -210,17 +211,19 @@ class Swap:
 class _Other(Mapping[str, torch.Tensor]):
     """Tensors of other numbers, each made when it is asked for: a model may have the new weights already.
 
-    Sign, size and order change, and so does what a model derives from any of them.
+    The sign changes, and the size to twice or half of it; of zeros, too. So does what a model derives from any of them.
     """
 
     def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
+        self._tensors, self._last = tensors, ("", torch.empty(0))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        bits = tensor.view(UNITS[tensor.element_size()])  # numbers of 8 bits cannot be reordered or multiplied as such
-        flipped = bits.flip(tuple(range(tensor.dim()))).view(tensor.dtype)
-        return (-2 * flipped.float()).to(tensor.dtype)
+        if self._last[0] != name:  # several copies of a parameter come one after the other
+            tensor = self._tensors[name]
+            bits = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}"))
+            exponent = -round(math.log2(torch.finfo(tensor.dtype).eps)) if tensor.is_floating_point() else 0
+            self._last = name, (bits ^ ((1 << exponent) - (1 << 8 * tensor.element_size() - 1))).view(tensor.dtype)
+        return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -313,5 +313,5 @@ class VLLMEngine:
                 raise TransferError(damage) from error
 
     async def checksums(self) -> dict[str, str]:
-        """See ``interface.Engine``; empty at version 0."""
+        """See ``interface.Engine``; empty before the first update."""
         return dict(self._checksums)

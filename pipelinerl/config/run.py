@@ -266,7 +266,7 @@ class SchedulerConfig(StrictModel):
     ready_queue_size: Count | None = None
     """Finished rollouts that may wait (sequences). None: 2 B."""
     on_full: OnFull = Field(default=OnFull.WAIT, strict=False)
-    """When the ready queue is full."""
+    """What happens when the ready queue is full."""
     filter_no_signal: bool = False
     """Discard groups of equal rewards."""
     discard_limit: Count | None = None

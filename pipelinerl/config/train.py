@@ -32,7 +32,7 @@ class SamplingConfig(StrictModel):
     temperature: Temperature = 1.0
     """Softmax temperature, also of the log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Total probability of the likeliest tokens sampled. 1: all."""
+    """Sample from the likeliest tokens of this total probability. 1: all."""
     top_k: CountOrZero = 0
     """Likeliest tokens sampled. 0: all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -72,7 +72,7 @@ def _flag_or_number(value: object) -> object:
     raise PydanticCustomError("literal_error", "", {"expected": "true, false or a number of layers"})
 
 
-Layers = Annotated[bool | int, BeforeValidator(_flag_or_number)]
+Layers = Annotated[bool | Annotated[int, Field(ge=0)], BeforeValidator(_flag_or_number)]
 """True: as many as are needed."""
 
 
@@ -109,11 +109,11 @@ class EngineConfig(StrictModel):
     start_timeout_s: float = Field(default=1200.0, gt=0)
     """Seconds for an engine to start."""
     update_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for each phase of a weight update, for sleeping or waking."""
+    """Seconds for each phase of a weight update; also for sleeping and for waking."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a sign of life until an engine counts as hung."""
     restarts_per_hour: CountOrZero = 10
-    """Losses per engine and hour that the run survives (count): 480 for 48 engines."""
+    """Losses of engines, per engine and hour, that the run survives (count): 480 for 48 engines."""
     vllm: Settings = {}
     """vLLM's own arguments."""
 
@@ -167,8 +167,8 @@ class TrainConfig(StrictModel):
     placement_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for busy accelerators."""
     transport: str | None = None
-    """``file``, ``broadcast``, ``delta``, or ``package.module:ATTRIBUTE`` of a ``WeightTransport``. None: delta on
-    GPUs, not colocated; else file."""
+    """Way of the weights to the engines: ``file``, ``broadcast``, ``delta``, or ``package.module:ATTRIBUTE`` of a
+    ``WeightTransport``. None: delta on GPUs, not colocated; else file."""
     weights_folder: str = "/dev/shm"
     """Folder for weights as files; shared by all machines."""
     model: ModelConfig

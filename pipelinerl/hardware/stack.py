@@ -1,12 +1,13 @@
 """Stacks: inference engines, and software of training, by name and version, with their own coefficients.
 
-``data/stacks.toml`` has each with its sources; a name without a version is the newest that is known. Without a name the
-values of ``coefficients.toml`` hold: those of the newest engine, and of no software in particular.
+``data/stacks.toml`` has each with its sources; software without a version is the newest that is known. Without a
+name the values of ``coefficients.toml`` hold: those of the newest engine, and of no software in particular.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,16 @@ def _stack(name: str, table: Mapping[str, Any]) -> Stack:
 
 
 def find_stack(kind: str, name: str | None) -> Stack | None:
-    """Return the ``engine`` or ``software`` of a name, None of no name; ConfigError, with the key, if unknown."""
+    """Return the ``engine`` or ``software`` of a name, None of no name; ConfigError, with the key, if unknown.
+
+    A third number of a version does not count: ``verl-0.7.1`` is ``verl-0.7``.
+    """
     known = _stacks()[kind]
     every = {also: one for stack, one in known.items() for also in (stack, *one.also)}
-    if name is None or name in every:
-        return every.get(name or "")
+    if name is None:
+        return None
+    if (found := every.get(re.sub(r"(-\d+\.\d+)\.\d+$", r"\1", name))) is not None:
+        return found
     raise ConfigError(f"{kind} must be one of {', '.join(known)}; {did_you_mean(name, every)}got {name!r}")
 
 

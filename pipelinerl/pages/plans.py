@@ -81,12 +81,14 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
     config, run_file = config_and_text(folders[list(plans).index(best)] / RECOMMENDED_FILE if folders else None)
     with_effects = max(plans.values(), key=lambda one: sum(1 + len(row.instead) for row in one.assumed))
     cost = cost_line(report.recommended.cost, report.recommended.band_costs)
+    known = [one.phases for one in plans.values() if one.phases is not None]  # not of a case that has failed
+    phases = known[0] if known and all(one == known[0] for one in known) else None
     limits = [f"{name}: {one.recommended.verdict}" for name, one in plans.items()]
     limits += [f"{name}: warning: {warning}" for name, one in plans.items() for warning in one.warnings]
     return Page(
         title=f"Plans for {(config and config.hardware.model) or 'a model'}: {names}",
         question=f"Which is the best of these: {names}?",
-        answer=switching(report.phases) if report.phases else "\n".join(who_wins(plans)),
+        answer=switching(phases) if phases else "\n".join(who_wins(plans)),
         facts=price_facts(plans.values()),
         sections=[
             *(

@@ -427,7 +427,8 @@ class PlanReport(Report):
     """Seconds charged for the recommendation, by stage, at central values: of a decode step, an optimizer step, a
     weight update, an RL step."""
     phases: PhasesReport | None = None
-    """When to switch plans as answers grow, the same in every phase's plan. Absent if they do not."""
+    """When to switch plans as answers grow, the same in every phase's plan. Absent if they do not grow, or no plan is
+    known to keep to the limits in the whole run."""
     made: str | None = None
     """Date, version and command. Absent if no command made it."""
 

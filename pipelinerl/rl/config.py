@@ -51,15 +51,15 @@ class LossConfig(StrictModel):
     clip_high: float = Field(default=0.2, ge=0)
     """... above 1 plus this."""
     mask: Literal["token", "sequence", "geometric"] | None = None
-    """Whose ratio masks a token: its own, or its answer's. None: no mask."""
+    """Ratio that masks a token: its own, the product over its answer, its geometric mean. None: no mask."""
     mask_low: float = Field(default=0.5, ge=0, le=1)
     """Least unmasked ratio."""
     mask_high: float = Field(default=5.0, ge=1)
     """Largest unmasked ratio."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the initial model. 0: none."""
+    """Weight of the KL divergence to the initial model. 0: no reference model."""
     value_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the value head's squared error. 0: leave-one-out baseline."""
+    """Weight of the value head's squared error. 0: no value head, leave-one-out baseline."""
 
     def masks(self, log_ratio: Any) -> Any:
         """Return where a log ratio (nats), an array or tensor, is out of the mask's bounds; NaN is not."""
@@ -72,4 +72,8 @@ class LossConfig(StrictModel):
             value = getattr(self, name)
             if self.mask is None and value != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs mask='token', 'sequence' or 'geometric', got no mask, {name}={value:g}")
+            if self.mask == "geometric" and name not in self.model_fields_set:
+                raise ValueError(
+                    f"mask='geometric' needs mask_low and mask_high (verl: 0.999 and 1.001), got no {name}"
+                )
         return self

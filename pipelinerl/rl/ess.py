@@ -131,7 +131,7 @@ class RatioStats:
 
         ========================================  ==============================================================
         ``ess/token_raw``                         ESS of the token weights w = pi/mu (eq. 6)
-        ``ess/token_truncated``                   ESS of min(c, w), 0 where masked: the weights that the loss uses
+        ``ess/token_truncated``                   ESS of min(c, w), 0 where masked: the weights that ``reinforce`` uses
         ``ess/sequence_raw``                      ESS of the products of w over each answer
         ``ess/lag_0``, ``ess/lag_1``, ...         ESS of w among the tokens of each lag that occurred
         ``ess/turn_1``, ``ess/turn_2``, ...       the same of each turn, where answers have turns

@@ -32,11 +32,11 @@ token       w           reinforce       IcePop, Ling Team 2025 (arXiv:2510.18855
 token       w           reinforce       masked importance sampling (MIS) of tokens, ``mask_low`` 0
 sequence    W           sequence        the same of sequences: Liu, Li et al. 2025, "When Speed Kills Stability"
 geometric   s of gspo   any             geometric rejection: verl's ``geometric``, at 0.999 and 1.001 (its divisor drops
-                                        masked tokens, and so does its KL); prime-rl's ``geo_mask``, at 0.1 and 10
+                                        masked tokens, and so does its KL); prime-rl's former ``geo_mask``, 0.1 and 10
 ==========  ==========  ==============  ==============================================================================
 
 Shapes and types are checked. Values are not, since to look at them would make the host wait for the GPU: a NaN or an
-infinity goes into the loss and is the caller's to find.
+infinity that no mask removes goes into the loss and is the caller's to find.
 """
 
 from __future__ import annotations

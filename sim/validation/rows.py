@@ -227,9 +227,11 @@ class PublishedRun(StrictModel):
 
     @property
     def optimizer_steps_per_rl_step(self) -> int:
-        """Optimizer steps on the answers of one RL step (count); 1 where the numbers of prompts do not divide."""
-        prompts, each = self.prompts_per_step, self.prompts_per_optimizer_step
-        return self.optimizer_steps or (1 if prompts is None or each is None or prompts % each else prompts // each)
+        """Optimizer steps on the answers of one RL step (count); 1 where they do not divide the answers."""
+        prompts, each, answers = self.prompts_per_step, self.prompts_per_optimizer_step, self.sequences_per_step
+        if prompts is not None and each is not None:
+            return 1 if prompts % each else prompts // each
+        return 1 if self.optimizer_steps is None or (answers or 0) % self.optimizer_steps else self.optimizer_steps
 
 
 # ---------------------------------------------------------------------------------------------- files of published runs
@@ -430,7 +432,7 @@ def _from_words(row: PublishedRun, generate_or_wait_s: float | None) -> dict[str
     colocated = schedule is not None and schedule.colocated
     generates = colocated or schedule is Schedule.SYNC_APART
     stated_s = None if schedule is Schedule.SYNC else settings.get("generate_sequences")
-    shared_by, updates = settings.get("sp"), re.search(r"\b(\d+) mini-updates", row.note)
+    shared_by, updates = settings.get("sp"), re.search(r"(?<![\d.,-])(\d+) mini-updates?\b", row.note)
     values: dict[str, Any] = {
         "schedule": schedule,
         "generate_s": stated_s or (generate_or_wait_s if generates else None),

@@ -13,14 +13,16 @@ sys.path.append(str(ROOT / "scripts"))
 from run_notebooks import NOTEBOOKS, executed
 
 PICTURE = re.compile(r"data:image/png;base64,[^\"]*")
+PROGRESS = re.compile(r"^\d+:\d\d:\d\d  .*\r?\n", re.MULTILINE)
+"""A line every ten seconds, on a slow machine."""
 MOST_BYTES = 300_000
 
 
 def said(book):
-    """The texts that each cell shows, without pictures."""
+    """The texts that each cell shows, without pictures and progress."""
     outputs = [one for cell in book.cells if cell.cell_type == "code" for one in cell.outputs]
     texts = [one.get("text", "") + one.get("data", {}).get("text/html", "") for one in outputs]
-    return [PICTURE.sub("", text) for text in texts]
+    return [PROGRESS.sub("", PICTURE.sub("", text)) for text in texts]
 
 
 @pytest.mark.slow  # a kernel each

@@ -81,7 +81,7 @@ EVERY_KEY: dict[str, Any] = {
         "learning_rate": 3e-4, "gradient_clip": 0.5,
         "loss": {
             "kind": "cispo", "truncation": 2.0, "clip_low": 0.1, "clip_high": 0.3,
-            "mask": "geometric", "mask_low": 0.9, "mask_high": 1.1, "kl_coefficient": 0.0,
+            "mask": "geometric", "mask_low": 0.9, "mask_high": 2.2, "kl_coefficient": 0.0,
             "value_coefficient": 0.0,
         },
         "warm_start": {"steps": 7, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},

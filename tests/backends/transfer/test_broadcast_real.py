@@ -144,7 +144,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
                 await asyncio.gather(*(one.update(published[-1], WeightUpdate.KEEP) for one in engines))
         assert [weights.delta_bytes > 0 for weights in published] == [False, *([True] * (NUM_DELTAS - 1))]
         assert len({json.dumps(weights.checksums) for weights in published}) == NUM_DELTAS  # every step changed some
-        group.members = None  # a new group gets all weights
+        group._members = None  # a new group gets all weights
         assert await send([0, 1])
         assert await hold_the_same([0, 1]) == patched
         version = await train_and_publish()

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import pty
 import subprocess
 import sys
@@ -109,7 +110,8 @@ def test_without_extras_simulate_compare_plan_plot_validate_and_replay_run(tmp_p
         [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(commands, default=str)],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
+    told = re.sub(r"^\d+:\d\d:\d\d  .*\n", "", ended.stderr, flags=re.MULTILINE)  # progress, on a slow machine
+    assert (ended.returncode, told) == (0, "")
 
 
 def on_a_terminal(*words: object) -> tuple[int, str, bytes]:

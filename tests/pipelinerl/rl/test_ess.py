@@ -183,7 +183,7 @@ def test_masked_tokens_have_no_weight_and_a_share(mask, high, weights) -> None:
 
 
 def test_a_step_whose_tokens_are_all_masked_has_no_effective_sample() -> None:
-    stats = RatioStats(LossConfig(mask="geometric"))
+    stats = RatioStats(LossConfig(mask="geometric", mask_low=0.5, mask_high=5))
     stats.add([3.0, 2.0], [4, 4])
     metrics = stats.metrics()
     assert (metrics["ess/token_truncated"], metrics["mismatch/masked_share"]) == (0.0, 1.0)
