@@ -219,9 +219,10 @@ def test_every_choice_is_explained(choice):
     assert [one.value for one in choice if f"`{one.value}`" not in PAGES[CONCEPTS]] == []
 
 
-def test_every_loss_is_on_the_page_of_reference():
+def test_every_loss_and_every_mask_is_on_the_page_of_reference():
     losses = get_args(LossConfig.model_fields["kind"].annotation)
-    assert sorted(first_cells("docs/training_reference.md", "Losses")) == sorted(losses)
+    masks, _ = get_args(LossConfig.model_fields["mask"].annotation)
+    assert sorted(first_cells("docs/training_reference.md", "Losses")) == sorted([*losses, *get_args(masks)])
 
 
 def test_the_shown_trace_lines_are_as_written(tmp_path):

@@ -3,8 +3,8 @@
 import importlib.metadata
 import json
 import os
-import re
 import pty
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
