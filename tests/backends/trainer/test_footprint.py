@@ -78,7 +78,7 @@ def test_a_7b_without_checkpointing_of_activations_is_refused_with_the_key_and_t
     """
     says = message(check_memory, run("train.trainer.activation_checkpointing=false"), qwen7b)
     assert says.startswith("train.trainer.activation_checkpointing must be true, got activation_checkpointing=false: ")
-    needs = "needs 127.9 GB a GPU (activations 120.8, states 1.7, workspace 5.5); of the 86 GB of hardware.gpu='H100'"
+    needs = "needs 128.0 GB a GPU (activations 120.8, states 1.7, workspace 5.5); of the 86 GB of hardware.gpu='H100'"
     assert needs in says
 
 
