@@ -162,7 +162,7 @@ async def one_update(
 ) -> tuple[tuple[float, float], dict[str, float]]:
     """Update the engines; return begin and end of the transfer, and seconds of standing still."""
     async with free:
-        await trainer.train(batch(), completes_step=True)  # direct copies cannot be verified with equal weights
+        await trainer.train(batch(), completes_step=True)  # some numbers change
     begin_s = time.perf_counter()
     async with free:
         weights = await trainer.publish(version)

@@ -214,10 +214,10 @@ class Driver:
 
         async def trainer() -> Weights | None:
             await self._start_trainer()
-            return await self._sync.snapshot(published) if weights_first and not colocated else None
+            return await self._sync.snapshot(published) if weights_first else None
 
         if colocated:  # one after the other: each takes the memory that the other has left
-            await asyncio.gather(trainer(), self._preprocessing.start())
+            await asyncio.gather(self._start_trainer(), self._preprocessing.start())
             await self._pool.start()
             if weights_first:
                 await self._sync.load_trained(published)

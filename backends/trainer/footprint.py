@@ -22,7 +22,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from backends.interface import Share
 from backends.preflight import trainer_ranks
@@ -33,6 +32,7 @@ from backends.trainer.model import (
     WHOLE_PARAMETERS,
     PolicyModel,
     buckets,
+    decoder_layers,
     policy_weights,
     recompute,
     saved_shapes,
@@ -189,10 +189,8 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         value_head=loss.value_coefficient > 0,
     )
     if stage == 3:  # weights that were gathered for a layer stay until its backward pass, unless it is recomputed
-        kept = (one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer))
-        activations += 2 * sum(
-            each.numel() for one in kept if not one.gradient_checkpointing for each in one.parameters()
-        )
+        kept = [layer for layer in decoder_layers(policy) if not layer.gradient_checkpointing]
+        activations += 2 * sum(parameter.numel() for layer in kept for parameter in layer.parameters())
     transport = config.train.chosen_transport(colocated=config.colocated)
     sharded = transport.keeps_shards / trainer_ranks(config)
     bucket = max(sum(one.nbytes for one in part.values()) for part in buckets(dict(policy.named_parameters())))
@@ -210,7 +208,7 @@ def recomputed_layers(config: RunConfig, model_config: Any, memory: float) -> in
     def fits(number: int) -> bool:
         return footprint(config, model_config, activation_checkpointing=number).total <= usable
 
-    return bisect.bisect_left(range(recompute(on_meta(model_config, torch.bfloat16), True)), True, key=fits)
+    return bisect.bisect_left(range(len(decoder_layers(on_meta(model_config, torch.bfloat16)))), True, key=fits)
 
 
 def check_memory(config: RunConfig, model_config: Any) -> None:

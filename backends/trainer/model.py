@@ -136,12 +136,17 @@ def load_policy(
     return model.train()
 
 
+def decoder_layers(policy: Any) -> list[Any]:
+    """Return the layers that the backward pass can recompute, the first one first."""
+    return [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def recompute(policy: Any, wanted: bool | int) -> int:
     """Have the backward pass recompute the first layers, so many or all (true); return their number.
 
     The first: their backward pass comes last, when what later layers keep is free again.
     """
-    layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(policy)
     number = len(layers) if wanted is True else min(wanted, len(layers))
     if wanted:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

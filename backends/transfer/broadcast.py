@@ -200,19 +200,23 @@ class SnapshotSender:
         """Put a delta behind the row; return the number of changed units, None if the delta is too large."""
         unit = UNITS[unit_bytes := min(place.dtype.itemsize for place in self._places)]
         own, begins, changes = list[int](), list[int](), list[Changes]()
+        limit, num_changed = int(self._num_bytes * LARGEST_DELTA), 0
+        most = limit // (1 + unit_bytes)  # units of all ranks whose changes can be small enough
         for number, (places, bucket) in enumerate(self._placed(source)):
             shard, before = ranks.shard(bucket, places), self._shards[number]
             own.append(checksum64(shard))
             begins.append(ranks.parts(places)[ranks.number][0])
-            changes.append(encode(before.view(unit), shard.view(unit)))
+            changes.append(encode(before.view(unit), shard.view(unit), most=most - num_changed))
+            num_changed += sum(one for (one,) in ranks.gather([changes[-1].num_changed]))
             self._shards[number] = shard
+        self._sums = ranks.in_row_order(own)
+        if num_changed > most:
+            return None
         entries = ranks.gather([len(one.gaps_C) for one in changes])
         sizes = [sum(num_bytes_of(one, unit_bytes) for one in rank) for rank in entries]
         parts = itertools.chain.from_iterable(map(zip, ranks.gather(begins), entries))
         head = header(list(parts), unit_bytes)
-        num_changed = sum(one for (one,) in ranks.gather([sum(one.num_changed for one in changes)]))
-        self._sums = ranks.in_row_order(own)
-        if len(head) + sum(sizes) > int(self._num_bytes * LARGEST_DELTA):
+        if len(head) + sum(sizes) > limit:
             return None
         at = self._num_bytes
         if self._row is not None:
@@ -364,7 +368,7 @@ class Staging:
         if (there := receiver.row.label) != label:
             what = f"{there[:16]} are" if there else "nothing that is complete and right is"
             raise BackendError(f"weights {label[:16]} are not staged: {what}")
-        # Views are made when they are read: those of 20,000 parameters take 0.2 s.
+        # A view is made when it is read: 20,000 of them take 0.2 s.
         return ((place.name, view_of(receiver.row.row, place)) for place in layout(receiver.parameters))
 
     def delta(self, base: str) -> Delta | None:

@@ -41,7 +41,7 @@ class Changes:
     values_C: torch.Tensor
     """The units, new."""
     num_changed: int = 0
-    """Without fillers; 0 in a payload."""
+    """Units changed, fillers not counted; 0 in a payload."""
 
     @property
     def positions(self) -> torch.Tensor:
@@ -49,9 +49,15 @@ class Changes:
         return self.gaps_C.cumsum(0, dtype=torch.int64) - 1
 
 
-def encode(published: torch.Tensor, new: torch.Tensor) -> Changes:
-    """Return what turns one row of units into another, of the same shape [units] and integer type."""
-    at_C = torch.nonzero(published != new).flatten()
+def encode(published: torch.Tensor, new: torch.Tensor, *, most: int | None = None) -> Changes:
+    """Return what turns one row of units into another, of the same shape [units] and integer type.
+
+    If more than ``most`` units have changed they are only counted: entries take 40 bytes each while they are made.
+    """
+    changed = published != new
+    if most is not None and (counted := int(torch.count_nonzero(changed))) > most:
+        return Changes(new.new_empty(0, dtype=torch.uint8), new[:0], counted)
+    at_C = torch.nonzero(changed).flatten()
     steps_C = torch.diff(at_C, prepend=at_C.new_full((1,), -1))
     entries_C = (steps_C - 1) // LONGEST_GAP + 1
     num_changed, num_entries = len(at_C), int(entries_C.sum())

@@ -1,7 +1,7 @@
 """Stacks: inference engines, and software of training, by name and version, with their own coefficients.
 
-``data/stacks.toml`` has each with its sources; software without a version is the newest that is known. Without a
-name the values of ``coefficients.toml`` hold: those of the newest engine, and of no software in particular.
+``data/stacks.toml`` has each with its sources. A name of software without a version means the newest known version. A
+run file without a name uses ``coefficients.toml``, which has the newest engine and no particular software.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stack:
     transports: Mapping[bool, WeightTransport]
     """Weight synchronization by colocated; empty where it is not known."""
     also: tuple[str, ...]
-    """Its other names: versions that nothing published tells apart."""
+    """Other names for it: versions with the same published facts."""
 
 
 @functools.cache

@@ -61,10 +61,16 @@ class LossConfig(StrictModel):
     value_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the value head's squared error. 0: no value head, leave-one-out baseline."""
 
-    def masks(self, log_ratio: Any) -> Any:
-        """Return where a log ratio (nats), an array or tensor, is out of the mask's bounds; NaN is not."""
+    def masked(self, log_ratio: Any, answer_sum: Any, answer_tokens: Any) -> Any:
+        """Return where the ratio that ``mask`` names is out of its bounds; NaN is not. There must be a mask.
+
+        ``log_ratio``: of each token (nats), an array or tensor. ``answer_sum``, ``answer_tokens``: the sum of them over
+        its answer, and their number, of each token or of all.
+        """
+        assert self.mask is not None
+        ratio = {"token": log_ratio, "sequence": answer_sum, "geometric": answer_sum / answer_tokens}[self.mask]
         least = math.log(self.mask_low) if self.mask_low else -math.inf
-        return (log_ratio < least) | (log_ratio > math.log(self.mask_high))
+        return (ratio < least) | (ratio > math.log(self.mask_high))
 
     @model_validator(mode="after")
     def _bounds_have_a_mask(self) -> Self:

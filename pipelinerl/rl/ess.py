@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -95,7 +94,7 @@ class RatioStats:
         self._raw.add(log_ratio)
         log_weight = np.minimum(log_ratio, self._log_truncation)
         if self._loss.mask is not None:
-            log_weight[self._masked(log_ratio)] = -math.inf
+            log_weight[self._loss.masked(log_ratio, log_ratio.sum(), len(log_ratio))] = -math.inf
             self._num_masked += int(np.count_nonzero(log_weight == -math.inf))
         self._truncated.add(log_weight)
         self._sequence.add(log_ratio.sum(keepdims=True))
@@ -109,18 +108,6 @@ class RatioStats:
             self._num_at_lag_0 += log_ratio.size
             self._k3_at_lag_0 += k3
             self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, float(np.abs(log_ratio).max()))
-
-    def _masked(self, log_ratio_T: NDArray[np.float64]) -> Any:
-        """Return which tokens of an answer the loss masks, or whether it masks all."""
-        match self._loss.mask:
-            case "token" | None:
-                return self._loss.masks(log_ratio_T)
-            case "sequence":
-                return self._loss.masks(log_ratio_T.sum())
-            case "geometric":
-                return self._loss.masks(log_ratio_T.mean())
-            case _:
-                assert_never(self._loss.mask)
 
     def ess_by_lag(self) -> dict[int, float]:
         """Return the raw token ESS of the tokens of each lag, in the order of lag (optimizer steps)."""
@@ -167,7 +154,10 @@ class RatioStats:
 
 
 class EssReport(Report):
-    """Effective sample size of the importance weights, normalised to (0, 1]; means over optimizer steps."""
+    """Effective sample size of the importance weights, normalised to [0, 1]; means over optimizer steps.
+
+    0: all tokens are masked.
+    """
 
     model_config = ConfigDict(allow_inf_nan=True)
 

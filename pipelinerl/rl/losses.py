@@ -220,17 +220,9 @@ def policy_loss(
             loss_N = weighted(torch.where(advantage_N >= 0, torch.ones_like(detached_N), tapered_S[sequence_N]))
         case _:
             assert_never(config.kind)
-    match config.mask:
-        case None:
-            return loss_N
-        case "token":
-            masked_N = config.masks(detached_N)
-        case "sequence":
-            masked_N = config.masks(sequence_sum(detached_N))[sequence_N]
-        case "geometric":
-            masked_N = config.masks(sequence_sum(detached_N) / lengths())[sequence_N]
-        case _:
-            assert_never(config.mask)
+    if config.mask is None:
+        return loss_N
+    masked_N = config.masked(detached_N, sequence_sum(detached_N)[sequence_N], lengths()[sequence_N])
     return loss_N.masked_fill(masked_N, 0.0)
 
 

@@ -1,10 +1,10 @@
 """Diagnose a job from its log: where its GPU-seconds go, and the changes that gain most.
 
 Theory of operation. Seconds are those of the log; what it lacks comes from the simulation of the calibrated job. No log
-has the tail, engines without an answer while others still generate: its share of the generation is simulated. The best
-of every kind of schedule is that of ``plan``, compared with the job in its draws, with the evidence of published pairs.
-A single key is changed alone, with the slots that go with it, never the kind, and no pairs are published of it: it is
-compared in the same draws without evidence. The draws of two run files differ only where their unknowns do.
+has the tail, engines without an answer while others still generate: its share of the generation is simulated. ``plan``
+finds the best candidate of every kind of schedule; its draws compare it with the job, and published pairs of runs count
+as evidence. A change of a single key keeps the kind and takes the slots that go with it. No pairs of such changes are
+published, so the same draws compare it without evidence. Draws of two run files differ only where their unknowns do.
 """
 
 from __future__ import annotations

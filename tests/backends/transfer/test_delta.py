@@ -52,6 +52,18 @@ def test_applying_what_has_changed_gives_the_new_row(length: int, changed: set[i
     assert torch.equal(published, new)
 
 
+@given(length=st.integers(1, 500), changed=st.sets(st.integers(0, 499), max_size=40), most=st.integers(-1, 40))
+def test_more_changes_than_are_wanted_are_only_counted(length: int, changed: set[int], most: int) -> None:
+    published = torch.arange(length, dtype=torch.int16)
+    new, at = published.clone(), [one for one in changed if one < length]
+    new[at] = ~new[at]
+    changes, whole = encode(published, new, most=most), encode(published, new)
+    assert changes.num_changed == whole.num_changed == len(at)
+    expected = whole if len(at) <= most else encode(new, new)
+    assert torch.equal(changes.gaps_C, expected.gaps_C)
+    assert torch.equal(changes.values_C, expected.values_C)
+
+
 def test_bits_are_compared_and_not_numbers() -> None:
     published = torch.tensor([0.0, torch.nan, 1.0]).bfloat16().view(torch.int16)
     new = torch.tensor([-0.0, torch.nan, 1.0]).bfloat16().view(torch.int16)

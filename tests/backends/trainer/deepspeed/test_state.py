@@ -343,6 +343,6 @@ def test_a_checkpoint_that_cannot_be_written_is_named(model_path: Path, tmp_path
         raise OSError(28, "No space left on device")
 
     rank = DeepSpeedRank(settings(model_path))
-    rank._state = SimpleNamespace(write=fail)  # type: ignore[assignment]
+    rank._state = SimpleNamespace(write=fail)
     with pytest.raises(BackendError, match=f"cannot write {tmp_path}: OSError: .*No space left"):
         rank.save(tmp_path)
