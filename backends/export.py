@@ -9,6 +9,7 @@ import transformers
 
 from backends.driver.checkpoint import MANIFEST_FILE, TRAINER_FOLDER, OtherFormatError, check_sealed
 from backends.kinds import model_config, with_local_model
+from backends.lora import add_adapters, save_folded
 from backends.trainer.deepspeed.state import fill_policy
 from backends.trainer.model import TRAINED_DTYPES
 from pipelinerl.config.run import load_run
@@ -36,9 +37,11 @@ def export(checkpoint: Path, out: Path) -> None:
     path, dtype = config.train_table.model.path, TRAINED_DTYPES[config.train_table.device]
     model_config(path)
     policy = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if config.train_table.lora is not None:
+        add_adapters(policy, config.train_table.lora)
     fill_policy(policy, checkpoint / TRAINER_FOLDER)
     partial = out.with_name(f"{out.name}.partial")
     with writing(partial):
-        policy.save_pretrained(partial)
+        save_folded(policy, partial) if config.train_table.lora else policy.save_pretrained(partial)
         transformers.AutoTokenizer.from_pretrained(path).save_pretrained(partial)
         partial.rename(out)

@@ -360,7 +360,7 @@ def _make_trainer(config: RunConfig, place: Place) -> FakeTrainer:
     ends, context = _ends(config), SenderContext(receives=True, folder=place.weights_folder, group=None)
     return FakeTrainer(
         train_batch_size=config.scheduler.train_batch_size,
-        kl_coefficient=_kl_coefficient(config),
+        kl_coefficient=config.train_table.loss.kl_coefficient,
         sender=None if ends is None else ends.sender(context),
     )
 
@@ -391,10 +391,5 @@ class FakeBackend:
                 },
                 trainer=self.trainer_kind.make(config, place),
                 codec=FakeCodec(),
-                reference=FakeReference() if _kl_coefficient(config) else None,
+                reference=FakeReference() if config.train_table.loss.needs_reference else None,
             )
-
-
-def _kl_coefficient(config: RunConfig) -> float:
-    assert config.train is not None
-    return config.train.loss.kl_coefficient

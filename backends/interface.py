@@ -226,7 +226,8 @@ class Sample:
     advantage: float
     """Reward minus the group's leave-one-out baseline."""
     reference_logprob_T: NDArray[np.float32] | None = None
-    """Of each generated token under the model at the start, at the same temperature (nats). None: not computed."""
+    """Of each generated token under the teacher, or the model at the start, at the same temperature (nats). None: not
+    computed."""
 
     @property
     def num_tokens(self) -> int:
@@ -396,7 +397,7 @@ class Parts:
     trainer: Trainer
     codec: Codec
     reference: Reference | None = None
-    """There if ``loss.kl_coefficient`` is above 0."""
+    """There if ``loss.needs_reference``."""
     group: GroupMembers | None = None
     """Trainer and engines where weights are sent through a group; None: weights lie where engines find them."""
     lost: Callable[[], str | None] | None = None

@@ -58,6 +58,8 @@ class RayBackend:
         for kind in (self.engine, self.trainer):
             kind.check(config)
         load_codec(config)
+        if train.loss.teacher is not None:
+            _check_teacher(train.model.path, train.loss.teacher)
 
     @contextlib.contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
@@ -97,26 +99,49 @@ def _check_settings(config: RunConfig, train: TrainConfig) -> None:
         raise ConfigError(f"train.weights_folder must be a folder that can be written, got {train.weights_folder!r}")
 
 
+def _check_teacher(path: str, teacher: str) -> None:
+    """Check that a teacher can be used, and knows all tokens of the model; else ``ConfigError``."""
+    from transformers import AutoTokenizer
+
+    from backends.trainer.footprint import check_trainable
+
+    try:
+        check_trainable(other := model_config(teacher))
+    except ConfigError as error:
+        raise ConfigError(*(str(one).replace("train.model.path", "train.loss.teacher") for one in error.args)) from None
+    try:
+        tokens, others = (AutoTokenizer.from_pretrained(one).get_vocab().items() for one in (path, teacher))
+    except Exception as error:
+        raise ConfigError(f"train.loss.teacher: its tokenizer cannot be loaded: {first_line(error)}") from None
+    if tokens - others or other.vocab_size < model_config(path).vocab_size:
+        raise ConfigError(f"train.loss.teacher must have the tokens of train.model.path, {path!r}, got {teacher!r}")
+
+
 def with_local_model(config: RunConfig) -> RunConfig:
-    """Return a run whose model is a folder: an id at Hugging Face is downloaded into its cache, or ``ConfigError``."""
+    """Return a run whose models are folders: ids at Hugging Face are downloaded into its cache, or ``ConfigError``."""
     train = config.train_table
-    path = train.model.path
+    model = train.model.model_copy(update={"path": _folder(train.model.path, "train.model.path", train.device)})
+    loss = train.loss
+    if loss.teacher is not None:
+        loss = loss.model_copy(update={"teacher": _folder(loss.teacher, "train.loss.teacher", train.device)})
+    return config.model_copy(update={"train": train.model_copy(update={"model": model, "loss": loss})})
+
+
+def _folder(path: str, key: str, device: str) -> str:
     if not is_model_id(path):
-        return config
+        return path
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        what = install(f"train-{train.device}")
+        what = install(f"train-{device}")
         raise ConfigError(f"train needs huggingface_hub to read {path!r}, not installed: {what}") from None
     try:
-        folder = snapshot_download(path, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES)
+        return str(snapshot_download(path, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES))
     except Exception as error:  # its errors have no common root
         raise ConfigError(
-            "train.model.path must be a folder with a model, or an id at Hugging Face that is in its cache or can be "
+            f"{key} must be a folder with a model, or an id at Hugging Face that is in its cache or can be "
             f"downloaded, got {path!r}: {first_line(error)}"
         ) from None
-    model = train.model.model_copy(update={"path": folder})
-    return config.model_copy(update={"train": train.model_copy(update={"model": model})})
 
 
 def model_config(path: str) -> Any:
@@ -174,6 +199,7 @@ def _make_vllm(config: RunConfig, engine_id: int, place: Place) -> Engine:
         max_tokens=config.room_tokens,
         device=train.device,
         transport=config.train_transport,
+        lora=train.lora,
         tensor_parallel=each,
         gpu_memory_utilization=train.engine.gpu_memory_utilization,
         colocated=config.colocated,
@@ -249,6 +275,7 @@ def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
         weights_folder=str(place.weights_folder),
         logs=None if place.logs is None else str(place.logs),
         colocated=config.colocated,
+        lora=train.lora,
     )
     path, chooses = train.model.path, train.device == "gpu" and train.trainer.activation_checkpointing is True
     return RayTrainer(

@@ -79,7 +79,7 @@ class Driver:
     ) -> None:
         assert sorted(parts.engines) == list(range(config.num_engines))
         self._config, self._train = config, config.train_table
-        assert (parts.reference is not None) is (self._train.loss.kl_coefficient > 0)
+        assert (parts.reference is not None) is self._train.loss.needs_reference
         self._trainer, self._lost, self._lock = parts.trainer, parts.lost, lock
         self._checkpoint, self._trial, logs = checkpoint, trial, lock.folder / LOGS_FOLDER
         self._keeper = None if trial else CheckpointKeeper(lock, config, recording)

@@ -277,7 +277,8 @@ def _derived(trainer: dict[str, float]) -> dict[str, float]:
     num_tokens, flop = trainer.get("answer_tokens_sum", 0.0), trainer.get("flop_sum", 0.0)
     rank_s = sum(value for name, value in trainer.items() if name.startswith("rank") and name.endswith("_s"))
     if num_tokens:
-        derived["entropy"] = trainer["entropy_sum"] / num_tokens
+        sums = [name for name in ("entropy_sum", "reverse_kl_sum") if name in trainer]
+        derived |= {name.removesuffix("_sum"): trainer[name] / num_tokens for name in sums}
     if flop and rank_s:
         derived["flop_per_s"] = flop / rank_s
         if "peak_flops" in trainer:

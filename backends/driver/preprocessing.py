@@ -1,9 +1,9 @@
-"""The stage between the reward of a rollout and its training: reference log-probabilities.
+"""The stage between the reward of a rollout and its training: log-probabilities of the reference model or the teacher.
 
 Theory of operation. A free reference model gets all waiting rollouts as one batch, while engines generate and the
-trainer trains; one batch at a time, with the time-out of ``ReferenceSettings``. With ``kl_coefficient = 0`` there is no
-reference model and nothing waits. The scheduler bounds the rollouts that wait, which are being scored. A lost reference
-model is restarted and gets the same batch, ``RESTARTS`` times in a run; then the run ends.
+trainer trains; one batch at a time, with the time-out of ``ReferenceSettings``. Without ``loss.needs_reference`` there
+is none and nothing waits. The scheduler bounds the rollouts that wait, which are being scored. A lost reference model
+is restarted and gets the same batch, ``RESTARTS`` times in a run; then the run ends.
 """
 
 from __future__ import annotations

@@ -48,6 +48,9 @@ class DriverState:
             if np.isfinite(logprob_T).all():  # else the gradient is not finite either, and the step is skipped
                 turn_T = turn_of_tokens(sample.segments) if turns else ()
                 self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T, turn_T)
+                if sample.reference_logprob_T is not None:
+                    gap = float((logprob_T - sample.reference_logprob_T).sum(dtype=np.float64))
+                    self.metrics.add_trainer_metrics({"reverse_kl_sum": gap})
         self.metrics.add_trainer_metrics(result.metrics)
 
     def take_trained(self) -> list[RolloutData]:

@@ -278,7 +278,7 @@ def engine_options(config: RunConfig, places: PlacementGroup) -> list[dict[str, 
 def rank_options(config: RunConfig, places: PlacementGroup) -> list[dict[str, Any]]:
     """Return Ray's options of each rank; a replica of the reference model beside it has the same."""
     share = 0.5 if config.colocated else 1.0
-    if config.train_table.loss.kl_coefficient:
+    if config.train_table.loss.needs_reference:
         share /= 2
     return _options(config, places, _rank_bundles(config), share)
 
@@ -294,11 +294,11 @@ def _options(config: RunConfig, places: PlacementGroup, bundles: range, number: 
 
 def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None) -> RayReference | None:
     train = config.train_table
-    if not train.loss.kl_coefficient:
+    if not train.loss.needs_reference:
         return None
     settings = ReferenceSettings(
         device=train.device,
-        model_path=train.model.path,
+        model_path=train.loss.teacher or train.model.path,
         temperature=train.sampling.temperature,
         pack_tokens=train.trainer.pack_tokens,
         timeout_s=train.trainer.step_timeout_s,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.interface import Share
 from backends.preflight import trainer_ranks
@@ -179,9 +179,11 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
     workspace = (in_weights + 4) * min(num, max(REDUCE_BUCKET, *numels))  # in the type of the weights, and in float32
     if stage == 3:
         workspace += 2 * min(num, WHOLE_PARAMETERS)
-    if loss.kl_coefficient > 0:  # a replica of the reference model, which keeps what its forward passes have taken
-        reference = on_meta(model_config, torch.bfloat16)
-        workspace += 2 * num + pack_activations(reference, trainer.pack_tokens, checkpointing=False, backward=False)
+    if loss.needs_reference:  # a replica of the reference model, which keeps what its forward passes have taken
+        teacher = None if loss.teacher is None else AutoConfig.from_pretrained(loss.teacher)
+        reference = on_meta(teacher or model_config, torch.bfloat16)
+        workspace += 2 * sum(parameter.numel() for parameter in reference.parameters())
+        workspace += pack_activations(reference, trainer.pack_tokens, checkpointing=False, backward=False)
     activations = pack_activations(
         policy,
         trainer.pack_tokens,
@@ -296,9 +298,7 @@ def shape_of(model_config: Any) -> PolicyModel:
 def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemory:
     """Return the host memory of a machine with this share of a run in bfloat16; ``model`` is from ``shape_of``."""
     assert config.train is not None
-    weights = policy_weights(model)
     saved = {name: weight.nbytes for name, weight in saved_shapes(model).items()}
-    fused = sum(weight.nbytes for name, weight in weights.items() if name not in saved)
     transfer = HostShare(
         num_bytes=sum(saved.values()),
         sends=share.leads,
@@ -307,10 +307,19 @@ def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemo
     )
     transport = config.train.chosen_transport(colocated=config.colocated)
     readers = int(share.leads) if config.train.trainer.zero_stage == 3 else share.ranks
-    if config.train.loss.kl_coefficient:
-        readers += share.ranks
+    fused = readers * _fused_bytes(model)
+    if config.train.loss.needs_reference:
+        teacher = config.train.loss.teacher
+        other = model if teacher is None else shape_of(AutoConfig.from_pretrained(teacher))
+        fused += share.ranks * _fused_bytes(other)
     state = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
-    return HostMemory(transport.host_bytes(transfer), state * share.ranks / trainer_ranks(config), readers * fused)
+    return HostMemory(transport.host_bytes(transfer), state * share.ranks / trainer_ranks(config), fused)
+
+
+def _fused_bytes(model: PolicyModel) -> int:
+    """Return the bytes of weights that are put together while a model is loaded."""
+    saved = saved_shapes(model)
+    return sum(weight.nbytes for name, weight in policy_weights(model).items() if name not in saved)
 
 
 def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Share] | None = None) -> None:

@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from backends.lora import adapter_weights, add_adapters, save_folded
 from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
 from backends.trainer.deepspeed.zero import gathered_parameters, split
 from backends.trainer.packing import PackedRow
@@ -166,9 +167,19 @@ def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:
     return tensors | {"boundary": boundary, "longest": int(lengths_S.max())}
 
 
+def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return name and parameter of all that is trained."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def policy_weights(model: PolicyModel) -> dict[str, Any]:
-    """Return parameters (tied ones once) and buffers (biases that balance experts), by name; no value head."""
+    """Return parameters (tied ones once) and buffers (biases that balance experts), by name; no value head.
+
+    Of a model with adapters only these, by PEFT's names.
+    """
     policy = model.policy
+    if adapters := adapter_weights(policy):
+        return adapters
     saved = policy.state_dict().keys() - set(policy._keys_to_ignore_on_save or ())
     named = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
     return {name: weight for name, weight in named.items() if name in saved}
@@ -176,7 +187,7 @@ def policy_weights(model: PolicyModel) -> dict[str, Any]:
 
 def as_saved(model: PolicyModel, weights: dict[str, Any]) -> dict[str, Any]:
     """Return weights, layers whole, as ``save_pretrained`` writes them; in memory experts of a layer are one tensor."""
-    if getattr(model.policy, CONVERSIONS, None) == []:
+    if getattr(model.policy, CONVERSIONS, None) == [] or adapter_weights(model.policy):
         return weights
     saved: dict[str, Any] = revert_weight_conversion(model.policy, weights)
     return saved
@@ -236,5 +247,15 @@ def buckets(weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the language model with the weights of ``copy_policy`` in Hugging Face format, without tokenizer."""
+    """Write the language model with the weights of ``copy_policy`` in Hugging Face format, without tokenizer.
+
+    Adapters are added to the weights of the model at the start.
+    """
+    if adapter_weights(model.policy):
+        whole = AutoModelForCausalLM.from_pretrained(model.policy.name_or_path, dtype=model.policy.dtype)
+        add_adapters(whole, model.policy.lora)
+        for name, weight in adapter_weights(whole).items():
+            weight.data = copies[name]
+        save_folded(whole, folder)
+        return
     model.policy.save_pretrained(folder, state_dict=copies, save_original_format=False)  # they have it already

@@ -40,7 +40,7 @@ class PackedRow:
     advantage_M: NDArray[np.float32]
     reward_M: NDArray[np.float32]
     reference_logprob_M: NDArray[np.float32] | None
-    """Under the reference model (nats). None: not computed."""
+    """Under the reference model or the teacher (nats). None: not computed."""
 
     @property
     def lengths_S(self) -> NDArray[np.int64]:  # noqa: N802  # shape letter

@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 
 from backends.interface import Weights
+from backends.lora import adapter_shapes
 from backends.trainer.model import PolicyModel, gathered, saved_buckets, saved_shapes
 from backends.transfer.group import GroupHost
 from backends.transfer.row import parameters_of
 from backends.transfer.transport import Parameters, SenderContext, ends_of
 from backends.transfer.verify import check_names, checkpoint_shapes
+from pipelinerl.config.train import LoraConfig
 from pipelinerl.hardware.transport import WeightTransport
 
 TRANSFER_THREAD = "transfer"
@@ -47,9 +49,16 @@ class Publisher:
     """One rank's part; ``rank`` 0 sends, ``folder`` is for files, ``model_path`` the engines' model."""
 
     def __init__(
-        self, rank: int, *, device: Literal["cpu", "gpu"], transport: WeightTransport, folder: Path, model_path: str
+        self,
+        rank: int,
+        *,
+        device: Literal["cpu", "gpu"],
+        transport: WeightTransport,
+        folder: Path,
+        model_path: str,
+        lora: LoraConfig | None = None,
     ) -> None:
-        self._receives, self._model_path = rank == 0, model_path
+        self._receives, self._model_path, self._lora = rank == 0, model_path, lora
         self._device = torch.device("cuda:0" if device == "gpu" else "cpu")
         self.group = GroupHost()
         self._sender = ends_of(transport.ends).sender(SenderContext(self._receives, folder, self.group))
@@ -59,7 +68,10 @@ class Publisher:
         """Raise ``WeightMismatchError`` on rank 0 if names or shapes of weights differ from the engines' model."""
         if self._receives:
             shapes = {name: tuple(weight.shape) for name, weight in saved_shapes(model).items()}
-            check_names(shapes, checkpoint_shapes(self._model_path), source="weights to be sent")
+            wanted = checkpoint_shapes(self._model_path)
+            if self._lora is not None:
+                wanted = adapter_shapes(wanted, self._lora.rank)
+            check_names(shapes, wanted, source="weights to be sent")
 
     def publish(self, model: PolicyModel, version: int) -> Weights | None:
         """Make the weights ready to be sent; all ranks call it together. None on other ranks than 0."""

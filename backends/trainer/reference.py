@@ -1,4 +1,4 @@
-"""The real reference model: the model at the start, frozen, in Ray actors of its own.
+"""The real reference model: the model at the start, or a teacher, frozen, in Ray actors of its own.
 
 Theory of operation. One replica stands beside every rank of the trainer, on the same accelerator: the work is spread
 as training is. A batch is packed into rows as the trainer packs it and split over the replicas, which do not
@@ -35,7 +35,7 @@ class ReferenceSettings:
     device: Literal["cpu", "gpu"]
     """CPU: float32. GPU: bfloat16; the process sees one GPU only."""
     model_path: str
-    """The model at the start, in Hugging Face format."""
+    """In Hugging Face format."""
     temperature: float
     pack_tokens: int
     timeout_s: float

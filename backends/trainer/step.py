@@ -32,18 +32,23 @@ def row_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return logprob_M, entropy_M (nats), and the parts by name of a row's share of the batch's loss.
 
-    The loss is the sum over tokens divided by ``train_batch_size`` sequences (paper symbol B). ``ValueError`` if the
-    row lacks the reference log-probabilities that ``kl_coefficient`` needs.
+    The loss is the sum over tokens divided by ``train_batch_size`` sequences (paper symbol B). With a teacher the
+    advantage of a token is ``log teacher - log pi``: on policy, the gradient is that of the token's KL(pi || teacher).
+    ``ValueError`` if the row lacks the log-probabilities of a reference model that the loss needs.
+    Source: Agarwal et al. 2023 (arXiv:2306.13649) with lambda = 1 and the reverse KL, estimated from the sampled token.
     """
-    if config.kl_coefficient > 0 and row.reference_logprob_M is None:
-        raise ValueError("reference_logprob_T must be there with loss.kl_coefficient > 0, got None")
+    if config.needs_reference and row.reference_logprob_M is None:
+        raise ValueError("reference_logprob_T must be there with loss.kl_coefficient > 0 or a loss.teacher, got None")
     reward_M = torch.tensor(row.reward_M, device=device)
     logprob_M, entropy_M, value_M = model(**row_tensors(row, device))
+    advantage_M = torch.tensor(row.advantage_M, device=device) if value_M is None else reward_M - value_M
+    if config.teacher is not None:
+        advantage_M = torch.tensor(row.reference_logprob_M, device=device) - logprob_M
     loss_M = policy_loss(
         config,
         logprob_N=logprob_M,
         behaviour_logprob_N=torch.tensor(row.behaviour_logprob_M, device=device),
-        advantage_N=torch.tensor(row.advantage_M, device=device) if value_M is None else reward_M - value_M,
+        advantage_N=advantage_M,
         sequence_N=torch.tensor(row.sequence_M, device=device),
         num_sequences=len(row.sample_index_S),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from backends.lora import CONFIG_FILE, adapter_shapes
 from backends.transfer.checksum64 import as_bytes
 from backends.transfer.transport import LACK, SHAPE, UNKNOWN, WeightMismatchError
 from pipelinerl.errors import BackendError
@@ -36,10 +37,13 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter in a Hugging Face model folder, from the files' headers only.
 
     A weight update has to bring exactly these names. A tied parameter is listed once, as in the folder. Layers that
-    only draft tokens are left out: neither trained nor loaded by engines that do not draft. ``BackendError`` if the
-    folder has no weights in safetensors format.
+    only draft tokens are left out: neither trained nor loaded by engines that do not draft. Of a folder of adapters:
+    those of their model. ``BackendError`` if the folder has no weights in safetensors format.
     """
     folder = Path(folder)
+    if (folder / CONFIG_FILE).exists():
+        adapters = read_json(folder / CONFIG_FILE)
+        return adapter_shapes(checkpoint_shapes(adapters["base_model_name_or_path"]), adapters["r"])
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = {folder / name for name in read_json(index)["weight_map"].values()}

@@ -28,10 +28,14 @@ import multiprocessing
 import time
 from collections.abc import Awaitable
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
+from backends.lora import save_no_adapters
 from backends.transfer.transport import is_mismatch, place_of
+from backends.transfer.verify import checkpoint_shapes
 from backends.vllm.process import VLLMSettings, end_processes, process_tree, remove_shared_memory, shared_memory_of
 from backends.vllm.version.client import Client, EngineDiedError, start_client
 from backends.workers.main import log_to
@@ -61,6 +65,7 @@ class VLLMEngine:
         self._running: dict[int, asyncio.Event] = {}
         self._checksums: dict[str, str] = {}
         self._num_updates = 0
+        self._adapters: TemporaryDirectory[str] | None = None  # of version 0, with ``lora``
 
     # ------------------------------------------------------------------------------------ life
 
@@ -74,6 +79,10 @@ class VLLMEngine:
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
         began = time.perf_counter()
         self._before = set(multiprocessing.active_children())
+        if settings.lora is not None:
+            self._adapters = TemporaryDirectory(prefix="pipelinerl-adapters-")
+            shapes = checkpoint_shapes(settings.model_path)
+            save_no_adapters(Path(self._adapters.name), shapes, settings.lora, model_path=settings.model_path)
         try:
             async with asyncio.timeout(settings.start_timeout_s):
                 await asyncio.to_thread(self._launch)
@@ -95,7 +104,7 @@ class VLLMEngine:
 
     def _launch(self) -> None:
         # Returns nothing: imports of optional packages that failed in here keep this thread's frames for ever.
-        self._vllm = start_client(self._settings)
+        self._vllm = start_client(self._settings, None if self._adapters is None else self._adapters.name)
 
     async def shutdown(self) -> None:
         """End all processes and their requests; a second call does nothing."""
@@ -112,6 +121,9 @@ class VLLMEngine:
         shared, self._shared_memory = self._shared_memory | await asyncio.to_thread(shared_memory_of, processes), set()
         if client is not None:
             client.shutdown()
+        if self._adapters is not None:
+            self._adapters.cleanup()
+            self._adapters = None
         if before is None:
             return
         await asyncio.to_thread(end_processes, processes)
@@ -150,6 +162,11 @@ class VLLMEngine:
                 what = f"no decode step for {limit_s:g} s, {len(self._running)} requests in progress"
                 break
         self._lose(f"engine lost: engine={self._settings.engine_id}; {what}, start the engine again")
+
+    @property
+    def _folder(self) -> str:
+        """Of what the weights are: the model, or its adapters."""
+        return self._adapters.name if self._adapters is not None else self._settings.model_path
 
     def _alive(self) -> Client:
         if self._loss is not None or self._vllm is None:
@@ -231,6 +248,7 @@ class VLLMEngine:
         """See ``interface.Receiver``; ``EngineLostError`` if it does not succeed in ``update_timeout_s``."""
         info = {
             "ends": self._settings.transport.ends,
+            "folder": self._folder,
             "rendezvous": rendezvous,
             "first_worker": first_worker,
             "timeout_s": self._settings.update_timeout_s,
@@ -286,6 +304,7 @@ class VLLMEngine:
         place_of(weights, transport)
         info = {
             "ends": transport.ends,
+            "folder": self._folder,
             "version": weights.version,
             "location": weights.location,
             "checksums": weights.checksums,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipelinerl.config.train import LoraConfig
 from pipelinerl.hardware.transport import FILE, WeightTransport
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -34,6 +35,8 @@ class VLLMSettings:
     """GPU: bfloat16. CPU: float32, the only type that vLLM's CPU build runs everywhere."""
     transport: WeightTransport = FILE
     """Every ``Weights.location`` begins with its name."""
+    lora: LoraConfig | None = None
+    """The adapters that weights are. None: whole models."""
     tensor_parallel: int = 1
     """Accelerators of the engine: they share the model, but for vLLM's ``data_parallel_size`` replicas."""
     gpu_memory_utilization: float = 0.9

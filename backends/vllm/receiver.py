@@ -19,11 +19,13 @@ knows that; any other by vLLM's reload.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from backends.interface import Weights
+from backends.lora import write_adapters
 from backends.transfer.transport import DeltaReceiver, Membership, WeightReceiver, ends_of
 from backends.transfer.verify import checkpoint_shapes
 from backends.vllm.direct_copies import Swap
@@ -40,6 +42,8 @@ class JoinInfo(InitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """A group to join."""
 
     ends: str
+    folder: str
+    """Of the model, or of the adapters that the weights are."""
     rendezvous: str
     first_worker: int
     """Of this engine among all, from 1."""
@@ -51,6 +55,8 @@ class WeightsInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Published weights."""
 
     ends: str
+    folder: str
+    """As in ``JoinInfo``."""
     version: int
     """Fields of ``interface.Weights``."""
     location: str
@@ -63,6 +69,7 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
     init_info_cls = JoinInfo
     update_info_cls = WeightsInfo
     _receiver: WeightReceiver | None = None
+    _folder = ""
     _verified: tuple[Weights, dict[str, torch.Tensor]] | None = None
     _swap: Swap | None = None
     _held: Weights | None = None
@@ -75,11 +82,11 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
         member = Membership(
             rendezvous=init_info.rendezvous,
             worker=init_info.first_worker + own,
-            shapes=checkpoint_shapes(self.model_config.model),
+            shapes=checkpoint_shapes(init_info.folder),
             device=self.device,
             timeout_s=init_info.timeout_s,
         )
-        self._of(init_info.ends).join(member)
+        self._of(init_info).join(member)
 
     def start_weight_update(self) -> None:
         """Change no weights: the model stays whole until new ones are verified."""
@@ -89,17 +96,21 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
         """Receive the weights; ``BackendError`` if they are incomplete or not right."""
         self._verified = None
         weights = Weights(update_info.version, update_info.location, update_info.checksums)
-        self._verified = weights, dict(self._of(update_info.ends).receive(weights))
+        self._verified = weights, dict(self._of(update_info).receive(weights))
 
     def finish_weight_update(self) -> None:
         """Load the received weights; ``BackendError`` if none have come, or they have changed."""
         if self._verified is None:
             raise BackendError("no weights have come")
         (weights, tensors), self._verified = self._verified, None
+        assert self._receiver is not None
+        if self.vllm_config.lora_config is not None:
+            write_adapters(Path(self._folder), tensors)  # read before the next decode step
+            self._receiver.loaded(weights)
+            return
         held, self._held = self._held, None
         if self._swap is None:
             self._swap = Swap(self.model, lambda new: load_weights(self.model, self.model_config, new.items()))
-        assert self._receiver is not None
         delta = self._receiver.delta(weights, held) if held and isinstance(self._receiver, DeltaReceiver) else None
         if delta is None or not self._swap.patch(delta):
             self._swap(tensors)
@@ -113,7 +124,7 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
             self._receiver.close()
             self._receiver = None
 
-    def _of(self, ends: str) -> WeightReceiver:
+    def _of(self, info: JoinInfo | WeightsInfo) -> WeightReceiver:
         if self._receiver is None:
-            self._receiver = ends_of(ends).receiver(self.model_config.model)
+            self._receiver, self._folder = ends_of(info.ends).receiver(info.folder), info.folder
         return self._receiver

@@ -169,9 +169,9 @@ class PolicyConfig(StrictModel):
     def _fits_together(self) -> Self:
         if self.width % self.heads:
             raise ValueError(f"heads must divide width, got heads={self.heads}, width={self.width}")
-        for name in ("kl_coefficient", "value_coefficient"):
+        for name in ("kl_coefficient", "value_coefficient", "teacher"):
             if getattr(self.loss, name):
-                raise ValueError(f"loss.{name} must be 0: the policy has no reference model and no value head")
+                raise ValueError(f"loss.{name} must be left out: the policy has no other model and no value head")
         return self
 
 
@@ -679,10 +679,12 @@ NAMES_OR_PATHS = (
     ("hardware", "model"),
 )
 """Keys that hold a name, or the path of a file."""
+MODELS = (("train", "model", "path"), ("train", "loss", "teacher"))
+"""Keys that hold the folder of a model, or its id at Hugging Face."""
 PATHS = (
     *NAMES_OR_PATHS,
     ("hardware", "decode", "table"),
-    ("train", "model", "path"),
+    *MODELS,
     ("train", "weights_folder"),
     ("train", "task", "settings", "path"),
     ("train", "task", "settings", "held_out_path"),
@@ -702,7 +704,7 @@ def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, s
         for key in keys[:-1]:
             table = table.get(key) if isinstance(table, dict) else None
         value = table.get(keys[-1]) if isinstance(table, dict) else None
-        is_id = keys == ("train", "model", "path") and isinstance(value, str) and is_model_id(value, folder)
+        is_id = keys in MODELS and isinstance(value, str) and is_model_id(value, folder)
         if isinstance(value, str) and not is_id and (keys not in NAMES_OR_PATHS or _is_path(value, folder)):
             if "\0" in value:
                 raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {shown(value)}")
@@ -712,7 +714,7 @@ def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, s
 
 
 def is_model_id(value: str, folder: Path = Path()) -> bool:
-    """Return whether ``train.model.path`` is the id of a model at Hugging Face: it looks like one and is no folder."""
+    """Return whether a key of ``MODELS`` is the id of a model at Hugging Face: it looks like one and is no folder."""
     return bool(_MODEL_ID.fullmatch(value)) and not (folder / value).exists()
 
 

@@ -26,6 +26,15 @@ class ModelConfig(StrictModel):
     """Use the tokenizer's chat template, if any; not in environments."""
 
 
+class LoraConfig(StrictModel):
+    """Adapters of the linear layers, trained in place of all weights; not of experts."""
+
+    rank: int = Field(ge=1, le=512)
+    """Rank of an adapter."""
+    alpha: Count
+    """An adapter counts alpha / rank times."""
+
+
 class SamplingConfig(StrictModel):
     """Sampling of answers."""
 
@@ -173,6 +182,8 @@ class TrainConfig(StrictModel):
     """Folder for weights as files; shared by all machines."""
     model: ModelConfig
     """The language model to train."""
+    lora: LoraConfig | None = None
+    """Train adapters. None: all weights."""
     task: TaskConfig
     """The task."""
     optimizer: OptimizerConfig
@@ -205,6 +216,4 @@ class TrainConfig(StrictModel):
                 "trainer.step_timeout_s must be above trainer.collective_timeout_s, else no rank can name the one it "
                 f"waits for, got {self.trainer.step_timeout_s:g} and {waits_s:g}"
             )
-        if self.loss.kind == "gspo" and self.loss.value_coefficient:
-            raise ValueError("loss.value_coefficient must be 0 with loss.kind='gspo': its advantage is per sequence")
         return self

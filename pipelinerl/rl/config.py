@@ -58,8 +58,16 @@ class LossConfig(StrictModel):
     """Largest unmasked ratio."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the initial model. 0: no reference model."""
+    teacher: str | None = None
+    """Model (folder or id) whose log-probabilities take the place of the reward: on-policy distillation. Its tokens are
+    the model's. None: the reward."""
     value_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the value head's squared error. 0: no value head, leave-one-out baseline."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen model gives log-probabilities of each answer: the teacher, or the model at the start."""
+        return self.kl_coefficient > 0 or self.teacher is not None
 
     def masked(self, log_ratio: Any, answer_sum: Any, answer_tokens: Any) -> Any:
         """Return where the ratio that ``mask`` names is out of its bounds; NaN is not. There must be a mask.
@@ -71,6 +79,16 @@ class LossConfig(StrictModel):
         ratio = {"token": log_ratio, "sequence": answer_sum, "geometric": answer_sum / answer_tokens}[self.mask]
         least = math.log(self.mask_low) if self.mask_low else -math.inf
         return (ratio < least) | (ratio > math.log(self.mask_high))
+
+    @model_validator(mode="after")
+    def _advantage_is_of_tokens(self) -> Self:
+        if self.kind == "gspo" and (self.value_coefficient or self.teacher):
+            key, value = ("teacher", "left out") if self.teacher else ("value_coefficient", "0")
+            raise ValueError(f"{key} must be {value} with kind='gspo': its advantage is per sequence")
+        for name in ("kl_coefficient", "value_coefficient") if self.teacher else ():
+            if getattr(self, name):
+                raise ValueError(f"{name} must be 0 with a teacher, got {getattr(self, name):g}")
+        return self
 
     @model_validator(mode="after")
     def _bounds_have_a_mask(self) -> Self:

@@ -129,7 +129,12 @@ def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine, 
     kl_coefficient = config.train.loss.kl_coefficient
     if trainer is None:
         trainer = FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient)
-    return Parts(engines, trainer, task or Letters(), reference or (FakeReference() if kl_coefficient else None))
+    return Parts(
+        engines,
+        trainer,
+        task or Letters(),
+        reference or (FakeReference() if config.train.loss.needs_reference else None),
+    )
 
 
 def run(config, out, parts, *, resume=False):

@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM
 from backends.contract.engine import BATCH, FOLLOWING
 from backends.contract.trainer import samples
 from backends.interface import Sample, Weights
+from backends.lora import adapter_weights, add_adapters
 from backends.trainer.deepspeed.rank import DeepSpeedRank
 from backends.trainer.deepspeed.settings import RankSettings
 from backends.trainer.model import PolicyModel, copy_policy, load_policy
 from backends.trainer.packing import PackedRow, pack
 from backends.trainer.step import learning_rate_factor, row_loss
-from pipelinerl.config.train import OptimizerConfig, TrainerConfig
+from pipelinerl.config.train import LoraConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import FILE
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
@@ -113,15 +114,18 @@ def with_reference(model_path: Path, batch: Sequence[Sample]) -> list[Sample]:
 
 
 def plain_training(
-    model_path: Path, num_steps: int, *, kl_coefficient: float = 0.0
+    model_path: Path, num_steps: int, *, kl_coefficient: float = 0.0, lora: LoraConfig | None = None
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """Train with torch only, one sequence after the other; return parameters and each step's metrics.
 
     With ``kl_coefficient`` a frozen copy of the model is asked within the step.
     """
     model, frozen = (AutoModelForCausalLM.from_pretrained(model_path).eval() for _ in range(2))
+    if lora is not None:
+        add_adapters(model, lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), weight_decay=OPTIMIZER.weight_decay
+        trained, lr=1.0, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), weight_decay=OPTIMIZER.weight_decay
     )
     factor = learning_rate_factor(OPTIMIZER, optimizer_steps=STEPS)
     metrics = []
@@ -138,14 +142,15 @@ def plain_training(
                 loss, divergence = loss + kl, divergence + float(kl.detach()) / BATCH
             (loss / BATCH).backward()
             total += float(loss.detach()) / BATCH
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(trained, OPTIMIZER.gradient_clip)
         rate = OPTIMIZER.learning_rate * factor(step)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         metrics.append({"loss": total, "gradient_norm": float(norm), "learning_rate": rate})
         if kl_coefficient:
             metrics[-1]["kl_loss"] = divergence
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, metrics
+    named = adapter_weights(model) or dict(model.named_parameters())
+    return {name: parameter.detach() for name, parameter in named.items()}, metrics
 
 
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:

@@ -31,9 +31,10 @@ import transformers
 from numpy.typing import NDArray
 
 from backends.interface import RankFacts, Weights
+from backends.lora import add_adapters
 from backends.trainer.deepspeed.settings import RankSettings, deepspeed_config, make_optimizer, nccl_logs
 from backends.trainer.deepspeed.state import RankState
-from backends.trainer.model import PolicyModel, copy_policy, load_policy, recompute, save_policy
+from backends.trainer.model import PolicyModel, copy_policy, load_policy, recompute, save_policy, trained_parameters
 from backends.trainer.packing import PackedRow
 from backends.trainer.publish import Publisher
 from backends.trainer.self_test import self_test
@@ -61,6 +62,7 @@ class DeepSpeedRank:
             transport=settings.transport,
             folder=Path(settings.weights_folder),
             model_path=settings.model_path,
+            lora=settings.lora,
         )
         self._reserved: socket.socket | None = None  # has the port until the ranks have met
         self._num_skipped = 0  # in a row
@@ -113,6 +115,8 @@ class DeepSpeedRank:
         config = deepspeed_config(settings)
         split = config if settings.trainer.zero_stage == 3 else None
         policy = load_policy(settings.model_path, device=settings.device, zero3=split)
+        if settings.lora is not None:
+            add_adapters(policy, settings.lora)
         torch.distributed.barrier()  # DeepSpeed's own group waits less long for a rank that still reads
         wanted = settings.trainer.activation_checkpointing if recomputed is None else recomputed
         self._num_recomputed = recompute(policy, wanted)
@@ -196,7 +200,7 @@ class DeepSpeedRank:
         """Change nothing if the gradient is not finite."""
         learning_rate = self._engine.get_lr()[0]  # the schedule moves on within the step
         if self._settings.trainer.zero_stage == 0:  # DeepSpeed keeps no norm then, and would make the step
-            norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._engine.module.parameters()]))
+            norm = float(torch.nn.utils.get_total_norm([p.grad for _, p in trained_parameters(self._engine.module)]))
             if not np.isfinite(norm):
                 self._engine.zero_grad()
                 self._engine.set_gradient_accumulation_boundary(False)

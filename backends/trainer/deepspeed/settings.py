@@ -9,8 +9,15 @@ from typing import Any, Literal
 import torch
 
 from backends.this_machine import network_variables
-from backends.trainer.model import PREFETCHED_PARAMETERS, REDUCE_BUCKET, TRAINED_DTYPES, WHOLE_PARAMETERS, PolicyModel
-from pipelinerl.config.train import OptimizerConfig, TrainerConfig
+from backends.trainer.model import (
+    PREFETCHED_PARAMETERS,
+    REDUCE_BUCKET,
+    TRAINED_DTYPES,
+    WHOLE_PARAMETERS,
+    PolicyModel,
+    trained_parameters,
+)
+from pipelinerl.config.train import LoraConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import WeightTransport
 from pipelinerl.rl.config import LossConfig
 
@@ -39,6 +46,8 @@ class RankSettings:
     """A file per rank. None: to where its process prints."""
     colocated: bool = False
     """Whether the GPU is an engine's in turn."""
+    lora: LoraConfig | None = None
+    """None: all weights are trained."""
     whole_parameter_elements: int = 100_000
     """ZeRO-3: parameters up to this size are not split. DeepSpeed's default; 0 in tests."""
 
@@ -76,7 +85,7 @@ def make_optimizer(settings: RankSettings, model: PolicyModel) -> torch.optim.Op
     """Return torch's fused AdamW: DeepSpeed's needs a compiler where it runs."""
     config = settings.optimizer
     return torch.optim.AdamW(
-        model.parameters(),
+        [parameter for _, parameter in trained_parameters(model)],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         weight_decay=config.weight_decay,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from backends.trainer.model import trained_parameters
 from backends.transfer.row import SharedRow
 from pipelinerl.errors import BackendError
 
@@ -123,7 +124,7 @@ class RankState:
         return self._engine.optimizer.optimizer if self._stage else self._engine.optimizer
 
     def _pieces(self) -> Iterator[Piece]:
-        for name, parameter in self._engine.module.named_parameters():
+        for name, parameter in trained_parameters(self._engine.module):
             holder, at, begin, length = self._place(parameter)
             if length > 0:
                 kinds = {"master": holder} | {moment: self._state_of(holder)[moment] for moment in MOMENTS}
@@ -178,7 +179,7 @@ def fill_policy(policy: torch.nn.Module, folder: Path) -> None:
     """Fill a policy in the host's memory with the masters of all ranks, rounded; ``BackendError`` if one is missing."""
     with contextlib.ExitStack() as stack, torch.no_grad():
         written = _written(_opened(folder, stack))
-        for name, parameter in policy.named_parameters():
+        for name, parameter in trained_parameters(policy):
             master = torch.empty(parameter.numel())
             if _fill(master, 0, written["master", f"policy.{name}"]) != parameter.numel():
                 raise BackendError(f"checkpoint cannot be loaded: {folder} lacks master of policy.{name}")

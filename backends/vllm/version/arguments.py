@@ -30,13 +30,16 @@ DECIDED_BY = {
     "gpu_memory_utilization": "train.engine.gpu_memory_utilization",
     "enable_sleep_mode": "scheduler.kind",
     "weight_transfer_config": "train.transport",
+    "enable_lora": "train.lora",
+    "max_loras": "train.lora",
+    "max_lora_rank": "train.lora",
+    "lora_dtype": "train.device",
 }
 """Keys of the run file that arguments follow from."""
 REFUSED = {
     "logprobs_mode": "importance weights need those of the distribution that is sampled from",
     "quantization_config": "quantization names a format that new weights can be loaded in",
     "cpu_offload_gb": "new weights can be loaded into parameters in place only",
-    "enable_lora": "all weights are trained",
     "speculative_config": "the weights of what drafts are not updated",
     "pipeline_parallel_size": "an engine is one stage",
     "distributed_executor_backend": "an engine's workers are processes of one machine",
@@ -46,6 +49,8 @@ REFUSED = {
 EIGHT_BIT = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
 """Values of ``quantization`` by which linear layers and experts are made from bfloat16, at the start and at every
 update. vLLM's ``fp8`` is for checkpoints that are in fp8 already."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM can have room for."""
 CUDA = "/usr/local/cuda"
 MIN_BATCHED_TOKENS = 8192
 """Of prompts and answers that one decode step may compute, if not more slots."""
@@ -139,4 +144,7 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
         "enable_sleep_mode": settings.colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",
     }
+    if settings.lora is not None:
+        room = next(rank for rank in LORA_RANKS if rank >= settings.lora.rank)
+        fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     return {**ours, **settings.arguments, **fixed}

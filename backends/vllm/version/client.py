@@ -16,7 +16,7 @@ from backends.this_machine import local_cache
 from backends.vllm.process import VLLMSettings
 from backends.vllm.times import RequestTimes, StepMeter
 from backends.vllm.version.arguments import engine_arguments
-from backends.vllm.version.workers import IN_PLACE, RECEIVER
+from backends.vllm.version.workers import IN_PLACE, RECEIVER, adapter_request
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -92,8 +92,11 @@ def environment(settings: VLLMSettings) -> dict[str, str]:
     return ENVIRONMENT | on_device | level
 
 
-def start_client(settings: VLLMSettings) -> Client:
-    """Start vLLM's processes; blocks until the model is loaded. ``ConfigError`` if vLLM is not installed."""
+def start_client(settings: VLLMSettings, adapter_folder: str | None = None) -> Client:
+    """Start vLLM's processes; blocks until the model is loaded. ``ConfigError`` if vLLM is not installed.
+
+    ``adapter_folder``: of the adapters of version 0, by which all requests are answered.
+    """
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "pipelinerl" not in plugins.split(","):
         os.environ["VLLM_PLUGINS"] = f"{plugins},pipelinerl"
@@ -115,7 +118,7 @@ def start_client(settings: VLLMSettings) -> Client:
     arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
     loggers = [no_logger()] if settings.request_times else None
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
-    return Client(llm)
+    return Client(llm, adapter_folder)
 
 
 def no_logger() -> Any:
@@ -137,8 +140,9 @@ def no_logger() -> Any:
 class Client:
     """Our calls of vLLM's running ``AsyncLLM``. None is timed here, and none returns once the engine is dead."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, adapter_folder: str | None = None) -> None:
         self.llm = llm
+        self._adapters = None if adapter_folder is None else adapter_request(adapter_folder)
         self._times = RequestTimes()
         self._steps = StepMeter()
         self.outputs_s = 0.0
@@ -178,7 +182,10 @@ class Client:
         parameters = sampling_parameters(request)
         self._steps.begins(len(request.prompt_tokens))
         try:
-            async for output in self.llm.generate(prompt, parameters, request_id=str(request.rollout_id)):  # noqa: B007
+            answers = self.llm.generate(
+                prompt, parameters, request_id=str(request.rollout_id), lora_request=self._adapters
+            )
+            async for output in answers:  # noqa: B007
                 pass
         except EngineDeadError:
             raise EngineDiedError from None

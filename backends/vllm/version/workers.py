@@ -50,6 +50,16 @@ def load_weights(model: Any, model_config: Any, weights: Iterable[tuple[str, Any
         finalize_layerwise_reload(model, model_config)
 
 
+def adapter_request(folder: str) -> Any:
+    """Return what asks for the adapters in a folder.
+
+    Workers read them before the first decode step, and anew before the first one after an update of weights.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="policy", lora_int_id=1, lora_path=folder)
+
+
 def keep_parameters_in_place() -> None:
     """Keep linear layers on CPU from being packed for oneDNN: a packed parameter cannot be changed."""
     from vllm import _custom_ops

@@ -1,15 +1,66 @@
-"""The learning rate step by step, FLOP and the peak of a GPU, by hand."""
+"""The loss of a teacher's pupil; the learning rate step by step, FLOP and the peak of a GPU, by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from backends.trainer.step import learning_rate_factor, training_flop
-from pipelinerl.config.train import OptimizerConfig
-from pipelinerl.hardware.catalogue import find_model, gpu_of_device
+from backends.trainer.packing import PackedRow  # noqa: E402
+from backends.trainer.step import learning_rate_factor, row_loss, training_flop  # noqa: E402
+from pipelinerl.config.train import OptimizerConfig  # noqa: E402
+from pipelinerl.hardware.catalogue import find_model, gpu_of_device  # noqa: E402
+from pipelinerl.rl.config import LossConfig  # noqa: E402
+
+
+def answer_of_one_token(token: int, *, behaviour: float, teacher: float | None) -> PackedRow:
+    """Return a row of a prompt of one token and an answer of one, with an advantage and a reward of 9."""
+    one, nine = np.zeros(1, np.int64), np.full(1, 9, np.float32)
+    return PackedRow(
+        sample_index_S=(0,),
+        token_N=np.array([0, token]),
+        position_N=np.arange(2),
+        predictor_M=one,
+        answer_M=np.array([token]),
+        sequence_M=one,
+        behaviour_logprob_M=np.array([behaviour], np.float32),
+        advantage_M=nine,
+        reward_M=nine,
+        reference_logprob_M=None if teacher is None else np.array([teacher], np.float32),
+    )
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "plain", "ppo", "cispo"])
+def test_a_pupil_has_on_average_the_gradient_of_its_divergence_from_the_teacher(kind: str) -> None:
+    """Over all words, weighed by pi, which samples them; the reward has no part in it."""
+    generator = torch.Generator().manual_seed(0)
+    logit_V, teacher_V = (torch.randn(5, generator=generator) for _ in range(2))
+    logit_V.requires_grad_()
+    ref_V = teacher_V.log_softmax(-1)
+    config = LossConfig.model_validate({"kind": kind, "teacher": "/teacher", "truncation": 100.0})
+
+    def model(*, answer_M: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return logit_V.log_softmax(-1)[answer_M], torch.zeros(1), None
+
+    mean = torch.zeros(5)
+    logprob_V = logit_V.detach().log_softmax(-1)
+    for token, logprob in enumerate(logprob_V):
+        row = answer_of_one_token(token, behaviour=float(logprob), teacher=float(ref_V[token]))
+        *_, parts = row_loss(model, row, config=config, train_batch_size=2, device=torch.device("cpu"))
+        assert list(parts) == ["policy_loss"]
+        mean += 2 * logprob.exp() * torch.autograd.grad(parts["policy_loss"], logit_V)[0]
+    pi_V = logit_V.softmax(-1)
+    divergence = (pi_V * (logit_V.log_softmax(-1) - ref_V)).sum()
+    assert torch.allclose(mean, torch.autograd.grad(divergence, logit_V)[0], atol=1e-6)
+    with pytest.raises(ValueError, match="reference_logprob_T must be there"):
+        row_loss(
+            model,
+            answer_of_one_token(1, behaviour=-1.0, teacher=None),
+            config=config,
+            train_batch_size=1,
+            device=torch.device("cpu"),
+        )
 
 
 def test_flop_of_a_7b() -> None:

@@ -368,6 +368,10 @@ def test_wrong_shapes_and_types_are_refused(changes, message) -> None:
         {"mask": "token", "mask_low": 1.1},
         {"mask": "token", "mask_high": 0.9},
         {"mask": "none"},
+        {"teacher": "/teacher", "kind": "gspo"},
+        {"value_coefficient": 0.5, "kind": "gspo"},
+        {"teacher": "/teacher", "kl_coefficient": 0.1},
+        {"teacher": "/teacher", "value_coefficient": 0.5},
     ],
 )
 def test_a_setting_out_of_range_is_refused(wrong) -> None:

@@ -357,7 +357,7 @@ OF_CALCULATOR = "must hold the right answers of policy.task='calculator' with po
             "got kv_cache_tokens=18"),
         (BASE, "policy.heads=3", "run: policy.heads must divide width, got heads=3, width=16"),
         (BASE, "policy.loss.value_coefficient=0.5",
-            "run: policy.loss.value_coefficient must be 0: the policy has no reference model and no value head"),
+            "run: policy.loss.value_coefficient must be left out: the policy has no other model and no value head"),
         (BASE, "policy.warm_start.learning_rate=1e30",
             "policy.warm_start.learning_rate is too large: the base model is not finite, got learning_rate=1e+30"),
         (BASE, "policy.task=calculator", f"{NEEDS_TURNS}'calculator' without one"),

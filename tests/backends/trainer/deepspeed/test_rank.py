@@ -226,7 +226,10 @@ def test_the_step_is_that_of_a_frozen_copy_asked_within_the_step(model_path: Pat
 
 def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -> None:
     rank = started(model_path, loss=LossConfig(kl_coefficient=0.1))
-    with pytest.raises(ValueError, match=r"^reference_logprob_T must be there with loss.kl_coefficient > 0, got None$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^reference_logprob_T must be there with loss.kl_coefficient > 0 or",
+    ):
         train(rank, samples())
 
 

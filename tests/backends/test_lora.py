@@ -1,0 +1,185 @@
+"""Adapters: what they are by identities, how they are trained, and that engines serve them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+
+import pytest
+from needs import need
+
+need("torch", "transformers")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from character_model import make_model  # noqa: E402
+
+from backends.lora import (  # noqa: E402
+    ADAPTER_FOLDER,
+    LoraLinear,
+    adapter_shapes,
+    adapter_weights,
+    add_adapters,
+    save_folded,
+)
+from backends.transfer.verify import checkpoint_shapes  # noqa: E402
+from pipelinerl.config.train import LoraConfig  # noqa: E402
+
+LORA = LoraConfig(rank=4, alpha=6)
+TOKENS = torch.arange(12)[None] % 7
+
+
+@pytest.fixture(scope="module")
+def base(model_path):
+    return transformers.AutoModelForCausalLM.from_pretrained(model_path).double()
+
+
+def adapted(base, *, seed=None):
+    """The model with new adapters, or with random ones."""
+    model = copy.deepcopy(base)
+    add_adapters(model, LORA)
+    generator = torch.Generator().manual_seed(seed or 0)
+    for weight in adapter_weights(model).values() if seed is not None else ():
+        weight.data = torch.randn(weight.shape, generator=generator, dtype=weight.dtype) / 4
+    return model
+
+
+def test_new_adapters_change_no_bit_and_are_the_same_on_all_ranks(base):
+    one, other = adapted(base), adapted(base)
+    assert torch.equal(one(TOKENS).logits, base(TOKENS).logits)
+    assert [name for name, weight in adapter_weights(one).items() if weight.any()] == [
+        name for name in adapter_weights(one) if "lora_A" in name
+    ]
+    assert all(torch.equal(weight, adapter_weights(other)[name]) for name, weight in adapter_weights(one).items())
+
+
+def test_the_gradient_of_an_adapter_is_that_of_its_layer_projected(base):
+    """W + s B A: with G the gradient of W, that of B is s G A^T, and that of A is s B^T G."""
+    model, whole = adapted(base, seed=1), copy.deepcopy(base)
+    scale, gradient = LORA.alpha / LORA.rank, {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    for name, layer in layers.items():
+        whole.get_submodule(name).weight.data += scale * layer.lora_B.detach() @ layer.lora_A.detach()
+    for one in (model, whole):
+        one(TOKENS, labels=TOKENS).loss.backward()
+    assert {name for name, weight in model.named_parameters() if weight.grad is not None} == {
+        f"{name}.{part}" for name in layers for part in ("lora_A", "lora_B")
+    }
+    assert len(layers) == 7 * base.config.num_hidden_layers
+    for name, layer in layers.items():
+        gradient = whole.get_submodule(name).weight.grad
+        assert torch.allclose(layer.lora_B.grad, scale * gradient @ layer.lora_A.T, atol=1e-12)
+        assert torch.allclose(layer.lora_A.grad, scale * layer.lora_B.T @ gradient, atol=1e-12)
+
+
+def test_a_folded_model_answers_as_the_one_with_adapters_and_loads_without_us(base, tmp_path):
+    model = adapted(base, seed=2).float()
+    expected, adapters = model(TOKENS).logits, {name: one.clone() for name, one in adapter_weights(model).items()}
+    save_folded(model, tmp_path)
+    folded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.allclose(folded(TOKENS).logits, expected, atol=1e-5)
+    assert not torch.allclose(folded(TOKENS).logits, base.float()(TOKENS).logits, atol=1e-2)
+    base.double()
+    shapes = checkpoint_shapes(tmp_path / ADAPTER_FOLDER)
+    assert shapes == {name: tuple(one.shape) for name, one in adapters.items()}
+
+
+def test_experts_and_routers_have_no_adapter(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    add_adapters(model, LORA)
+    shapes = {name: tuple(one.shape) for name, one in adapter_weights(model).items()}
+    assert shapes == adapter_shapes(checkpoint_shapes(tmp_path), LORA.rank)
+    assert {name.split(".")[-3] for name in shapes} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+real = pytest.mark.real
+ignore = pytest.mark.filterwarnings("ignore")
+
+
+@real
+@ignore
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_a_rank_trains_adapters_as_plain_torch_does_and_goes_on_from_its_checkpoint(
+    model_path: Path, tmp_path: Path, zero_stage: int
+) -> None:
+    """The rounding counts fivefold: at first B is 0, so the gradient of A is tiny, and Adam divides by its size."""
+    need("deepspeed")
+    from tiny_trainer import (
+        ROUNDING,
+        largest_difference,
+        parameters,
+        plain_training,
+        samples,
+        saved_state,
+        started,
+        train,
+    )
+
+    wanted, metrics = plain_training(model_path, 3, lora=LORA)
+    rank = started(model_path, zero_stage=zero_stage, lora=LORA)
+    for step in range(2):
+        assert train(rank, samples(step))[1] == pytest.approx(metrics[step], rel=1e-4, abs=1e-9)
+    rank.snapshot()
+    rank.save(tmp_path / "checkpoint")
+    assert len(saved_state(tmp_path / "checkpoint")["master"]) == len(wanted)
+    again = started(model_path, zero_stage=2, lora=LORA)
+    again.load(tmp_path / "checkpoint")
+    for one in (rank, again):
+        assert train(one, samples(2))[1] == pytest.approx(metrics[2], rel=1e-4, abs=1e-9)
+        assert largest_difference(parameters(one), wanted) < 5 * ROUNDING
+    again.export(tmp_path / "model")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+    add_adapters(model, LORA)
+    for name, weight in adapter_weights(model).items():
+        weight.data = wanted[name]
+    assert torch.allclose(exported(TOKENS).logits, model(TOKENS).logits, atol=1e-4)
+
+
+@real
+@ignore
+def test_an_engine_serves_the_adapters_of_a_version_also_to_sequences_in_progress(tmp_path):
+    need("vllm")
+    from vllm_engine import PROMPT, settings
+
+    from backends.interface import GenerateRequest, Weights
+    from backends.transfer.file import write_weights
+    from backends.vllm.engine import VLLMEngine
+    from pipelinerl.scheduler.events import WeightUpdate
+
+    make_model(tmp_path / "model")
+    first = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    add_adapters(first, LORA)
+    second = copy.deepcopy(first)
+    for number, weight in enumerate(adapter_weights(second).values()):
+        torch.manual_seed(number)
+        torch.nn.init.normal_(weight, std=0.3)
+    checksums = write_weights(tmp_path / "version-1.safetensors", adapter_weights(second))
+    weights = Weights(1, f"file:{tmp_path / 'version-1.safetensors'}", checksums)
+
+    async def answer():
+        engine = VLLMEngine(settings(tmp_path / "model", lora=LORA))
+        await engine.start()
+        try:
+            request = GenerateRequest(0, prompt_tokens=PROMPT, max_new_tokens=300, seed=0, temperature=1.0)
+            running = asyncio.create_task(engine.generate(request))
+            await asyncio.sleep(0.15)
+            await engine.update(weights, WeightUpdate.RECOMPUTE)
+            return await running
+        finally:
+            await engine.shutdown()
+
+    generated = asyncio.run(answer())
+    assert generated.spans.versions == (0, 1)
+    split, ids = generated.spans.ends[0], torch.tensor([[*PROMPT, *generated.tokens_T]])
+    for model, part in ((first, slice(0, split)), (second, slice(split, None))):
+        with torch.no_grad():
+            logprob = model(ids).logits.log_softmax(-1)[0, len(PROMPT) - 1 : -1]
+        logprob_T = logprob.gather(1, torch.tensor(generated.tokens_T)[:, None])[:, 0]
+        assert logprob_T[part].numpy() == pytest.approx(generated.logprob_T[part], abs=1e-4)
