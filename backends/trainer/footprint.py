@@ -12,6 +12,7 @@ and gradients of 2 bytes, while ours are added up in float32.
 from __future__ import annotations
 
 import bisect
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.interface import Share
+from backends.lora import adapter_shapes, add_adapters
 from backends.preflight import trainer_ranks
 from backends.this_machine import memory_bytes
 from backends.trainer.attention import register_packed_attention, sequence_arguments
@@ -36,12 +38,13 @@ from backends.trainer.model import (
     policy_weights,
     recompute,
     saved_shapes,
+    trained_parameters,
 )
 from pipelinerl.config.resolve import named_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import coefficients
-from pipelinerl.hardware.transport import BROADCAST, FILE, HostShare
+from pipelinerl.hardware.transport import BF16_BYTES, BROADCAST, FILE, HostShare
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
@@ -113,7 +116,7 @@ def pack_activations(
     recompute(policy, checkpointing)
     device = policy.device
     model = PolicyModel(policy, temperature=1.0, value_head=value_head).to(device)
-    for parameter in model.parameters():  # DeepSpeed takes a gradient away when it is made
+    for _, parameter in trained_parameters(model):  # DeepSpeed takes a gradient away when it is made
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     tokens, answers = (torch.zeros(num, dtype=torch.int64, device=device) for num in (pack_tokens, pack_tokens - 1))
     row = {"token_N": tokens, "position_N": tokens, "predictor_M": answers, "answer_M": answers}
@@ -172,11 +175,14 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
     assert config.train is not None
     trainer, loss = config.train.trainer.model_copy(update=changed), config.train.loss
     policy = on_meta(model_config, torch.bfloat16)
-    numels = [parameter.numel() for parameter in policy.parameters()]
-    num, stage = sum(numels), trainer.zero_stage
+    if config.train.lora is not None:
+        add_adapters(policy, config.train.lora)
+    num, stage = sum(parameter.numel() for parameter in policy.parameters()), trainer.zero_stage
+    numels = [parameter.numel() for _, parameter in trained_parameters(policy)]
+    trained = sum(numels)
     spread = [trainer_ranks(config) if stage >= least else 1 for least in (3, 2, 1)]
     in_weights = 2 * (1 + (stage == 2))  # with ZeRO-2 one is filled while another is reduced
-    workspace = (in_weights + 4) * min(num, max(REDUCE_BUCKET, *numels))  # in the type of the weights, and in float32
+    workspace = (in_weights + 4) * min(trained, max(REDUCE_BUCKET, *numels))  # in the weights' type, and in float32
     if stage == 3:
         workspace += 2 * min(num, WHOLE_PARAMETERS)
     if loss.needs_reference:  # a replica of the reference model, which keeps what its forward passes have taken
@@ -195,10 +201,10 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         activations += 2 * sum(parameter.numel() for layer in kept for parameter in layer.parameters())
     transport = config.train.chosen_transport(colocated=config.colocated)
     sharded = transport.keeps_shards / trainer_ranks(config)
-    bucket = max(sum(one.nbytes for one in part.values()) for part in buckets(dict(policy.named_parameters())))
+    bucket = max(sum(one.nbytes for one in part.values()) for part in buckets(dict(trained_parameters(policy))))
     sending = ((stage == 3) + 2 * sharded) * bucket  # of a shard the new one, and its comparison
-    workspace += 2 * num * sharded
-    states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]
+    workspace += 2 * trained * sharded
+    states = 2 * num / spread[0] + 4 * trained / spread[1] + 12 * trained / spread[2]
     return Footprint(states, workspace, activations, sending)
 
 
@@ -298,9 +304,13 @@ def shape_of(model_config: Any) -> PolicyModel:
 def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemory:
     """Return the host memory of a machine with this share of a run in bfloat16; ``model`` is from ``shape_of``."""
     assert config.train is not None
-    saved = {name: weight.nbytes for name, weight in saved_shapes(model).items()}
+    shapes = {name: tuple(weight.shape) for name, weight in saved_shapes(model).items()}
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    if config.train.lora is not None:
+        shapes = adapter_shapes(shapes, config.train.lora.rank)
+        trained = sum(map(math.prod, shapes.values()))
     transfer = HostShare(
-        num_bytes=sum(saved.values()),
+        num_bytes=BF16_BYTES * sum(map(math.prod, shapes.values())),
         sends=share.leads,
         workers=share.workers,
         folder_in_memory=config.train.weights_folder.startswith(SHARED_MEMORY),
@@ -312,7 +322,7 @@ def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemo
         teacher = config.train.loss.teacher
         other = model if teacher is None else shape_of(AutoConfig.from_pretrained(teacher))
         fused += share.ranks * _fused_bytes(other)
-    state = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    state = STATE_BYTES * trained
     return HostMemory(transport.host_bytes(transfer), state * share.ranks / trainer_ranks(config), fused)
 
 

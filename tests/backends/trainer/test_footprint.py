@@ -161,12 +161,33 @@ def test_a_reference_model_has_its_weights_and_what_its_forward_pass_takes() -> 
     assert beside.activations == without.activations
 
 
+def test_a_teacher_has_its_own_weights(tmp_path: Path) -> None:
+    """Three layers more than the pupil, each of its own size."""
+    small, large = transformers.Qwen2Config(**SMALL), transformers.Qwen2Config(**SMALL | {"num_hidden_layers": 6})
+    large.save_pretrained(tmp_path)
+    taught = footprint(run("train.trainer.pack_tokens=500", f"train.loss.teacher={tmp_path}"), small)
+    beside = footprint(run("train.trainer.pack_tokens=500", "train.loss.kl_coefficient=0.1"), small)
+    assert taught.workspace - beside.workspace == 2 * 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256)
+
+
 @pytest.mark.parametrize(("stage", "numbers"), [(1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])
 def test_states_are_of_mixed_precision(stage: int, numbers: float) -> None:
     """2 bytes of weights, 4 of gradients, 4 of master weights and 8 of moments for each parameter, on 8 ranks."""
     num = 2 * 1000 * 128 + 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256) + 128
     config = run("cluster.accelerators=16", "cluster.generation_accelerators=8", f"train.trainer.zero_stage={stage}")
     assert footprint(config, transformers.Qwen2Config(**SMALL), pack_tokens=64).states == pytest.approx(numbers * num)
+
+
+def test_adapters_alone_have_gradients_and_moments_and_travel() -> None:
+    """Of rank 4 beside attention of 128 to 128 (queries, output) and 64 (keys, values), and feed-forwards of 256."""
+    small, lora = transformers.Qwen2Config(**SMALL), ("train.lora.rank=4", "train.lora.alpha=8")
+    num = 2 * 1000 * 128 + 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256) + 128
+    adapters = 3 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
+    sets = ("cluster.accelerators=16", "cluster.generation_accelerators=8", "train.trainer.zero_stage=2")
+    config = run(*sets, *lora)
+    assert footprint(config, small, pack_tokens=64).states == 2 * (num + adapters) + 16 * adapters / 8
+    needs = host_memory(run_of_8("train.transport=broadcast", *lora), shape_of(small), WHOLE)
+    assert (needs.weights, needs.checkpoint) == (2 * adapters, 12 * adapters)
 
 
 def test_buckets_of_weights_count_where_they_are_more_than_the_activations() -> None:
