@@ -134,6 +134,8 @@ def stated_coefficients(config: RunConfig) -> dict[str, float]:
         if not isinstance(recomputed, bool) and (named := named_hardware(config.hardware)) is not None:
             layers = named[1].layers
         stated = {"recomputation": min(1.0, recomputed / layers), "pack_tokens": float(trainer.pack_tokens)}
+        if config.train.lora is not None:
+            stated["adapter_rank"] = float(config.train.lora.rank)
         steps = config.scheduler.publish_every  # taken to move all weights on and on
         share = changed_share(steps * config.train.optimizer.learning_rate, config.hardware.level)
         stated["changed_share"] = share
@@ -163,6 +165,7 @@ def run_coefficients(
         accelerators=training_accelerators,
         zero_stage=zero_stage_of(config),
         recomputation=values.recomputation,
+        adapter_rank=values.adapter_rank,
     )
     needed = longest / min(int(values.sequence_accelerators), training_accelerators)
     return values.model_copy(update={"pack_tokens": max(needed, min(values.pack_tokens, fits))})
@@ -195,6 +198,7 @@ def least_memory(
         zero_stage=zero_stage_of(config),
         pack_tokens=pack,
         recomputation=values.recomputation,
+        adapter_rank=values.adapter_rank,
     )
     engine, own = named_engine(config.hardware, gpu, model)
     held = own.weight_bytes * own.parameters + own.state_bytes + longest * own.cached_bytes(tensor_parallel)

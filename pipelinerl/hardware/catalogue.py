@@ -437,6 +437,17 @@ class LanguageModel(Named):
         """Layers with routed experts (count); 0 of a dense model."""
         return (self.expert_layers or self.layers) if self.experts else 0
 
+    def adapter_parameters(self, rank: float) -> float:
+        """Return the parameters of LoRA adapters of attention and, in a dense model, feed-forward layers (count).
+
+        An adapter of a layer from I to O numbers has rank (I + O) parameters.
+        """
+        kv_width = self.kv_bytes_per_token / (2 * self.layers)  # of keys and values together
+        numbers = 2 * (self.width + self.attention_width) + 2 * self.width + kv_width
+        if not self.experts:
+            numbers += 3 * (self.width + self.feed_forward_width)
+        return rank * self.layers * numbers
+
     def divides_by(self, tensor_parallel: int) -> bool:
         """Return whether every accelerator of an engine gets as many whole heads."""
         return self.attention_heads % tensor_parallel == 0

@@ -67,29 +67,43 @@ def training_memory(
     zero_stage: int = ZERO_STAGE,
     pack_tokens: float = 16384,
     recomputation: float = 1.0,
+    adapter_rank: float = 0.0,
 ) -> TrainingMemory:
     """Return the memory of one accelerator that trains: model and gradients in bf16, optimizer states in fp32.
 
     ``zero_stage`` 0 spreads nothing over the ``accelerators``, 1 optimizer states, 2 gradients too, 3 weights too.
     ``pack_tokens``: of one forward and backward pass on one accelerator. ``recomputation``: share of the layers whose
-    activations are computed again in the backward pass (no unit).
+    activations are computed again in the backward pass (no unit). ``adapter_rank``: of LoRA; 0: all weights.
     """
-    p = model.parameters
+    trained = trained_parameters(model, adapter_rank)
     spread = [accelerators if zero_stage >= stage else 1 for stage in (3, 2, 1)]
     logits = min(LOGITS_TOKENS, pack_tokens) * model.vocabulary * LOGIT_BYTES
     return TrainingMemory(
-        weights=2 * p / spread[0],
-        gradients=2 * p / spread[1],
-        optimizer=12 * p / spread[2],
+        weights=2 * model.parameters / spread[0],
+        gradients=2 * trained / spread[1],
+        optimizer=12 * trained / spread[2],
         activations=pack_tokens * _kept_bytes(model, recomputation) + logits,
     )
 
 
+def trained_parameters(model: LanguageModel, adapter_rank: float) -> float:
+    """Return the parameters that are trained and travel to the engines (count)."""
+    return model.adapter_parameters(adapter_rank) if adapter_rank else model.parameters
+
+
 def pack_that_fits(
-    model: LanguageModel, *, memory_bytes: float, accelerators: int, zero_stage: int, recomputation: float
+    model: LanguageModel,
+    *,
+    memory_bytes: float,
+    accelerators: int,
+    zero_stage: int,
+    recomputation: float,
+    adapter_rank: float = 0.0,
 ) -> float:
     """Return the tokens of a pass that fits beside the states in ``memory_bytes``; 0 or less: the states do not fit."""
-    nothing = training_memory(model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=0)
+    nothing = training_memory(
+        model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=0, adapter_rank=adapter_rank
+    )
     logits = LOGITS_TOKENS * model.vocabulary * LOGIT_BYTES
     return (memory_bytes - nothing.states - logits) / _kept_bytes(model, recomputation)
 
@@ -111,6 +125,7 @@ def trainer_fits(
         zero_stage=zero_stage,
         pack_tokens=coefficients.pack_tokens,
         recomputation=coefficients.recomputation,
+        adapter_rank=coefficients.adapter_rank,
     )
     return memory.total <= coefficients.memory_share * gpu.memory_bytes * (1 + ROUNDING)
 
@@ -195,7 +210,12 @@ def derive_hardware(
     )
     switch = PhaseSwitchConfig()
     if colocated:  # the trainer's states come from the host's memory, and go back there
-        states = training_memory(model, accelerators=training_accelerators, zero_stage=zero_stage).states
+        states = training_memory(
+            model,
+            accelerators=training_accelerators,
+            zero_stage=zero_stage,
+            adapter_rank=coefficients.adapter_rank,
+        ).states
         moved_s = states / coefficients.host_bandwidth
         switch = PhaseSwitchConfig(
             to_training_s=coefficients.switch_to_training_s + moved_s,
@@ -293,6 +313,8 @@ def derive_training(
     it lasts longer by a trainer's other work while generation goes on (``training_rest_share``).
     """
     passes = 3 + coefficients.recomputation + coefficients.log_probability_cost * coefficients.extra_forward_passes
+    trained = trained_parameters(model, coefficients.adapter_rank)
+    frozen = 1 - trained / model.parameters  # share of the products without gradients of the weights
     small = coefficients.expert_mfu_factor if model.experts else 1.0
     factor = (gpu.expert_training_factor if model.experts else None) or gpu.training_factor
     flops = gpu.bf16_flops * coefficients.training_mfu * factor
@@ -301,13 +323,13 @@ def derive_training(
     kernel_flops = coefficients.attention_flops_per_byte * gpu.attention_factor * gpu.bandwidth
     attention_flops = 1 / (1 / flops + 1 / kernel_flops)
     gather_s = gather_seconds(gpu, model, accelerators=training_accelerators) * coefficients.gather_exposed
+    gather_s *= 1 - frozen / 2  # half of it is gradients
     return TrainingConfig(
-        token_s=passes * (products_s + moved / 3 / gpu.bandwidth) / small
+        token_s=(passes * (products_s + moved / 3 / gpu.bandwidth) - frozen * products_s) / small
         + coefficients.exchange_exposed * exchange_seconds(gpu, model)
         + gather_s / coefficients.pack_tokens,
         token_squared_s=2 * passes * model.layers * model.attention_width / attention_flops / small,
-        step_s=coefficients.training_step_s
-        + OPTIMIZER_BYTES * model.parameters / training_accelerators / gpu.bandwidth,
+        step_s=coefficients.training_step_s + OPTIMIZER_BYTES * trained / training_accelerators / gpu.bandwidth,
         micro_batch_s=coefficients.training_micro_batch_s + gather_s / 2,
         sequence_accelerators=min(int(coefficients.sequence_accelerators), training_accelerators),
     ).on_slower_accelerators(1 + coefficients.training_rest_share)
@@ -371,13 +393,14 @@ def derive_transport(
     link: float = math.inf,
 ) -> WeightTransferConfig:
     """Return the weight transfer; ZeRO-3 gathers the parts first. ``link``: between accelerator kinds (bytes/s)."""
-    num_bytes, spread = BF16_BYTES * model.parameters, zero_stage == ZERO_STAGE and training_accelerators > 1
+    trained = trained_parameters(model, coefficients.adapter_rank)
+    num_bytes, spread = BF16_BYTES * trained, zero_stage == ZERO_STAGE and training_accelerators > 1
     one_node = training_accelerators <= gpu.gpus_per_node
     return transport.seconds(
         Route(
             num_bytes=num_bytes,
             gathered_s=num_bytes / ring_bytes_s(gpu, one_node=one_node) if spread else 0.0,
-            compared_s=COMPARED_BYTES * model.parameters / (training_accelerators * gpu.bandwidth),
+            compared_s=COMPARED_BYTES * trained / (training_accelerators * gpu.bandwidth),
             tensor_parallel=tensor_parallel,
             colocated=colocated,
             link=link,

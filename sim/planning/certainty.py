@@ -114,7 +114,7 @@ NOT_DRAWN = (
     "sync_s_per_root_gb", "stream_bandwidth", "file_bandwidth", "host_bandwidth",
     "changed_share", "delta_bandwidth",
     "switch_to_training_s", "switch_to_generation_s",
-    "recomputation", "pack_tokens", "sequence_accelerators", "extra_forward_passes",
+    "recomputation", "adapter_rank", "pack_tokens", "sequence_accelerators", "extra_forward_passes",
 )  # fmt: skip
 """Coefficients of times that have a factor of their own, and choices of the trainer, which its user knows."""
 

@@ -14,6 +14,7 @@ need("torch", "transformers")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from character_model import make_model  # noqa: E402
+from model_configs import ARCHITECTURES  # noqa: E402
 
 from backends.lora import (  # noqa: E402
     ADAPTER_FOLDER,
@@ -23,8 +24,10 @@ from backends.lora import (  # noqa: E402
     add_adapters,
     save_folded,
 )
+from backends.trainer.footprint import on_meta  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.train import LoraConfig  # noqa: E402
+from pipelinerl.hardware.catalogue import find_model  # noqa: E402
 
 LORA = LoraConfig(rank=4, alpha=6)
 TOKENS = torch.arange(12)[None] % 7
@@ -96,6 +99,14 @@ def test_experts_and_routers_have_no_adapter(tmp_path):
     shapes = {name: tuple(one.shape) for name, one in adapter_weights(model).items()}
     assert shapes == adapter_shapes(checkpoint_shapes(tmp_path), LORA.rank)
     assert {name.split(".")[-3] for name in shapes} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-32B", "Qwen3-30B-A3B"])
+def test_the_planner_counts_the_adapters_of_a_model(name):
+    config = transformers.AutoConfig.for_model(**ARCHITECTURES[name][0])
+    model = on_meta(config, torch.bfloat16)
+    add_adapters(model, LORA)
+    assert find_model(name).adapter_parameters(LORA.rank) == sum(one.numel() for one in adapter_weights(model).values())
 
 
 real = pytest.mark.real

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, in_engine, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import PhaseSwitchConfig
-from pipelinerl.hardware.derive import derive_training, kept_numbers, kv_cache_tokens
+from pipelinerl.hardware.derive import derive_training, kept_numbers, kv_cache_tokens, training_memory
 from pipelinerl.hardware.transport import BROADCAST, DELTA, OURS, changed_share, find_transport
 
 
@@ -137,6 +137,26 @@ def test_every_forward_pass_more_is_a_third_more(changed, passes):
     more = derive_training(H100, QWEN7B, training_accelerators=1, coefficients=values.model_copy(update=changed))
     assert more.token_s == pytest.approx(plainly.token_s * passes / 3)
     assert more.token_squared_s == pytest.approx(plainly.token_squared_s * passes / 3)
+
+
+def test_training_of_adapters_by_hand():
+    """Rank 16 of a 7B: 16 * 28 * (2 (3584 + 3584) + 2 (3584 + 512) + 3 (3584 + 18944)) = 40 370 176 parameters.
+
+    Of six FLOP per parameter and token two go with the gradients of the weights, and two per adapter come back. bf16
+    weights are gathered twice, of adapters also gradients in fp32.
+    """
+    adapters, whole = 16 * 28 * (2 * 7168 + 2 * 4096 + 3 * 22528), 7_615_616_512
+    assert QWEN7B.adapter_parameters(16) == adapters == 40_370_176
+    values = plain(adapter_rank=16.0, gather_exposed=1.0, pack_tokens=1000.0)
+    training = derive_training(H100, QWEN7B, training_accelerators=64, coefficients=values)
+    gather_s = (4 * whole + 4 * adapters) / 400e9
+    assert training.token_s == pytest.approx((4 * whole + 2 * adapters) / 989e12 + gather_s / 1000)
+    assert training.token_squared_s == pytest.approx(6 * 28 * 3584 / 989e12, rel=1e-4)
+    assert training.step_s == pytest.approx(28 * adapters / 64 / 3.35e12)
+    memory = training_memory(QWEN7B, accelerators=4, zero_stage=2, adapter_rank=16)
+    assert memory.states == pytest.approx(2 * whole + 14 * adapters / 4)
+    sent, all_sent = (derived(values=plain(adapter_rank=rank), transport=BROADCAST).weights for rank in (16.0, 0.0))
+    assert sent.publish_s == pytest.approx(all_sent.publish_s * adapters / whole)
 
 
 def test_experts_exchange_tokens_inside_a_node_or_between_nodes():
