@@ -141,6 +141,9 @@ class Generated:
     """Of the engine, since its answer before. None: not known."""
     seconds: EngineSeconds | None = None
     """Of this request on the engine. None: not known."""
+    routed_NLK: NDArray[np.integer] | None = None
+    """The K experts that each token of prompt and answer was routed to in each of L layers, by index; not of the last
+    token. None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,9 @@ class Sample:
     reference_logprob_T: NDArray[np.float32] | None = None
     """Of each generated token under the teacher, or the model at the start, at the same temperature (nats). None: not
     computed."""
+
+    routed_NLK: NDArray[np.int16] | None = None
+    """The experts of each token of prompt and answer in the engine, shape [N, L, K]; -1: not known. None: of none."""
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ from backends.huggingface_codec import load_codec
 from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.owner import temporary_folder
 from backends.this_machine import driver_fault
-from backends.vllm.version.arguments import check_arguments, check_version
+from backends.vllm.version.arguments import VERSION, check_arguments, check_version
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig, is_model_id
 from pipelinerl.config.train import TrainConfig
@@ -173,6 +173,11 @@ def _check_vllm(config: RunConfig) -> None:
         raise ConfigError(
             f"hardware.engine_weights must be {needed} train.engine.vllm.quantization, got {simulated.value!r}"
         )
+    if train.trainer.router_replay and train.device == "cpu":
+        raise ConfigError(
+            f"train.trainer.router_replay must be false on device='cpu', where vLLM {VERSION} does not return experts, "
+            "got true"
+        )
     positions = getattr(model, "max_position_embeddings", None)
     if positions is not None and positions < config.room_tokens:
         raise ConfigError(
@@ -200,6 +205,7 @@ def _make_vllm(config: RunConfig, engine_id: int, place: Place) -> Engine:
         device=train.device,
         transport=config.train_transport,
         lora=train.lora,
+        routes=train.trainer.router_replay,
         tensor_parallel=each,
         gpu_memory_utilization=train.engine.gpu_memory_utilization,
         colocated=config.colocated,

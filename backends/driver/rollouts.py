@@ -32,6 +32,8 @@ class RolloutData:
     reward: float = math.nan
     """Of an environment: the sum over its turns so far."""
     reference_logprob_T: NDArray[np.float32] | None = None
+    routed_NLK: NDArray[np.integer] | None = None
+    """See ``Generated``: of each token as it was first computed with."""
     index: int = 0
     held_out: bool = False
     expires_s: float = math.inf
@@ -59,6 +61,10 @@ class RolloutData:
         )
         self.segments = extended(self.segments, new)
         self.spans = joined(self.spans, generated.spans)
+        if generated.routed_NLK is not None:
+            known = 0 if self.routed_NLK is None else len(self.routed_NLK)
+            parts = [] if self.routed_NLK is None else [self.routed_NLK]
+            self.routed_NLK = np.concatenate([*parts, generated.routed_NLK[known:]])
 
     def observe(self, tokens: tuple[int, ...]) -> None:
         """Append an observation: the next turn begins."""
@@ -74,7 +80,17 @@ class RolloutData:
             reward=self.reward,
             advantage=advantage,
             reference_logprob_T=self.reference_logprob_T,
+            routed_NLK=self._routed(),
         )
+
+    def _routed(self) -> NDArray[np.int16] | None:
+        """Return a row for each token, of -1 where experts are not known."""
+        if self.routed_NLK is None:
+            return None
+        known, rows = len(self.routed_NLK), len(self.prompt_tokens) + self.num_tokens
+        routed_NLK = np.full((rows, *self.routed_NLK.shape[1:]), -1, np.int16)
+        routed_NLK[:known] = self.routed_NLK
+        return routed_NLK
 
 
 def lag_of_tokens(spans: VersionSpans, version: int) -> NDArray[np.int64]:

@@ -37,6 +37,8 @@ class VLLMSettings:
     """Every ``Weights.location`` begins with its name."""
     lora: LoraConfig | None = None
     """The adapters that weights are. None: whole models."""
+    routes: bool = False
+    """Whether answers carry the experts of their tokens."""
     tensor_parallel: int = 1
     """Accelerators of the engine: they share the model, but for vLLM's ``data_parallel_size`` replicas."""
     gpu_memory_utilization: float = 0.9

@@ -96,6 +96,8 @@ class TrainerConfig(StrictModel):
     """Tokens of a rank's forward pass."""
     activation_checkpointing: Layers = True
     """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
+    router_replay: bool = False
+    """Route each token of a mixture to the experts that the engine used. GPUs only."""
     start_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds for all ranks to load the model."""
     step_timeout_s: float = Field(default=3600.0, gt=0)

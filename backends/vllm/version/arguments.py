@@ -34,6 +34,7 @@ DECIDED_BY = {
     "max_loras": "train.lora",
     "max_lora_rank": "train.lora",
     "lora_dtype": "train.device",
+    "enable_return_routed_experts": "train.trainer.router_replay",
 }
 """Keys of the run file that arguments follow from."""
 REFUSED = {
@@ -144,6 +145,8 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
         "enable_sleep_mode": settings.colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",
     }
+    if settings.routes:
+        fixed["enable_return_routed_experts"] = True
     if settings.lora is not None:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora.rank)
         fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}

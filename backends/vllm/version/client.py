@@ -53,6 +53,7 @@ def as_generated(output: Any) -> Generated:
         logprob_T=np.array(flat.logprobs if tokens else (), dtype=np.float32),
         spans=version_spans(completion.weight_versions or (), len(tokens)),
         aborted=completion.finish_reason == "abort",
+        routed_NLK=completion.routed_experts,
     )
 
 
@@ -75,6 +76,8 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on the spot; it knows no log-probabilities after top-p and top-k
 }
 """Variables that vLLM reads, where they are not set."""
+ROUTES_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""The same with ``routes``, which vLLM's older model runner does not return."""
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """The same on CPU, where every start would compile two lines of the sampler (4 s)."""
 SHUTDOWN_S = 1.0
@@ -89,7 +92,7 @@ def environment(settings: VLLMSettings) -> dict[str, str]:
     """Return the variables of an engine's processes, where they are not set."""
     level = {} if settings.log_file is None else {"VLLM_LOGGING_LEVEL": "INFO"}
     on_device = CPU_ENVIRONMENT if settings.device == "cpu" else local_cache()
-    return ENVIRONMENT | on_device | level
+    return ENVIRONMENT | on_device | level | (ROUTES_ENVIRONMENT if settings.routes else {})
 
 
 def start_client(settings: VLLMSettings, adapter_folder: str | None = None) -> Client:

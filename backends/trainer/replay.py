@@ -1,0 +1,67 @@
+"""Router replay: each token of a mixture goes to the experts that the engine used.
+
+Engine and trainer round differently, so a router may choose other experts in training; log-probabilities then differ
+by more than rounding. A router that is replayed computes its probabilities with the weights of now, and takes of them
+those of the engine's experts: gradients reach it as before. Source: Ma et al. 2025, "Rollout Routing Replay"
+(arXiv:2510.11370).
+
+A router chooses by ``topk`` of one number for each expert. That call, of the right width and number, is answered with
+the engine's experts, whatever the router does before and after it; the call that chooses groups has another width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from backends.trainer.model import decoder_layers
+
+# Legend of shapes: N tokens of a row; L layers; K experts of a token; E experts of a layer.
+
+UNKNOWN = -1
+"""In place of an expert: the router chooses."""
+
+
+class ReplayedRoutes(TorchFunctionMode):  # type: ignore[misc]  # torch is Any to mypy
+    """Within it the choice of K of E experts is that of ``routed_NK``."""
+
+    def __init__(self, routed_NK: torch.Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._routed_NK, self._num_experts = routed_NK, num_experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the indices of a choice, and its values by those at the indices."""
+        chosen = func(*args, **(kwargs or {}))
+        if func not in {torch.topk, torch.Tensor.topk}:
+            return chosen
+        values_NE, routed_NK = args[0], self._routed_NK
+        if values_NE.shape[-1] != self._num_experts or chosen.indices.shape != routed_NK.shape:
+            return chosen
+        index_NK = torch.where(routed_NK == UNKNOWN, chosen.indices, routed_NK)
+        return torch.return_types.topk((values_NE.gather(-1, index_NK), index_NK))
+
+
+def num_experts(model_config: Any) -> int:
+    """Return the routed experts of a layer; 0 of a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((getattr(model_config, name) for name in names if getattr(model_config, name, None)), 0)
+
+
+class Replay:
+    """Makes all routers of a policy replay the routes of the present row, also where layers are recomputed."""
+
+    def __init__(self, policy: Any) -> None:
+        self._num_experts = num_experts(policy.config)
+        self.routed_NLK: torch.Tensor | None = None
+        """Of the row, int64; it stays until its backward pass is done. None: routers choose."""
+        for index, layer in enumerate(decoder_layers(policy)):
+            layer.forward = partial(self._forward, layer.forward, index)
+
+    def _forward(self, forward: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+        if self.routed_NLK is None:
+            return forward(*args, **kwargs)
+        with ReplayedRoutes(self.routed_NLK[:, layer], self._num_experts):
+            return forward(*args, **kwargs)
