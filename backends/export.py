@@ -10,8 +10,8 @@ import transformers
 from backends.driver.checkpoint import MANIFEST_FILE, TRAINER_FOLDER, OtherFormatError, check_sealed
 from backends.kinds import model_config, with_local_model
 from backends.lora import add_adapters, save_folded
-from backends.trainer.deepspeed.state import fill_policy
 from backends.trainer.model import TRAINED_DTYPES
+from backends.trainer.state import fill_policy
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import RUN_FILE

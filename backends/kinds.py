@@ -263,8 +263,8 @@ def _check_host_memory(config: RunConfig, shares: Sequence[Share]) -> None:
 def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
     from backends.ray.actors import RayTrainer
     from backends.trainer.deepspeed.rank import DeepSpeedRank
-    from backends.trainer.deepspeed.settings import RankSettings
     from backends.trainer.footprint import recomputed_layers
+    from backends.trainer.settings import RankSettings
 
     train = config.train_table
     settings = RankSettings(

@@ -37,7 +37,7 @@ from backends.driver.weight_sync import WeightSyncGroup
 from backends.interface import GenerateRequest, GroupMembers, Sample
 from backends.ray.actors import RayEngine, RayTrainer
 from backends.trainer.deepspeed.rank import DeepSpeedRank
-from backends.trainer.deepspeed.settings import RankSettings
+from backends.trainer.settings import RankSettings
 from backends.vllm.process import VLLMSettings
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import BROADCAST, DELTA, FILE

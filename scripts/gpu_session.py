@@ -244,7 +244,7 @@ def control(sizes: Sizes, folder: Path) -> dict[str, Any]:
 def checkpoint(sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Measure a rank's stand-still for a checkpoint, and its part of the switch of ``conventional``."""
     from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: PLC0415
-    from backends.trainer.deepspeed.settings import RankSettings  # noqa: PLC0415
+    from backends.trainer.settings import RankSettings  # noqa: PLC0415
 
     new_policy(sizes.small, tie_word_embeddings=True).save_pretrained(folder / "model")
     rank = DeepSpeedRank(

@@ -39,9 +39,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.interface import Generated, GenerateRequest, RankFacts, Sample, TrainResult, UpdateTimes, Weights
-from backends.trainer.deepspeed.settings import RankSettings, rank_environment
 from backends.trainer.packing import pack
 from backends.trainer.publish import ABORT_THREAD, TRANSFER_THREAD
+from backends.trainer.settings import RankSettings, rank_environment
 from backends.trainer.step import PHASES
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import VLLMSettings, remove_shared_memory
@@ -80,7 +80,7 @@ class RayTrainer:
     ) -> None:
         """Keep where ranks will run; ``start`` starts them.
 
-        ``rank`` has the methods of ``DeepSpeedRank``; ``options`` are Ray's for each. ``settings.rank`` is set here.
+        ``rank`` is a ``TrainerRank``; ``options`` are Ray's for each. ``settings.rank`` is set here.
         ``placing_timeout_s``: longest wait for Ray to make the processes. ``recomputed`` chooses the layers that all
         recompute, by the memory of the smallest GPU (bytes). None: ``settings`` say it.
         """

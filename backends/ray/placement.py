@@ -43,9 +43,9 @@ from backends.interface import (
 from backends.preflight import trainer_ranks
 from backends.ray.actors import RayTrainer
 from backends.this_machine import driver_fault, memory_bytes, network_variables
-from backends.trainer.deepspeed.settings import rank_environment
 from backends.trainer.footprint import SHARED_MEMORY
 from backends.trainer.reference import RayReference, ReferenceSettings
+from backends.trainer.settings import rank_environment
 from backends.transfer.group import LinkSender, receive
 from backends.workers.hosts import Hosts
 from pipelinerl.config.run import RunConfig

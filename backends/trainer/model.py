@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from backends.lora import adapter_weights, add_adapters, save_folded
 from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
-from backends.trainer.deepspeed.zero import gathered_parameters, split
 from backends.trainer.packing import PackedRow
 from pipelinerl.rl.losses import token_logprobs
 
@@ -41,6 +41,32 @@ PREFETCHED_PARAMETERS = 250_000_000
 LAYER = re.compile(r".*?\.\d+\.")
 """Beginning of the names of a layer's weights: a checkpoint may hold the weights of one layer in other pieces."""
 TRAINED_DTYPES: dict[str, torch.dtype] = {"cpu": torch.float32, "gpu": torch.bfloat16}
+
+
+Split = Callable[[torch.nn.Module, torch.dtype], None]
+"""Splits the parameters of a model that is whole on rank 0 over the ranks, or makes ready for it, in a type."""
+
+
+class Sharding(Protocol):
+    """How the parameters of a model are split over the ranks."""
+
+    def empty(self, weight: Any) -> torch.Tensor:
+        """Return a weight, whole, in the type of training, on torch's device ``meta``."""
+
+    def whole(self, weights: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context that has the weights whole; all ranks enter it together."""
+
+
+class Unsplit:
+    """Every rank has the model whole."""
+
+    def empty(self, weight: Any) -> torch.Tensor:
+        """Return it; see ``Sharding``."""
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+    def whole(self, weights: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Return them; see ``Sharding``."""
+        return contextlib.nullcontext(weights)
 
 
 class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -67,6 +93,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         """Replace the output layer; a value head is a linear map from the last hidden state, at first 0 everywhere."""
         super().__init__()
         self.policy = policy
+        self.sharding: Sharding = Unsplit()
         self.value_head: torch.nn.Linear | None = None
         policy.set_output_embeddings(OutputLayer(policy.get_output_embeddings(), temperature=temperature))
         if value_head:
@@ -97,17 +124,13 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         return logprob_M, entropy_M, value_M
 
 
-def load_policy(
-    model_path: str, *, device: Literal["cpu", "gpu"], zero3: dict[str, Any] | None = None
-) -> torch.nn.Module:
+def load_policy(model_path: str, *, device: Literal["cpu", "gpu"], split: Split | None = None) -> torch.nn.Module:
     """Load a causal language model in training mode, into the host's memory.
 
-    Weights stored in the type of training are mapped from their file: the ranks of a machine share its pages. Under
-    ZeRO-3 no rank ever has all weights; but rank 0 has experts whole that are fused while they are loaded. Dropout is
-    off: the trained policy is the one that samples.
-
-    ``zero3``: DeepSpeed's configuration to split it over the ranks, which load it together. ``ConfigError`` if the GPU
-    has no kernel for packed rows.
+    Weights stored in the type of training are mapped from their file: the ranks of a machine share its pages. With
+    ``split`` all ranks load it together, and none ever has all weights in its own memory; but rank 0 has experts whole
+    that are fused while they are loaded. Dropout is off: the trained policy is the one that samples. ``ConfigError`` if
+    the GPU has no kernel for packed rows.
     """
     if device == "gpu":
         check_kernel(torch.device("cuda:0"))
@@ -115,18 +138,22 @@ def load_policy(
     if hasattr(config, "attention_dropout"):
         config.attention_dropout = 0.0
     dtype, attention = TRAINED_DTYPES[device], register_packed_attention()
-    if zero3 is None or torch.distributed.get_rank() == 0:
+    if split is None or torch.distributed.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(
             model_path,
             config=config,
-            dtype=dtype if zero3 is None else "auto",  # as it is stored: split parameter by parameter
+            dtype=dtype if split is None else "auto",  # as it is stored: split parameter by parameter
             attn_implementation=attention,
         )
     else:
         with no_init_weights():  # nothing is written into this memory, so there is none
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    if zero3 is not None:
-        split(model, dtype, zero3)
+    if split is not None:
+        split(model, dtype)
+        buffers = [dict(model.named_buffers())]  # only rank 0 has read the checkpoint
+        torch.distributed.broadcast_object_list(buffers, src=0)
+        for name, buffer in model.named_buffers():
+            buffer.data = buffers[0][name].to("cpu" if device == "cpu" else "cuda:0")
         model.config.dtype = dtype
         names = [getattr(model, CONVERSIONS, None)]  # only a model that was read from its files has them
         torch.distributed.broadcast_object_list(names)
@@ -195,11 +222,11 @@ def as_saved(model: PolicyModel, weights: dict[str, Any]) -> dict[str, Any]:
 
 def saved_buckets(model: PolicyModel) -> list[dict[str, torch.Tensor]]:
     """Return the parts of ``gathered`` on torch's device ``meta``."""
-    empty = {
-        name: torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
-        for name, weight in policy_weights(model).items()
-    }
-    return [as_saved(model, bucket) for bucket in buckets(empty)]
+    return [as_saved(model, bucket) for bucket in _empty_buckets(model)]
+
+
+def _empty_buckets(model: PolicyModel) -> Iterator[dict[str, torch.Tensor]]:
+    return buckets({name: model.sharding.empty(weight) for name, weight in policy_weights(model).items()})
 
 
 def saved_shapes(model: PolicyModel) -> dict[str, torch.Tensor]:
@@ -218,26 +245,25 @@ def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]
 def gathered(model: PolicyModel, *, receive: bool) -> Iterator[dict[str, Any]]:
     """Yield the language model's weights under the names of a checkpoint, whole; all ranks together.
 
-    Under ZeRO-3 about ``BUCKET_BYTES`` at a time are whole, at least a layer, until the next part.
+    Where they are split about ``BUCKET_BYTES`` at a time are whole, at least a layer, until the next part.
     Ranks that do not ``receive`` get nothing.
     """
-    for bucket in buckets(policy_weights(model)):
-        parted = [one for one in bucket.values() if hasattr(one, "ds_id")]
-        with gathered_parameters(parted) if parted else contextlib.nullcontext():
-            yield as_saved(model, bucket) if receive else {}
+    weights = policy_weights(model)
+    for bucket in _empty_buckets(model):
+        with model.sharding.whole({name: weights[name] for name in bucket}) as whole:
+            yield as_saved(model, whole) if receive else {}
 
 
-def buckets(weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def buckets(weights: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield weights in parts of ``BUCKET_BYTES``, or of a layer that is larger; a layer stays together."""
-    layers: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, weight in weights.items():
         layer = LAYER.match(name)
         layers.setdefault(layer[0] if layer else name, {})[name] = weight
-    bucket: dict[str, Any] = {}
+    bucket: dict[str, torch.Tensor] = {}
     size_bytes = 0
     for layer_weights in layers.values():
-        # A parameter's own numel() is 0 while it is partitioned.
-        more_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in layer_weights.values())
+        more_bytes = sum(one.nbytes for one in layer_weights.values())
         if bucket and size_bytes + more_bytes > BUCKET_BYTES:
             yield bucket
             bucket, size_bytes = {}, 0

@@ -18,9 +18,9 @@ from backends.contract.trainer import samples
 from backends.interface import Sample, Weights
 from backends.lora import adapter_weights, add_adapters
 from backends.trainer.deepspeed.rank import DeepSpeedRank
-from backends.trainer.deepspeed.settings import RankSettings
 from backends.trainer.model import PolicyModel, copy_policy, load_policy
 from backends.trainer.packing import PackedRow, pack
+from backends.trainer.settings import RankSettings
 from backends.trainer.step import learning_rate_factor, row_loss
 from pipelinerl.config.train import LoraConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import FILE

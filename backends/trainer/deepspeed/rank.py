@@ -1,255 +1,81 @@
-"""One rank of the DeepSpeed trainer; usually the inside of a Ray actor.
+"""One rank of the DeepSpeed trainer.
 
-Theory of operation. All ranks get the same calls in the same order, each with its own rows. Everything but
-the constructor and ``free_address`` is a collective: it returns when all ranks have been called.
-
-The gradient of an optimizer step is the sum over its answer tokens divided by ``train_batch_size``. DeepSpeed
-would divide it by micro-batches and by ranks too. So its own accumulation is set to one, the last row of a step
-is marked as the boundary by hand, and the loss is multiplied by the number of ranks, over which it averages.
-
-ZeRO's stage splits parameters, gradients and optimizer states. A value head (``value_coefficient``) is trained with the
-policy, never published or exported. Rank 0 holds published weights.
+DeepSpeed would divide the gradient by micro-batches and by ranks. So its own accumulation is set to one, the last row
+of a step is marked as the boundary by hand, and the loss is multiplied by the number of ranks, over which it averages.
+ZeRO's stage splits parameters, gradients and optimizer states.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import socket
-import time
-import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from numpy.typing import NDArray
 
-from backends.interface import RankFacts, Weights
-from backends.lora import add_adapters
-from backends.trainer.deepspeed.settings import RankSettings, deepspeed_config, make_optimizer, nccl_logs
-from backends.trainer.deepspeed.state import RankState
-from backends.trainer.model import PolicyModel, copy_policy, load_policy, recompute, save_policy, trained_parameters
-from backends.trainer.packing import PackedRow
-from backends.trainer.publish import Publisher
-from backends.trainer.self_test import self_test
-from backends.trainer.step import StepMeter, learning_rate_factor, row_loss
-from backends.transfer.connection import address_towards
-from backends.transfer.rendezvous import RendezvousStore, own_address, reserved_port
-from backends.workers.main import log_to
-from pipelinerl.errors import BackendError
-from pipelinerl.util.user_code import kind_and_line
-
-MAX_SKIPPED = 5
-"""Optimizer steps in a row whose gradient is not finite, after which the run ends."""
-ANSWER_S = 10.0
-"""For rank 0's machine to accept or refuse a connection; it is silent where packets are dropped."""
+from backends.trainer.deepspeed.state import zero_state
+from backends.trainer.deepspeed.zero import Zero3, split
+from backends.trainer.model import (
+    PREFETCHED_PARAMETERS,
+    REDUCE_BUCKET,
+    TRAINED_DTYPES,
+    WHOLE_PARAMETERS,
+    Split,
+    trained_parameters,
+)
+from backends.trainer.rank import TrainerRank
+from backends.trainer.settings import RankSettings, make_optimizer
 
 
-class DeepSpeedRank:
+class DeepSpeedRank(TrainerRank):
     """One rank: see the head of this file."""
 
-    def __init__(self, settings: RankSettings) -> None:
-        self._settings = settings
-        self._publisher = Publisher(
-            settings.rank,
-            device=settings.device,
-            transport=settings.transport,
-            folder=Path(settings.weights_folder),
-            model_path=settings.model_path,
-            lora=settings.lora,
-        )
-        self._reserved: socket.socket | None = None  # has the port until the ranks have met
-        self._num_skipped = 0  # in a row
-
-    def free_address(self) -> tuple[str, int]:
-        """Return this machine's address and a free port, for the ranks to meet at; nobody else is given it before."""
-        address = own_address()
-        self._reserved = reserved_port(address)
-        return address, self._reserved.getsockname()[1]
-
-    def address_towards(self, address: str) -> str:
-        """Return the address that this rank comes from when it connects to another one."""
-        return address_towards(address)
-
-    def start(
-        self,
-        master_address: str,
-        master_port: int,
-        members: Sequence[str] | None = None,
-        recomputed: int | None = None,
-    ) -> None:
-        """Join the other ranks at a free port of rank 0's machine (``RendezvousStore``); load the model.
-
-        ``recomputed``: layers. None: as ``activation_checkpointing`` says.
-        """
-        settings = self._settings
-        log_to(settings.logs and f"{settings.logs}/rank-{settings.rank}.log")
-        os.environ |= {
-            "DS_ACCELERATOR": "cpu" if settings.device == "cpu" else "cuda",
-            "RANK": str(settings.rank),
-            "WORLD_SIZE": str(settings.num_ranks),
-            "LOCAL_RANK": "0",  # a process sees its own GPU only
-            "MASTER_ADDR": master_address,
-            "MASTER_PORT": str(master_port),
-        }
-        self._device = torch.device("cpu" if settings.device == "cpu" else "cuda:0")
-        if settings.device == "gpu":
-            os.environ |= nccl_logs(settings.logs, settings.rank)
-            torch.cuda.set_device(self._device)
-        _silence_libraries()
-        with self._reserved or contextlib.nullcontext():
-            self._meet(master_address, master_port, members)
-        wait_at_most(settings.trainer.start_timeout_s)
+    def _split(self) -> Split | None:
+        device, stage = self._settings.device, self._settings.trainer.zero_stage
+        os.environ["DS_ACCELERATOR"] = "cpu" if device == "cpu" else "cuda"
         import deepspeed  # reads DS_ACCELERATOR when it is imported
 
         # On CPU DeepSpeed would compile a faster all-reduce at the first start, for a minute and with a C++ compiler;
         # a process killed meanwhile leaves a lock that every later start waits for, for ever. gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        return partial(split, config=deepspeed_config(self._settings)) if stage == 3 else None
 
-        config = deepspeed_config(settings)
-        split = config if settings.trainer.zero_stage == 3 else None
-        policy = load_policy(settings.model_path, device=settings.device, zero3=split)
-        if settings.lora is not None:
-            add_adapters(policy, settings.lora)
-        torch.distributed.barrier()  # DeepSpeed's own group waits less long for a rank that still reads
-        wanted = settings.trainer.activation_checkpointing if recomputed is None else recomputed
-        self._num_recomputed = recompute(policy, wanted)
-        value_head = settings.loss.value_coefficient > 0
-        model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
-        self._meter = StepMeter(self._device, settings.model_path)
-        optimizer = make_optimizer(settings, model)
-        factor = learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps)
+    def _set_up(self, factor: Callable[[int], float]) -> None:
+        import deepspeed
+
+        settings = self._settings
+        optimizer = make_optimizer(settings.optimizer, [one for _, one in trained_parameters(self._model)])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-            config=config,
+            model=self._model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(settings)
         )
-        self._state = RankState(self._engine, rank=settings.rank)
-        self._publisher.check(self._engine.module)
-        wait_at_most(settings.trainer.collective_timeout_s)
+        if settings.trainer.zero_stage == 3:
+            self._model.sharding = Zero3()
+        self._trained = self._engine
+        self._state = zero_state(self._engine, rank=settings.rank)
 
-    def _meet(self, master_address: str, master_port: int, members: Sequence[str] | None) -> None:
-        """Make the group of ranks before DeepSpeed does: its own is bound to a device, and further groups can hang.
+    def _backward(self, loss: torch.Tensor, *, completes_step: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(completes_step)
+        self._engine.backward(loss * self._settings.num_ranks)
+        if not completes_step:
+            self._engine.step()  # counts the row
 
-        DeepSpeed keeps groups for the life of a process, so a second trainer in this process has the same.
-        """
-        if torch.distributed.is_initialized():
-            return
-        settings, timeout_s = self._settings, self._settings.trainer.start_timeout_s
-        if settings.rank == 0:
-            store: Any = RendezvousStore(master_address, master_port, timeout_s=timeout_s, members=members)
-        else:
-            reach(master_address, master_port, timeout_s=timeout_s)
-            store = torch.distributed.TCPStore(master_address, master_port, timeout=timedelta(seconds=timeout_s))
-        torch.distributed.init_process_group(
-            "gloo" if settings.device == "cpu" else "nccl",
-            store=store,
-            rank=settings.rank,
-            world_size=settings.num_ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
-
-    def train(
-        self, rows: Sequence[PackedRow], *, completes_step: bool
-    ) -> tuple[dict[int, NDArray[np.float32]], dict[str, float]]:
-        """Accumulate the gradient of this rank's rows of a micro-batch (as many as other ranks have, at least one).
-
-        Makes the optimizer step if they complete the batch. Returns log-probabilities of answer tokens before the step
-        by sample (nats), and numbers to log; see ``StepMeter.metrics`` and ``RayTrainer.train``. ``BackendError`` if
-        ``MAX_SKIPPED`` optimizer steps in a row had a gradient that is not finite; ``ValueError``: see ``row_loss``.
-        """
-        logprob: dict[int, NDArray[np.float32]] = {}
-        sums: defaultdict[str, Any] = defaultdict(float)
-        metrics: dict[str, float] = {}
-        self._meter.begin()
-        for index, row in enumerate(rows):
-            boundary = completes_step and index == len(rows) - 1
-            self._engine.set_gradient_accumulation_boundary(boundary)
-            logprob_M, entropy_M, parts = row_loss(
-                self._engine,
-                row,
-                config=self._settings.loss,
-                train_batch_size=self._settings.train_batch_size,
-                device=self._device,
-            )
-            loss = torch.stack(list(parts.values())).sum()
-            self._meter.done("forward_s")
-            self._engine.backward(loss * self._settings.num_ranks)
-            self._meter.done("backward_s")
-            logprob |= row.split(logprob_M.detach().cpu().numpy())
-            for name, part in ({"loss": loss, "entropy_sum": entropy_M.sum()} | parts).items():
-                sums[name] += part.detach()
-            sums["answer_tokens_sum"] += len(row.answer_M)
-            if boundary:
-                metrics = self._step()
-            else:
-                self._engine.step()  # counts the row
-            self._meter.done("optimizer_s")
-        del sums["policy_loss"]
-        metrics["recomputed_layers"] = float(self._num_recomputed)
-        return logprob, {name: float(value) for name, value in sums.items()} | metrics | self._meter.metrics(rows)
-
-    def _step(self) -> dict[str, float]:
-        """Change nothing if the gradient is not finite."""
-        learning_rate = self._engine.get_lr()[0]  # the schedule moves on within the step
+    def _update(self) -> float:
         if self._settings.trainer.zero_stage == 0:  # DeepSpeed keeps no norm then, and would make the step
-            norm = float(torch.nn.utils.get_total_norm([p.grad for _, p in trained_parameters(self._engine.module)]))
+            norm = float(torch.nn.utils.get_total_norm([p.grad for _, p in trained_parameters(self._model)]))
             if not np.isfinite(norm):
                 self._engine.zero_grad()
                 self._engine.set_gradient_accumulation_boundary(False)
             self._engine.step()
-        else:
-            self._engine.step()
-            norm = float(self._engine.get_global_grad_norm())
-        skipped = not np.isfinite(norm)
-        self._num_skipped = self._num_skipped + 1 if skipped else 0
-        if self._num_skipped == MAX_SKIPPED:
-            raise BackendError(f"the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row (norm: {norm})")
-        return {"gradient_norm": norm, "learning_rate": learning_rate, "skipped": float(skipped)}
+            return norm
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
 
-    def publish(self, version: int) -> Weights | None:
-        return self._publisher.publish(self._engine.module, version)
-
-    def open_group(self) -> str:
-        return self._publisher.group.open()
-
-    def join_group(self, names: Sequence[str], timeout_s: float) -> str | None:
-        return self._publisher.join_group(names, timeout_s)
-
-    def abort_group(self, rendezvous: str, why: str) -> None:
-        self._publisher.group.abort(rendezvous, why)
-
-    def send(self, version: int) -> str | None:
-        return self._publisher.send(version)
-
-    def snapshot(self) -> None:
-        self._state.copy()
-
-    def save(self, folder: Path) -> dict[str, str]:
-        """Write this rank's part of the ``snapshot`` beside training; ``BackendError`` with the folder if it fails."""
-        try:
-            return self._state.write(Path(folder))
-        except OSError as error:
-            raise BackendError(f"cannot write {folder}: {kind_and_line(error)}") from error
-
-    def load(self, folder: Path) -> None:
-        self._state.load(Path(folder))
-
-    def export(self, folder: Path) -> None:
-        copies = copy_policy(self._engine.module, receive=self._settings.rank == 0)
-        if self._settings.rank == 0:
-            save_policy(self._engine.module, copies, folder)
-            transformers.AutoTokenizer.from_pretrained(self._settings.model_path).save_pretrained(folder)
-
-    def self_test(self, num_bytes: int) -> RankFacts:
-        return self_test(self._device, num_bytes, nccl_log=os.environ.get("NCCL_DEBUG_FILE"))
+    def _learning_rate(self) -> float:
+        return float(self._engine.get_lr()[0])
 
     def offload(self) -> None:
         """Move everything from the GPU to the host's memory; needs ZeRO-2 or 3. On CPU there is nothing to move."""
@@ -263,31 +89,35 @@ class DeepSpeedRank:
             self._engine.reload_states()
 
     def shutdown(self) -> None:
-        """Remove the published files and give up the model. The process is to end then."""
-        self._publisher.close()
+        super().shutdown()
         self._engine.destroy()
 
 
-def reach(address: str, port: int, *, timeout_s: float) -> None:
-    """Wait until something listens there; ``BackendError`` after ``ANSWER_S`` if packets are dropped."""
-    until_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            return socket.create_connection((address, port), timeout=ANSWER_S).close()
-        except OSError as error:
-            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > until_s:
-                raise BackendError(
-                    f"no connection to rank 0 at {address}:{port}: {kind_and_line(error)}; the trainer's machines must "
-                    "reach each other directly, without a firewall or NAT between them"
-                ) from None
-        time.sleep(0.1)  # rank 0 does not listen yet
+def deepspeed_config(settings: RankSettings) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: in bfloat16 with float32 masters.
 
-
-def wait_at_most(seconds: float) -> None:
-    """Set how long collectives wait for other ranks, in all groups: DeepSpeed makes one of its own."""
-    groups = torch.distributed.distributed_c10d
-    for group in groups._world.pg_map:
-        groups._set_pg_timeout(timedelta(seconds=seconds), group)
+    Gradients are added up and reduced in float32: a sum in bfloat16 would be rounded by 2^-9 at every hop. Refuses
+    bfloat16 without ZeRO, where DeepSpeed counts a step of Adam too many.
+    """
+    if settings.device == "gpu" and settings.trainer.zero_stage == 0:
+        raise ValueError("trainer.zero_stage must be at least 1 on GPU, got 0")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # a row
+        "gradient_accumulation_steps": 1,  # boundaries are marked by hand
+        "gradient_clipping": settings.optimizer.gradient_clip,
+        "zero_optimization": {
+            "stage": settings.trainer.zero_stage,
+            "reduce_bucket_size": REDUCE_BUCKET,
+            "overlap_comm": settings.trainer.zero_stage >= 2,  # DeepSpeed's default is 3 only
+            "stage3_max_live_parameters": WHOLE_PARAMETERS,
+            "stage3_prefetch_bucket_size": PREFETCHED_PARAMETERS,
+            "stage3_param_persistence_threshold": settings.whole_parameter_elements,
+        },
+    }
+    if TRAINED_DTYPES[settings.device] is torch.bfloat16:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["communication_data_type"] = "fp32"
+    return config
 
 
 @contextlib.contextmanager
@@ -305,9 +135,3 @@ def torch_adamw_passes() -> Iterator[None]:
         yield
     finally:
         fused_adam.FusedAdam = own
-
-
-def _silence_libraries() -> None:
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # DeepSpeed uses old names of torch
-    transformers.utils.logging.disable_progress_bar()

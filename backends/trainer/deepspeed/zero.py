@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,15 +19,20 @@ def split(model: torch.nn.Module, dtype: torch.dtype, config: dict[str, Any]) ->
         whole = parameter.data
         parameter.data = whole.to(dtype, copy=True) if reads else torch.empty_like(whole, dtype=dtype)
         splitter._convert_to_zero_parameters([parameter])
-    buffers = [dict(model.named_buffers())]  # only rank 0 has read the checkpoint
-    torch.distributed.broadcast_object_list(buffers, src=0)
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[0][name].to(splitter.local_device)
 
 
-def gathered_parameters(parameters: list[Any]) -> AbstractContextManager[None]:
-    """Return a context in which split parameters are whole; all ranks enter it together."""
-    import deepspeed
+class Zero3:
+    """A ``Sharding``: ZeRO-3's."""
 
-    gathering: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
-    return gathering
+    def empty(self, weight: Any) -> torch.Tensor:
+        """Return it; see ``Sharding``."""
+        return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
+
+    @contextlib.contextmanager
+    def whole(self, weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Put them together; see ``Sharding``."""
+        import deepspeed
+
+        parted = [one for one in weights.values() if hasattr(one, "ds_id")]
+        with deepspeed.zero.GatheredParameters(parted) if parted else contextlib.nullcontext():
+            yield weights

@@ -28,7 +28,7 @@ import backends.ray.actors  # noqa: E402
 from backends.contract.trainer import TrainerContract  # noqa: E402
 from backends.ray.actors import RayTrainer  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from backends.trainer.deepspeed.settings import RankSettings  # noqa: E402
+from backends.trainer.settings import RankSettings  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes, checksums  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError, TrainerLostError  # noqa: E402

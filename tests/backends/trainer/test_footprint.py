@@ -35,6 +35,7 @@ from backends.trainer.footprint import (  # noqa: E402
 )
 from backends.trainer.model import PolicyModel, load_policy  # noqa: E402
 from backends.trainer.publish import Publisher  # noqa: E402
+from backends.trainer.state import Piece, RankState  # noqa: E402
 from backends.transfer import row as shared_row  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
@@ -381,21 +382,16 @@ def check_needs(num_bytes: int, copy: Callable[[], object], monkeypatch: pytest.
     copy()
 
 
-@pytest.mark.filterwarnings("ignore")  # DeepSpeed uses old names of torch
 def test_copies_of_a_rank_take_their_own_size_of_the_hosts_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a power of two, as torch's pinned memory does: a state of 707 float32 numbers, thrice, and weights."""
-    pytest.importorskip("deepspeed")
-    from backends.trainer.deepspeed.state import COUNTS, RankState
-
     linear = torch.nn.Linear(100, 7)
-    engine = SimpleNamespace(
-        module=linear, optimizer=torch.optim.AdamW(linear.parameters()), device=torch.device("cpu")
-    )
-    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda _: 1.0)
-    vars(engine).update(zero_optimization_stage=lambda: 0, **dict.fromkeys(COUNTS, 0))
-    check_needs(12 * 707, RankState(engine, rank=0).copy, monkeypatch)
+    adamw = torch.optim.AdamW(linear.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda _: 1.0)
+    pieces = [Piece(name, 0, one.numel(), one) for name, one in linear.named_parameters()]
+    state = RankState(lambda: pieces, adamw=adamw, schedule=schedule, rank=0, device=torch.device("cpu"))
+    check_needs(12 * 707, state.copy, monkeypatch)
 
     make_model(tmp_path)
     policy = load_policy(str(tmp_path), device="cpu")

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from backends.trainer.deepspeed.settings import nccl_logs
 from backends.trainer.self_test import nccl_network
+from backends.trainer.settings import nccl_logs
 
 LINES = """node-3:7121:7121 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.3<0>
 node-3:7121:7388 [0] NCCL INFO NET/IB : No device found.

@@ -37,14 +37,15 @@ from tiny_trainer import (  # noqa: E402
 )
 from transfer_group import held_by, row_of  # noqa: E402
 
-import backends.trainer.deepspeed.rank  # noqa: E402
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
+import backends.trainer.rank  # noqa: E402
 from backends.check.machine_rows import taught  # noqa: E402
 from backends.interface import Sample, TrainResult  # noqa: E402
-from backends.trainer.deepspeed.rank import MAX_SKIPPED, DeepSpeedRank, reach, torch_adamw_passes  # noqa: E402
+from backends.trainer.deepspeed.rank import DeepSpeedRank, deepspeed_config, torch_adamw_passes  # noqa: E402
 from backends.trainer.model import load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
+from backends.trainer.rank import MAX_SKIPPED, reach  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
@@ -270,7 +271,7 @@ def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(
         loading.extend(timeouts())
         return load_policy(*arguments, **named)
 
-    monkeypatch.setattr(backends.trainer.deepspeed.rank, "load_policy", load)
+    monkeypatch.setattr(backends.trainer.rank, "load_policy", load)
     started(model_path)
     assert set(loading) == {3600} == {TrainerConfig().start_timeout_s}
     assert timeouts() == [900, 900] == 2 * [TrainerConfig().collective_timeout_s]
@@ -288,7 +289,7 @@ def test_gradients_are_reduced_and_parameters_gathered_beside_other_work(
 
 def test_a_rank_that_cannot_reach_rank_0_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packets are dropped: the store admits another address than the one that it comes from, as behind NAT."""
-    monkeypatch.setattr(backends.trainer.deepspeed.rank, "ANSWER_S", 0.2)
+    monkeypatch.setattr(backends.trainer.rank, "ANSWER_S", 0.2)
     store = RendezvousStore("127.0.0.1", timeout_s=600, members=["127.0.0.1"])
     behind_nat = partial(socket.create_connection, source_address=("127.0.0.2", 0))
     monkeypatch.setattr(socket, "create_connection", behind_nat)
@@ -366,4 +367,4 @@ def test_a_rank_that_was_offloaded_in_between_trains_as_one_that_was_not(model_p
 
 def test_gpus_need_zero(model_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer.zero_stage must be at least 1 on GPU, got 0"):
-        settings(model_path, device="gpu", trainer=TrainerConfig(zero_stage=0))
+        deepspeed_config(settings(model_path, device="gpu", trainer=TrainerConfig(zero_stage=0)))

@@ -7,6 +7,7 @@ import hashlib
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +37,11 @@ from tiny_trainer import (  # noqa: E402
     train,
 )
 
-from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
-from backends.trainer.deepspeed.settings import deepspeed_config  # noqa: E402
-from backends.trainer.deepspeed.state import fill_policy  # noqa: E402
+from backends.trainer.deepspeed.rank import DeepSpeedRank, deepspeed_config  # noqa: E402
+from backends.trainer.deepspeed.zero import split  # noqa: E402
 from backends.trainer.model import TRAINED_DTYPES, load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
+from backends.trainer.state import fill_policy  # noqa: E402
 from backends.trainer.step import learning_rate_factor  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.rendezvous import reserved_port  # noqa: E402
@@ -219,7 +220,7 @@ def _loaded(model_path: Path) -> tuple[int, dict[str, Any]]:
     before, watcher = own_bytes(), threading.Thread(target=watch)
     watcher.start()
     config = deepspeed_config(settings(model_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3)))
-    model = load_policy(str(model_path), device="cpu", zero3=config)
+    model = load_policy(str(model_path), device="cpu", split=partial(split, config=config))
     ended.set()
     watcher.join()
     half = sum(parameter.ds_tensor.nbytes for parameter in model.parameters())

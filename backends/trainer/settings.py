@@ -1,22 +1,15 @@
-"""Settings of a rank, and how it sets up DeepSpeed, its optimizer, and its process."""
+"""Settings of a rank, and how it sets up its optimizer and its process."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from backends.this_machine import network_variables
-from backends.trainer.model import (
-    PREFETCHED_PARAMETERS,
-    REDUCE_BUCKET,
-    TRAINED_DTYPES,
-    WHOLE_PARAMETERS,
-    PolicyModel,
-    trained_parameters,
-)
 from pipelinerl.config.train import LoraConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import WeightTransport
 from pipelinerl.rl.config import LossConfig
@@ -51,41 +44,11 @@ class RankSettings:
     whole_parameter_elements: int = 100_000
     """ZeRO-3: parameters up to this size are not split. DeepSpeed's default; 0 in tests."""
 
-    def __post_init__(self) -> None:
-        """Refuse bfloat16 without ZeRO, where DeepSpeed counts a step of Adam too many."""
-        if self.device == "gpu" and self.trainer.zero_stage == 0:
-            raise ValueError("trainer.zero_stage must be at least 1 on GPU, got 0")
 
-
-def deepspeed_config(settings: RankSettings) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: in bfloat16 with float32 masters.
-
-    Gradients are added up and reduced in float32: a sum in bfloat16 would be rounded by 2^-9 at every hop.
-    """
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # a row
-        "gradient_accumulation_steps": 1,  # boundaries are marked by hand
-        "gradient_clipping": settings.optimizer.gradient_clip,
-        "zero_optimization": {
-            "stage": settings.trainer.zero_stage,
-            "reduce_bucket_size": REDUCE_BUCKET,
-            "overlap_comm": settings.trainer.zero_stage >= 2,  # DeepSpeed's default is 3 only
-            "stage3_max_live_parameters": WHOLE_PARAMETERS,
-            "stage3_prefetch_bucket_size": PREFETCHED_PARAMETERS,
-            "stage3_param_persistence_threshold": settings.whole_parameter_elements,
-        },
-    }
-    if TRAINED_DTYPES[settings.device] is torch.bfloat16:
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        config["communication_data_type"] = "fp32"
-    return config
-
-
-def make_optimizer(settings: RankSettings, model: PolicyModel) -> torch.optim.Optimizer:
+def make_optimizer(config: OptimizerConfig, parameters: Iterable[torch.Tensor]) -> torch.optim.AdamW:
     """Return torch's fused AdamW: DeepSpeed's needs a compiler where it runs."""
-    config = settings.optimizer
     return torch.optim.AdamW(
-        [parameter for _, parameter in trained_parameters(model)],
+        parameters,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         weight_decay=config.weight_decay,
