@@ -5,7 +5,8 @@ the constructor and ``free_address`` is a collective: it returns when all ranks 
 
 The gradient of an optimizer step is the sum over its answer tokens divided by ``train_batch_size``. DeepSpeed
 would divide it by micro-batches and by ranks too. So its own accumulation is set to one, the last row of a step
-is marked as the boundary by hand, and the loss is multiplied by the number of ranks, over which it averages.
+is marked as the boundary by hand, and the loss is multiplied by the number of ranks, over which it averages. So it is
+with ``sequence_parallel`` too: each of the ranks of a row adds the gradient of its own tokens.
 
 ZeRO's stage splits parameters, gradients and optimizer states. A value head (``value_coefficient``) is trained with the
 policy, never published or exported. Rank 0 holds published weights.
@@ -37,6 +38,7 @@ from backends.trainer.model import PolicyModel, copy_policy, load_policy, recomp
 from backends.trainer.packing import PackedRow
 from backends.trainer.publish import Publisher
 from backends.trainer.self_test import self_test
+from backends.trainer.sequence_parallel import SequenceGroup, over_ranks, spread
 from backends.trainer.step import StepMeter, learning_rate_factor, row_loss
 from backends.transfer.connection import address_towards
 from backends.transfer.rendezvous import RendezvousStore, own_address, reserved_port
@@ -116,6 +118,10 @@ class DeepSpeedRank:
         torch.distributed.barrier()  # DeepSpeed's own group waits less long for a rank that still reads
         wanted = settings.trainer.activation_checkpointing if recomputed is None else recomputed
         self._num_recomputed = recompute(policy, wanted)
+        group = None
+        if settings.trainer.sequence_parallel > 1:
+            group = SequenceGroup.of(settings.trainer.sequence_parallel, settings.rank)
+            spread(policy, group)
         value_head = settings.loss.value_coefficient > 0
         model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
         self._meter = StepMeter(self._device, settings.model_path)
@@ -127,6 +133,7 @@ class DeepSpeedRank:
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
             config=config,
         )
+        self._model = self._engine if group is None else over_ranks(self._engine, group)
         self._state = RankState(self._engine, rank=settings.rank)
         self._publisher.check(self._engine.module)
         wait_at_most(settings.trainer.collective_timeout_s)
@@ -169,7 +176,7 @@ class DeepSpeedRank:
             boundary = completes_step and index == len(rows) - 1
             self._engine.set_gradient_accumulation_boundary(boundary)
             logprob_M, entropy_M, parts = row_loss(
-                self._engine,
+                self._model,
                 row,
                 config=self._settings.loss,
                 train_batch_size=self._settings.train_batch_size,
