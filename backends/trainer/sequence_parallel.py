@@ -37,6 +37,8 @@ SPREAD_ATTENTION = "packed_over_ranks"
 """Its name in transformers."""
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow from the longest position that a rank sees."""
+SIZES = (2, 4, 8)
+"""Ranks of a row that are proposed where one is not enough (count)."""
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of a ``PolicyModel``."""
 
@@ -81,17 +83,26 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
 
 def check_sequence_parallel(config: RunConfig, model_config: Any) -> None:
     """Check that ranks and heads divide by ``train.trainer.sequence_parallel``; else ``ConfigError``."""
-    size, text = config.train_table.trainer.sequence_parallel, model_config.get_text_config()
-    divided = {"ranks of the trainer": trainer_ranks(config), "attention heads": text.num_attention_heads}
-    for what, number in divided.items():
+    size = config.train_table.trainer.sequence_parallel
+    for what, number in _divided(config, model_config).items():
         if number % size:
             raise ConfigError(f"train.trainer.sequence_parallel must divide the {number} {what}, got {size}")
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    rope = (getattr(model_config.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
     if size > 1 and rope in ROPE_BY_LENGTH:
         raise ConfigError(
             f"train.trainer.sequence_parallel must be 1 for a model with rope_type={rope!r}, as ranks would rotate "
             f"the same position differently, got {size}"
         )
+
+
+def divides(config: RunConfig, model_config: Any, size: int) -> bool:
+    """Return whether so many ranks may share rows."""
+    return not any(number % size for number in _divided(config, model_config).values())
+
+
+def _divided(config: RunConfig, model_config: Any) -> dict[str, int]:
+    heads = model_config.get_text_config().num_attention_heads
+    return {"ranks of the trainer": trainer_ranks(config), "attention heads": heads}
 
 
 def spread(policy: Any, group: SequenceGroup) -> None:
