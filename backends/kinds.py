@@ -84,10 +84,11 @@ def backend_of(train: TrainConfig) -> RayBackend:
 
 
 def _check_settings(config: RunConfig, train: TrainConfig) -> None:
-    if train.trainer.pack_tokens < config.room_tokens:
+    if train.trainer.row_tokens < config.room_tokens:
         raise ConfigError(
-            f"train.trainer.pack_tokens must hold the longest rollout, {config.room_key} = {config.room_tokens} "
-            f"tokens, got pack_tokens={train.trainer.pack_tokens}"
+            "train.trainer.pack_tokens times sequence_parallel must hold the longest rollout, "
+            f"{config.room_key} = {config.room_tokens} tokens, got {train.trainer.pack_tokens} times "
+            f"{train.trainer.sequence_parallel}"
         )
     if train.transport and config.colocated and not train.chosen_transport(colocated=False).colocated:
         raise ConfigError(
@@ -237,6 +238,7 @@ ENGINES = {kind.name: kind for kind in (VLLM,)}
 
 def _check_deepspeed(config: RunConfig) -> None:
     from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
+    from backends.trainer.sequence_parallel import check_sequence_parallel
 
     train = config.train_table
     if train.device == "gpu" and train.trainer.zero_stage == 0:
@@ -248,6 +250,7 @@ def _check_deepspeed(config: RunConfig) -> None:
         )
     model = model_config(train.model.path)
     check_trainable(model)
+    check_sequence_parallel(config, model)
     if train.device == "gpu":
         check_memory(config, model)
         if train.ray_address is None:

@@ -65,12 +65,14 @@ class Expected:
 
         def seconds(values: Coefficients) -> float:
             assert self.gpu is not None and self.model is not None  # noqa: PT018  # not a test
-            ranks = trainer_ranks(self.config)
+            ranks, shared = trainer_ranks(self.config), self.config.train_table.trainer.sequence_parallel
             known = {} if layers is None else {"recomputation": layers / self.model.layers}
             values = values.model_copy(update=NOTHING_BESIDE | known)
-            cost = derive_training(self.gpu, self.model, training_accelerators=ranks, coefficients=values)
+            cost = derive_training(
+                self.gpu, self.model, training_accelerators=ranks, coefficients=values, sequence_parallel=shared
+            )
             squares = sum(length**2 for length in lengths)
-            return cost.micro_batch_s + cost.token_s * sum(lengths) + cost.token_squared_s * squares
+            return cost.micro_batch_s + (cost.token_s * sum(lengths) + cost.token_squared_s * squares) / shared
 
         return seconds
 
@@ -200,10 +202,10 @@ def _network_row(networks: Sequence[str | None]) -> CheckRow:
 
 def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample], list[int]]:
     """Return samples that fill every rank's longest row with repeated ``prompt``, and the lengths of a row (tokens)."""
-    pack_tokens, prompts = config.train_table.trainer.pack_tokens, config.train_table.task.max_prompt_tokens
+    trainer, prompts = config.train_table.trainer, config.train_table.task.max_prompt_tokens
     longest = config.room_tokens
-    lengths = [longest] * (pack_tokens // longest)
-    if (rest := pack_tokens % longest) > 1:
+    lengths = [longest] * (trainer.row_tokens // longest)
+    if (rest := trainer.row_tokens % longest) > 1:
         lengths.append(rest)
 
     def sample(number: int, length: int) -> Sample:
@@ -219,7 +221,7 @@ def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample]
             reference_logprob_T=nothing_T,
         )
 
-    on_all = [length for length in lengths for _ in range(trainer_ranks(config))]
+    on_all = [length for length in lengths for _ in range(trainer_ranks(config) // trainer.sequence_parallel)]
     return [sample(-1 - number, length) for number, length in enumerate(on_all)], lengths
 
 

@@ -115,19 +115,22 @@ class RayTrainer:
         await self._all("start", starts, timeout_s=self._settings.trainer.start_timeout_s)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
-        rows = pack(samples, pack_tokens=self._settings.trainer.pack_tokens, num_ranks=len(self._ranks))
+        trainer = self._settings.trainer
+        size = trainer.sequence_parallel  # so many ranks get the same rows
+        rows = pack(samples, pack_tokens=trainer.row_tokens, num_ranks=len(self._ranks) // size)
         calls = [
-            rank.train.remote(own_rows, completes_step=completes_step)
-            for rank, own_rows in zip(self._ranks, rows, strict=True)
+            rank.train.remote(rows[number // size], completes_step=completes_step)
+            for number, rank in enumerate(self._ranks)
         ]
         logprob: dict[int, NDArray[np.float32]] = {}
         metrics: dict[str, float] = {}
         for rank, (own_logprob, own_metrics) in enumerate(await self._all("train", calls)):
-            logprob |= own_logprob
+            first = rank % size == 0  # others have the same log-probabilities and sums
+            logprob |= own_logprob if first else {}
             for name, value in own_metrics.items():
                 if name in RANK_METRICS:
                     metrics[f"rank{rank}/{name}"] = value
-                else:
+                elif first:
                     metrics[name] = value if name in SAME_METRICS else metrics.get(name, 0.0) + value
         return TrainResult([logprob[index] for index in range(len(samples))], metrics)
 

@@ -40,6 +40,7 @@ from backends.trainer.model import (
     saved_shapes,
     trained_parameters,
 )
+from backends.trainer.sequence_parallel import SIZES, SequenceGroup, divides, spread
 from pipelinerl.config.resolve import named_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -107,23 +108,33 @@ class Footprint:
 
 
 def pack_activations(
-    policy: Any, pack_tokens: int, *, checkpointing: bool | int, value_head: bool = False, backward: bool = True
+    policy: Any,
+    pack_tokens: int,
+    *,
+    checkpointing: bool | int,
+    value_head: bool = False,
+    backward: bool = True,
+    sequence_parallel: int = 1,
 ) -> int:
     """Train on one sequence of so many tokens, nearly all generated; return the memory needed (bytes).
 
-    Weights and gradients do not count, but for the gradients of one layer. ``policy`` is best on ``meta``.
+    Weights and gradients do not count, but for the gradients of one layer. ``policy`` is best on ``meta``, where it
+    may be one of ``sequence_parallel`` ranks of a sequence of so many times these tokens.
     """
     recompute(policy, checkpointing)
+    if sequence_parallel > 1:
+        spread(policy, SequenceGroup(sequence_parallel))
     device = policy.device
     model = PolicyModel(policy, temperature=1.0, value_head=value_head).to(device)
     for _, parameter in trained_parameters(model):  # DeepSpeed takes a gradient away when it is made
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     tokens, answers = (torch.zeros(num, dtype=torch.int64, device=device) for num in (pack_tokens, pack_tokens - 1))
     row = {"token_N": tokens, "position_N": tokens, "predictor_M": answers, "answer_M": answers}
-    boundary = torch.tensor([0, pack_tokens], dtype=torch.int32, device=device)
+    longest = pack_tokens * sequence_parallel
+    boundary = torch.tensor([0, longest], dtype=torch.int32, device=device)
     known = [*model.parameters(), *model.buffers(), tokens, answers, boundary]
     with torch.set_grad_enabled(backward), LiveBytes(known) as live:
-        logprob_M, _, value_M = model(**row, boundary=boundary, longest=pack_tokens)
+        logprob_M, _, value_M = model(**row, boundary=boundary, longest=longest)
         if backward:
             (logprob_M.sum() if value_M is None else (logprob_M + value_M).sum()).backward()
     return int(live.peak)
@@ -189,12 +200,13 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         teacher = None if loss.teacher is None else AutoConfig.from_pretrained(loss.teacher)
         reference = on_meta(teacher or model_config, torch.bfloat16)
         workspace += 2 * sum(parameter.numel() for parameter in reference.parameters())
-        workspace += pack_activations(reference, trainer.pack_tokens, checkpointing=False, backward=False)
+        workspace += pack_activations(reference, trainer.row_tokens, checkpointing=False, backward=False)
     activations = pack_activations(
         policy,
         trainer.pack_tokens,
         checkpointing=trainer.activation_checkpointing,
         value_head=loss.value_coefficient > 0,
+        sequence_parallel=trainer.sequence_parallel,
     )
     if stage == 3:  # weights that were gathered for a layer stay until its backward pass, unless it is recomputed
         kept = [layer for layer in decoder_layers(policy) if not layer.gradient_checkpointing]
@@ -229,7 +241,8 @@ def check_memory(config: RunConfig, model_config: Any) -> None:
     now = needs()
     if now.total <= usable:
         return
-    key, value, then = _remedy(config, needs, usable)
+    shares = partial(divides, config, model_config)
+    key, value, then = _remedy(config, needs, usable, shares)
     raise ConfigError(
         f"train.trainer.{key} must be {value}, got {key}={str(getattr(trainer, key)).lower()}: training on a pack of "
         f"{trainer.pack_tokens} tokens needs {now.total / 1e9:.1f} GB a GPU (activations {now.activations / 1e9:.1f}, "
@@ -238,7 +251,9 @@ def check_memory(config: RunConfig, model_config: Any) -> None:
     )
 
 
-def _remedy(config: RunConfig, needs: Callable[..., Footprint], usable: float) -> tuple[str, str, str]:
+def _remedy(
+    config: RunConfig, needs: Callable[..., Footprint], usable: float, shares: Callable[[int], bool]
+) -> tuple[str, str, str]:
     assert config.train is not None
     trainer, best = config.train.trainer, {"activation_checkpointing": True, "zero_stage": 3}
     if trainer.activation_checkpointing is not True:
@@ -249,8 +264,13 @@ def _remedy(config: RunConfig, needs: Callable[..., Footprint], usable: float) -
         total = needs(**best).total
         if total <= usable:
             return "zero_stage", "3", f"; with it {total / 1e9:.1f} GB are needed"
-    longest = config.room_tokens
+    own, longest = trainer.sequence_parallel, -(-config.room_tokens // trainer.sequence_parallel)
     if needs(**best, pack_tokens=longest).total > usable:
+        for size in (size for size in SIZES if size > own and shares(size)):
+            part = -(-config.room_tokens // size)
+            if needs(**best, pack_tokens=part, sequence_parallel=size).total <= usable:
+                also = f"with pack_tokens={part}, zero_stage=3 and activation_checkpointing=true"
+                return "sequence_parallel", f"{size} {also}", ""
         then = (
             f"; even {longest} tokens, the longest rollout, do not fit: more GPUs (cluster.accelerators) are needed, "
         )

@@ -3,7 +3,8 @@
 Theory of operation. All ranks get the same calls in the same order, each with its own rows. Everything but
 the constructor and ``free_address`` is a collective: it returns when all ranks have been called.
 
-The gradient of an optimizer step is the sum over its answer tokens divided by ``train_batch_size``.
+The gradient of an optimizer step is the sum over its answer tokens divided by ``train_batch_size``. With
+``sequence_parallel`` each of the ranks of a row adds the gradient of its own tokens.
 
 Kinds of trainers differ in how they split parameters, gradients and optimizer states over the ranks: a subclass each.
 A value head (``value_coefficient``) is trained with the policy, never published or exported. Rank 0 holds published
@@ -36,6 +37,7 @@ from backends.trainer.model import PolicyModel, Split, copy_policy, load_policy,
 from backends.trainer.packing import PackedRow
 from backends.trainer.publish import Publisher
 from backends.trainer.self_test import self_test
+from backends.trainer.sequence_parallel import SequenceGroup, over_ranks, spread
 from backends.trainer.settings import RankSettings, nccl_logs
 from backends.trainer.state import RankState
 from backends.trainer.step import StepMeter, learning_rate_factor, row_loss
@@ -115,10 +117,16 @@ class TrainerRank(ABC):
         torch.distributed.barrier()  # groups made later wait less long for a rank that still reads
         wanted = settings.trainer.activation_checkpointing if recomputed is None else recomputed
         self._num_recomputed = recompute(policy, wanted)
+        group = None
+        if settings.trainer.sequence_parallel > 1:
+            group = SequenceGroup.of(settings.trainer.sequence_parallel, settings.rank)
+            spread(policy, group)
         value_head = settings.loss.value_coefficient > 0
         self._model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
         self._meter = StepMeter(self._device, settings.model_path)
         self._set_up(learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps))
+        if group is not None:
+            self._trained = over_ranks(self._trained, group)
         self._publisher.check(self._model)
         wait_at_most(settings.trainer.collective_timeout_s)
 

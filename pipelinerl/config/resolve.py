@@ -87,6 +87,7 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
                 sequences=config.scheduler.generation_batch_size,
                 longest=longest,
                 transport=transport_of(config),
+                sequence_parallel=sequence_parallel_of(config),
             )
         except ValidationError as error:
             raise ConfigError(
@@ -136,6 +137,8 @@ def stated_coefficients(config: RunConfig) -> dict[str, float]:
         stated = {"recomputation": min(1.0, recomputed / layers), "pack_tokens": float(trainer.pack_tokens)}
         if config.train.lora is not None:
             stated["adapter_rank"] = float(config.train.lora.rank)
+        if trainer.sequence_parallel > 1:
+            stated["sequence_accelerators"] = float(trainer.sequence_parallel)
         steps = config.scheduler.publish_every  # taken to move all weights on and on
         share = changed_share(steps * config.train.optimizer.learning_rate, config.hardware.level)
         stated["changed_share"] = share
@@ -177,7 +180,12 @@ def run_trainer_fits(
     """Return whether training fits into the memory of its accelerators; arguments as for ``run_coefficients``."""
     values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
     return trainer_fits(
-        gpu, model, accelerators=training_accelerators, zero_stage=zero_stage_of(config), coefficients=values
+        gpu,
+        model,
+        accelerators=training_accelerators,
+        zero_stage=zero_stage_of(config),
+        coefficients=values,
+        sequence_parallel=sequence_parallel_of(config),
     )
 
 
@@ -199,6 +207,7 @@ def least_memory(
         pack_tokens=pack,
         recomputation=values.recomputation,
         adapter_rank=values.adapter_rank,
+        sequence_parallel=sequence_parallel_of(config),
     )
     engine, own = named_engine(config.hardware, gpu, model)
     held = own.weight_bytes * own.parameters + own.state_bytes + longest * own.cached_bytes(tensor_parallel)
@@ -210,3 +219,8 @@ def least_memory(
 def zero_stage_of(config: RunConfig) -> int:
     """Return the ZeRO stage that a run file states, or 3, which the formulas of training assume."""
     return ZERO_STAGE if config.train is None else config.train.trainer.zero_stage
+
+
+def sequence_parallel_of(config: RunConfig) -> int:
+    """Return the ranks that share rows, as a run file states, or 1."""
+    return 1 if config.train is None else config.train.trainer.sequence_parallel

@@ -94,6 +94,9 @@ class TrainerConfig(StrictModel):
     """Split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
     pack_tokens: Tokens = 16384
     """Tokens of a rank's forward pass."""
+    sequence_parallel: int = Field(default=1, ge=1, le=8)
+    """Consecutive ranks that share rows, of so many times ``pack_tokens`` (count). Divides ranks and attention heads.
+    """
     activation_checkpointing: Layers = True
     """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
     router_replay: bool = False
@@ -106,6 +109,11 @@ class TrainerConfig(StrictModel):
     """Seconds a rank waits for others after the start."""
     restarts: CountOrZero = 3
     """Restarts from the last checkpoint after a lost rank (count)."""
+
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a row, which ``sequence_parallel`` ranks share."""
+        return self.pack_tokens * self.sequence_parallel
 
 
 class EngineConfig(StrictModel):

@@ -68,12 +68,14 @@ def training_memory(
     pack_tokens: float = 16384,
     recomputation: float = 1.0,
     adapter_rank: float = 0.0,
+    sequence_parallel: int = 1,
 ) -> TrainingMemory:
     """Return the memory of one accelerator that trains: model and gradients in bf16, optimizer states in fp32.
 
     ``zero_stage`` 0 spreads nothing over the ``accelerators``, 1 optimizer states, 2 gradients too, 3 weights too.
     ``pack_tokens``: of one forward and backward pass on one accelerator. ``recomputation``: share of the layers whose
     activations are computed again in the backward pass (no unit). ``adapter_rank``: of LoRA; 0: all weights.
+    ``sequence_parallel``: accelerators of a row (count).
     """
     trained = trained_parameters(model, adapter_rank)
     spread = [accelerators if zero_stage >= stage else 1 for stage in (3, 2, 1)]
@@ -82,7 +84,7 @@ def training_memory(
         weights=2 * model.parameters / spread[0],
         gradients=2 * trained / spread[1],
         optimizer=12 * trained / spread[2],
-        activations=pack_tokens * _kept_bytes(model, recomputation) + logits,
+        activations=pack_tokens * _kept_bytes(model, recomputation, sequence_parallel) + logits,
     )
 
 
@@ -108,15 +110,24 @@ def pack_that_fits(
     return (memory_bytes - nothing.states - logits) / _kept_bytes(model, recomputation)
 
 
-def _kept_bytes(model: LanguageModel, recomputation: float) -> float:
-    """Return the bytes of one token until its backward pass: recomputed layers keep their input, and one all."""
-    again, inside = recomputation, kept_numbers(model)
+def _kept_bytes(model: LanguageModel, recomputation: float, sequence_parallel: int = 1) -> float:
+    """Return the bytes of one token until its backward pass: recomputed layers keep their input, and one all.
+
+    Accelerators that share rows keep the attention's output twice: as it was sent, and as it came back.
+    """
+    again, inside = recomputation, kept_numbers(model) + (sequence_parallel > 1) * model.attention_width
     numbers = model.layers * (again * model.width + (1 - again) * inside) + again * inside
     return 2.0 * numbers
 
 
 def trainer_fits(
-    gpu: Gpu, model: LanguageModel, *, accelerators: int, zero_stage: int, coefficients: Coefficients
+    gpu: Gpu,
+    model: LanguageModel,
+    *,
+    accelerators: int,
+    zero_stage: int,
+    coefficients: Coefficients,
+    sequence_parallel: int = 1,
 ) -> bool:
     """Return whether states and the activations of a pack fit into an accelerator; as for ``training_memory``."""
     memory = training_memory(
@@ -126,6 +137,7 @@ def trainer_fits(
         pack_tokens=coefficients.pack_tokens,
         recomputation=coefficients.recomputation,
         adapter_rank=coefficients.adapter_rank,
+        sequence_parallel=sequence_parallel,
     )
     return memory.total <= coefficients.memory_share * gpu.memory_bytes * (1 + ROUNDING)
 
@@ -188,6 +200,7 @@ def derive_hardware(
     sequences: int = 1,
     longest: int = 0,
     transport: WeightTransport = UNKNOWN,
+    sequence_parallel: int = 1,
 ) -> ResolvedHardware:
     """Return all tables as explicit numbers.
 
@@ -195,6 +208,7 @@ def derive_hardware(
     the same. ``tensor_parallel``: accelerators of one engine. ``colocated``: the same accelerators generate and train
     in turn. ``zero_stage`` says which states the phase switch moves; the trainer's step is always that of stage 3.
     ``sequences``: of one engine, at most. ``longest``: tokens of the longest rollout, which always has room.
+    ``sequence_parallel``: ranks of the trainer that share rows (count).
     """
     if colocated:
         coefficients = coefficients.model_copy(update=NOTHING_BESIDE)
@@ -228,7 +242,13 @@ def derive_hardware(
         decode=decode.on_slower_accelerators(rest),
         prefill=prefill.on_slower_accelerators(rest),
         kv_cache_tokens=max(1, fits),
-        training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
+        training=derive_training(
+            gpu,
+            model,
+            training_accelerators=training_accelerators,
+            coefficients=coefficients,
+            sequence_parallel=sequence_parallel,
+        ),
         weights=derive_transport(
             gpu,
             model,
@@ -303,14 +323,20 @@ def derive_prefill(
 
 
 def derive_training(
-    gpu: Gpu, model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients
+    gpu: Gpu,
+    model: LanguageModel,
+    *,
+    training_accelerators: int,
+    coefficients: Coefficients,
+    sequence_parallel: int = 1,
 ) -> TrainingConfig:
     """Return the trainer's step under ZeRO-3.
 
     Per token matrix products, moving activations through the memory, the exchange with experts (which recomputing is
     taken not to repeat), and a share of the gathers of a pass; per squared token attention; per micro-batch half a
-    pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory. All of
-    it lasts longer by a trainer's other work while generation goes on (``training_rest_share``).
+    pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory. Ranks
+    that share rows (``sequence_parallel``) exchange heads besides. All of it lasts longer by a trainer's other work
+    while generation goes on (``training_rest_share``).
     """
     passes = 3 + coefficients.recomputation + coefficients.log_probability_cost * coefficients.extra_forward_passes
     trained = trained_parameters(model, coefficients.adapter_rank)
@@ -327,7 +353,8 @@ def derive_training(
     return TrainingConfig(
         token_s=(passes * (products_s + moved / 3 / gpu.bandwidth) - frozen * products_s) / small
         + coefficients.exchange_exposed * exchange_seconds(gpu, model)
-        + gather_s / coefficients.pack_tokens,
+        + gather_s / coefficients.pack_tokens
+        + (2 + coefficients.recomputation) * head_exchange_seconds(gpu, model, accelerators=sequence_parallel),
         token_squared_s=2 * passes * model.layers * model.attention_width / attention_flops / small,
         step_s=coefficients.training_step_s + OPTIMIZER_BYTES * trained / training_accelerators / gpu.bandwidth,
         micro_batch_s=coefficients.training_micro_batch_s + gather_s / 2,
@@ -374,6 +401,17 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
     inside = bool(gpu.nvlink) and state_bytes < gpu.memory_bytes
     copies = model.experts_per_token if inside else min(model.experts_per_token, NODES_PER_TOKEN)
     return 4 * model.routed_layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
+
+
+def head_exchange_seconds(gpu: Gpu, model: LanguageModel, *, accelerators: int) -> float:
+    """Return the seconds in which one token's heads travel once to the accelerators of its row, and back, all layers.
+
+    Of each rank's queries, keys, values and results (1 - 1/k) leave it; with fewer heads of keys than k, copies.
+    Nothing hides it: attention waits for it. A backward pass exchanges as much as a forward pass.
+    """
+    link = gpu.nvlink if gpu.nvlink and accelerators <= gpu.gpus_per_node else gpu.network
+    numbers_bytes = 2 * model.layers * model.attention_width * BF16_BYTES + model.cached_bytes(accelerators)
+    return (1 - 1 / accelerators) * numbers_bytes / link
 
 
 COMPARED_BYTES = 16

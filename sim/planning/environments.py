@@ -13,7 +13,7 @@ from pipelinerl.records.environments_report import EnvironmentsReport, Environme
 from pipelinerl.records.reports import Bottleneck, Prices, steady_part
 from pipelinerl.records.run_folder import ENVIRONMENTS_FILE, write_json
 from sim.compare import compare
-from sim.planning.screen import with_values
+from sim.planning.space import with_values
 
 SHARES_OF_SLOTS = (0.25, 0.5, 0.75, 1.0, 1.125, 1.25, 1.5, 2.0)
 """Environments tried by default, over the slots of all engines (no unit)."""

@@ -19,11 +19,12 @@ from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.util.strict_model import MOST_ROLLOUTS
 from sim.planning.choose import TIE, Rank
-from sim.planning.screen import Candidate, Rejected, Screened, Screener, with_values, within_limits
+from sim.planning.screen import Candidate, Rejected, Screened, Screener, within_limits
 from sim.planning.simulate import Outcome
 from sim.planning.space import (
     ENGINE,
     MAX_LAG,
+    SHARED_BY,
     Axis,
     Choice,
     Limits,
@@ -33,6 +34,7 @@ from sim.planning.space import (
     schedule_of,
     unused_values,
     values_of,
+    with_values,
 )
 
 # ------------------------------------------------------------------------ the bottleneck, and the gain from more GPUs
@@ -388,6 +390,8 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> st
                 return f"fits from {fewest} training accelerators on, cluster.accelerators={least} at least"
             packs = "smaller packs or activation_checkpointing in [train.trainer] may help"
             return f"no number of accelerators would do{'' if space.config.train is None else f'; {packs}'}"
+        case Reason.ROW:
+            return f"pack_tokens={memory.least_pack(SHARED_BY[-1])} with sequence_parallel={SHARED_BY[-1]} would do"
         case Reason.ROLLOUTS:
             return f"at most {MOST_ROLLOUTS:,} would do"
         case Reason.MEAN_LAG:

@@ -21,9 +21,9 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.plan_report import PhasesReport
 from pipelinerl.records.run_folder import PLAN_FILE, write_json
 from sim.planning.answer import PlannedCase
-from sim.planning.screen import Screened, Screener, screen_all, with_values
+from sim.planning.screen import Screened, Screener, screen_all
 from sim.planning.simulate import HowToPlan
-from sim.planning.space import Choice, SearchSpace
+from sim.planning.space import Choice, SearchSpace, with_values
 
 SLICES = 16
 """Equal parts of a run between which a switch is possible (count)."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from pipelinerl.config.resolve import named_hardware, resolved_hardware
+from pipelinerl.config.resolve import named_hardware, resolved_hardware, sequence_parallel_of
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
@@ -27,6 +27,7 @@ from sim.planning.space import (
     label_of,
     schedule_of,
     whole_engines,
+    with_values,
 )
 
 LAG_ERROR = 0.1
@@ -42,12 +43,6 @@ TURNS_TIME_ERROR = 0.4
 def lag_error(lag: float) -> float:
     """Return the standard deviation of a screened mean lag (optimizer steps)."""
     return max(LAG_ERROR * lag, LAG_ERROR_STEPS)
-
-
-def with_values(config: RunConfig, **tables: Mapping[str, Any]) -> RunConfig:
-    """Return a run file with other values in some of the tables that it has."""
-    changed = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in tables.items()}
-    return config.model_copy(update=changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +162,14 @@ class Screener:
         self._hardware = config.hardware.model_copy(update=dict(hardware or {}))
         named = named_hardware(self._hardware)
         self._slots_keep_states = named is not None and named[1].state_bytes > 0  # each takes of the KV cache, then
-        self._resolved: dict[tuple[int, int, bool, int | None], ResolvedHardware] = {}
+        self._resolved: dict[tuple[int, int, bool, int | None, int], ResolvedHardware] = {}
         self._decode_steps: dict[tuple[int, int], DecodeStep] = {}
 
     def resolved(self, config: RunConfig) -> ResolvedHardware:
         """Return the hardware of a candidate in numbers; ConfigError if the model does not fit into its engines."""
         slots = config.scheduler.generation_batch_size if self._slots_keep_states else None
-        key = (config.cluster.tensor_parallel, config.training_accelerators, config.colocated, slots)
+        shared = sequence_parallel_of(config)
+        key = (config.cluster.tensor_parallel, config.training_accelerators, config.colocated, slots, shared)
         if key not in self._resolved:
             given = self._hardware.model_copy(update={"weights": config.hardware.weights})
             hardware = resolved_hardware(config.model_copy(update={"hardware": given}))
@@ -197,12 +193,10 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
     if schedule.colocated and space.config.hardware.generation_gpu is not None:
         return Rejected(choice, Reason.TWO_KINDS)
     idle = space.accelerators - whole_engines(space.accelerators, choice[ENGINE.name]) if schedule.colocated else 0
-    changes: dict[str, dict[str, Any]] = {"cluster": {}, "scheduler": {"partial_rollouts": False}, "environment": {}}
+    changes: dict[str, dict[str, Any]] = {"scheduler": {"partial_rollouts": False}}
     for axis in AXES:
-        table, key = axis.key.split(".")
-        changes[table][key] = choice[axis.name]
-    if space.config.environment is None:
-        del changes["environment"]
+        if getattr(space.config, axis.table.split(".")[0]) is not None:
+            changes.setdefault(axis.table, {})[axis.key.rpartition(".")[2]] = choice[axis.name]
     changes["cluster"]["accelerators"] = space.accelerators - idle
     if schedule.only_waits and choice["max_lag"] is not None:
         changes["scheduler"]["on_stale"] = OnStale.TRAIN

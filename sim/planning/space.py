@@ -7,17 +7,23 @@ to ``ScheduleKind.axes`` of the others. Candidates and their labels follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from pipelinerl.calibration.measured import Measured
-from pipelinerl.config.resolve import least_memory, named_engine, named_hardware, run_trainer_fits
+from pipelinerl.config.resolve import (
+    least_memory,
+    named_engine,
+    named_hardware,
+    run_trainer_fits,
+    sequence_parallel_of,
+)
 from pipelinerl.config.run import PlanConfig, RunConfig, find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
@@ -28,6 +34,7 @@ from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics, Turn, TurnMeans, lengths_from
 from pipelinerl.util.arrays import IntArray
+from pipelinerl.util.strict_model import StrictModel
 from sim.clock import TICKS_PER_S
 from sim.episodes import Episodes
 from sim.workload import Workload, grown_length
@@ -66,6 +73,9 @@ SAMPLE_EPISODES = 2048
 """Rollouts with turns drawn for the same (count)."""
 
 
+Table = TypeVar("Table", bound=StrictModel)
+
+
 class Reason(StrEnum):
     """Why a candidate is rejected."""
 
@@ -76,6 +86,7 @@ class Reason(StrEnum):
     """An engine could never finish the longest rollout."""
     TRAINER_MEMORY = "training does not fit into the memory of the accelerators that train"
     """Weights, gradients, optimizer states and activations."""
+    ROW = "the longest rollout does not fit into train.trainer.pack_tokens times sequence_parallel"
     ROLLOUTS = "more sequences at a time than a run file may hold"
     """In the slots of all engines, or in the batches of an RL step."""
     LAG = "lag_limit"
@@ -85,6 +96,16 @@ class Reason(StrEnum):
     """By the drift model."""
     GPU_HOURS = "gpu_hours"
     BUDGET = "budget"
+
+
+def with_values(config: Table, **tables: Mapping[str, Any]) -> Table:
+    """Return a run file with other values in some of the tables that it has, named as ``train.trainer``."""
+    changed: dict[str, Any] = {}
+    for name, values in tables.items():
+        table, _, inner = name.partition(".")
+        own = getattr(config, table)
+        changed[table] = with_values(own, **{inner: values}) if inner else own.model_copy(update=dict(values))
+    return config.model_copy(update=changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +197,25 @@ class Memory:
             return Reason.HEADS
         if not self.engine_fits(config.cluster.tensor_parallel):
             return Reason.ENGINE_MEMORY
-        return None if self.trainer_fits(config.training_accelerators) else Reason.TRAINER_MEMORY
+        if not self.row_fits(shared := sequence_parallel_of(config)):
+            return Reason.ROW
+        return None if self.trainer_fits(config.training_accelerators, shared) else Reason.TRAINER_MEMORY
+
+    def row_fits(self, shared: int) -> bool:
+        """Return whether the longest rollout fits into a row of so many ranks; True if no trainer is stated."""
+        train = self._config.train
+        return train is None or self.least_pack(shared) <= train.trainer.pack_tokens
+
+    def least_pack(self, shared: int) -> int:
+        """Return the tokens of a rank with which the longest rollout fits into a row of so many ranks."""
+        return -(-self._longest // shared)
 
     def needed_shares(self, config: RunConfig) -> list[float] | None:
         """Return the least memory of an engine and of a trainer over their memory; None if GPU or model are unknown."""
         if self.gpu is None or self.model is None:
             return None
         return least_memory(
-            self._config,
+            config,
             self.gpu,
             self.model,
             tensor_parallel=config.cluster.tensor_parallel,
@@ -191,13 +223,14 @@ class Memory:
             longest=self._longest,
         )
 
-    def trainer_fits(self, accelerators: int) -> bool:
-        """Return whether weights, gradients, optimizer states and activations fit."""
+    def trainer_fits(self, accelerators: int, shared: int = 1) -> bool:
+        """Return whether weights, gradients, optimizer states and activations fit, ``shared`` ranks to a row."""
         if self.gpu is None or self.model is None:
             return True
-        return run_trainer_fits(
-            self._config, self.gpu, self.model, training_accelerators=accelerators, longest=self._longest
-        )
+        config = self._config
+        if config.train is not None:
+            config = with_values(config, **{SHARING.table: {SHARING.name: shared}})
+        return run_trainer_fits(config, self.gpu, self.model, training_accelerators=accelerators, longest=self._longest)
 
 
 def answers_of(config: RunConfig) -> tuple[LengthStatistics, int]:
@@ -307,6 +340,8 @@ RL_STEPS = (1, 2, 4, 8, 16, 32, 64)
 """G tried by default (optimizer steps per RL step)."""
 PUBLISH_EVERY = (1, 2, 3, 4, 8)
 """Optimizer steps between publications tried by default (count)."""
+SHARED_BY = (1, 2, 4, 8)
+"""Ranks of a row, the fewest that are enough (count)."""
 NUM_SPLITS = 32
 """Pieces that the accelerators are divided into by default (count)."""
 
@@ -334,6 +369,11 @@ class Axis:
     """Returns the rule that a listed value in no candidate breaks; None if the value itself is correct."""
     unused_because: Callable[[SearchSpace], str] = lambda _: "nothing that goes with it is left"
     """Returns why a correct listed value is in no candidate."""
+
+    @property
+    def table(self) -> str:
+        """Its table in a run file."""
+        return self.key.rpartition(".")[0]
 
     def applies_to(self, schedule: ScheduleKind) -> bool:
         """Return whether a kind of schedule has this choice."""
@@ -387,6 +427,21 @@ def _splits(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
         unit = math.ceil(max(1, total / NUM_SPLITS) / engine) * engine
         values = sorted({*range(unit, total, unit), *([] if own is None else [own])})
     return [value for value in values if value < total and value % engine == 0]
+
+
+def _sharing(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
+    """Return numbers of ranks that share rows: listed or stated ones, else the fewest that hold the longest rollout."""
+    train, listed, memory = space.config.train, space.plan.sequence_parallel, space.memory
+    if train is None:
+        return [None]
+    if listed is None and SHARING.name in train.trainer.model_fields_set:
+        return [train.trainer.sequence_parallel]
+    training = space.accelerators - (0 if schedule_of(choice).colocated else choice[SPLIT.name])
+    ranks = training // (choice[ENGINE.name] if schedule_of(choice).colocated else 1)
+    possible = [size for size in listed or SHARED_BY if ranks % size == 0 and memory.heads_divide(size)]
+    if listed is not None:
+        return possible
+    return next(([one] for one in possible if memory.row_fits(one) and memory.trainer_fits(training, one)), [1])
 
 
 def _rl_steps(space: SearchSpace, choice: Choice) -> Sequence[int]:
@@ -477,6 +532,12 @@ def _ready_queue_rule(value: int, space: SearchSpace) -> str | None:
     return f"sizes of at least the train_batch_size, {least}" if value < least else None
 
 
+def _sharing_rule(_value: int, space: SearchSpace) -> str | None:
+    if space.config.train is None:
+        return "nothing without the table [train], whose packs decide the memory"
+    return "divisors of the attention heads and of a number of accelerators that train"
+
+
 def _train_batch_rule(value: int, space: SearchSpace) -> str | None:
     queues = space.plan.ready_queue_size
     if queues is None or value <= max(queues):
@@ -525,6 +586,15 @@ SPLIT = Axis(
     shown=lambda value, space: space.split_shown(value),
     rule=_split_rule,
 )
+SHARING = Axis(
+    name="sequence_parallel",
+    key="train.trainer.sequence_parallel",
+    every_kind=True,
+    is_layout=True,
+    values=_sharing,
+    shown=lambda value, _: f"sequence_parallel={value}" if (value or 1) > 1 else "",
+    rule=_sharing_rule,
+)
 RL_STEP = Axis(
     name="optimizer_steps_per_rl_step",
     key="scheduler.optimizer_steps_per_rl_step",
@@ -570,11 +640,23 @@ MAX_LAG = Axis(
     rule=_max_lag_rule,
     unused_because=lambda space: f"tried as the lag limit, {space.limits.lag}",
 )
-AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, RL_STEP, GENERATION_BATCH, READY_QUEUE, PUBLISH, ENVIRONMENTS, MAX_LAG)
+AXES = (
+    SCHEDULE,
+    ENGINE,
+    TRAIN_BATCH,
+    SPLIT,
+    SHARING,
+    RL_STEP,
+    GENERATION_BATCH,
+    READY_QUEUE,
+    PUBLISH,
+    ENVIRONMENTS,
+    MAX_LAG,
+)
 """Every axis, after those that its values depend on. Candidates are listed in this order, the last axis fastest."""
 _LAST = (READY_QUEUE, PUBLISH, ENVIRONMENTS, MAX_LAG)
-_LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, TRAIN_BATCH, *_LAST)
-_REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP, *_LAST)
+_LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, SHARING, TRAIN_BATCH, *_LAST)
+_REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, SHARING, RL_STEP, *_LAST)
 
 
 def all_choices(space: SearchSpace) -> list[Choice]:
@@ -589,8 +671,9 @@ def choice_of(config: RunConfig) -> Choice:
     """Return the choice that a run file makes."""
     scheduler = config.scheduler
     kind = PARTIAL_ROLLOUTS.name if scheduler.partial_rollouts else scheduler.kind
-    axes = [axis for axis in AXES if config.environment is not None or axis is not ENVIRONMENTS]
-    return {ENVIRONMENTS.name: None, **{one.name: attrgetter(one.key)(config) for one in axes}, SCHEDULE.name: kind}
+    tables = {ENVIRONMENTS: config.environment, SHARING: config.train}
+    values = {one.name: attrgetter(one.key)(config) for one in AXES if tables.get(one, True) is not None}
+    return {**{one.name: None for one in tables}, **values, SCHEDULE.name: kind}
 
 
 def label_of(choice: Choice, space: SearchSpace) -> str:

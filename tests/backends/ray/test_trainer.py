@@ -8,6 +8,7 @@ import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +23,27 @@ ray = pytest.importorskip("ray")
 from character_model import make_model  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_trainer import BATCH, OPTIMIZER, path_of, plain_logprob, samples, settings  # noqa: E402
+from tiny_trainer import (  # noqa: E402
+    BATCH,
+    OPTIMIZER,
+    largest_difference,
+    parameters,
+    path_of,
+    plain_logprob,
+    samples,
+    settings,
+    started,
+    train,
+)
 
 import backends.ray.actors  # noqa: E402
+from backends.contract.engine import promises  # noqa: E402
 from backends.contract.trainer import TrainerContract  # noqa: E402
 from backends.ray.actors import RayTrainer  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
 from backends.trainer.settings import RankSettings  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes, checksums  # noqa: E402
-from pipelinerl.config.train import TrainerConfig  # noqa: E402
+from pipelinerl.config.train import OptimizerConfig, TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError, TrainerLostError  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray, torch and DeepSpeed warn of much
@@ -66,6 +79,40 @@ def test_two_ranks_work_together_until_one_dies(tmp_path: Path, monkeypatch: pyt
             await trainer.shutdown()
 
     asyncio.run(live())
+
+
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_two_ranks_that_share_rows_keep_a_trainers_promises(tmp_path: Path, zero_stage: int) -> None:
+    """A row of two packs is wider than a rank's: 40 tokens, and the longest sample has up to 37."""
+    make_model(tmp_path)
+    shared = TrainerConfig(zero_stage=zero_stage, sequence_parallel=2, pack_tokens=20, step_timeout_s=600)
+    options = [{"num_cpus": 0}] * 2
+    constant = OptimizerConfig(learning_rate=1e-3)
+    given = settings(tmp_path, num_ranks=2, trainer=shared, optimizer=constant)
+    trainer = RayTrainer(DeepSpeedRank, given, options)
+    contract = TrainerContract(trainer, lambda weights: checksums(load_file(path_of(weights)).items()), tmp_path / "on")
+
+    async def live() -> tuple[dict[str, Any], list[Any], dict[str, float]]:
+        try:
+            await trainer.start()
+            for promise in promises(TrainerContract):
+                if not promise.startswith("a_new_start"):  # which is as that of ranks that share nothing
+                    await getattr(contract, promise)()
+            await contract._save()
+            saved = load_file(path_of(await trainer.publish(contract.version)))
+            return saved, *await contract._step(9)
+        finally:
+            await trainer.shutdown()
+
+    saved, logprobs, metrics = asyncio.run(live())
+    alone = started(tmp_path, zero_stage=5 - zero_stage, optimizer=constant)
+    alone.load(tmp_path / "on" / f"saved-{len(contract.saved) - 1}")
+    assert largest_difference({name: saved[name] for name in parameters(alone)}, parameters(alone)) == 0
+    others, again = train(alone, samples(9))
+    assert np.concatenate(others) == pytest.approx(np.concatenate(logprobs), abs=1e-5)
+    assert again == pytest.approx({name: metrics[name] for name in again}, rel=1e-4)
+    assert metrics["answer_tokens_sum"] == sum(len(one.answer_T) for one in samples(9))
 
 
 async def the_ranks_meet_at_a_store_that_hears_no_stranger(trainer: RayTrainer) -> None:

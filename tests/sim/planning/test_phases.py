@@ -18,9 +18,9 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 from sim.planning.answer import PlannedCase
 from sim.planning.phases import RESTART_S, SLICES, cheapest, compare_phases
-from sim.planning.screen import Screener, screen_all, with_values
+from sim.planning.screen import Screener, screen_all
 from sim.planning.simulate import HowToPlan
-from sim.planning.space import SearchSpace
+from sim.planning.space import SearchSpace, with_values
 
 TIMES = arrays(float, array_shapes(min_dims=2, max_dims=2, max_side=4), elements=st.sampled_from([1.0, 2.0, 5.0, 9.0]))
 

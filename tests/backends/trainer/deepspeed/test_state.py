@@ -179,14 +179,15 @@ def test_another_stage_goes_on_from_a_checkpoint(model_path: Path, tmp_path: Pat
 # ----------------------------------------------------------------------------------------------- two ranks
 
 
-def _in_float32(rank: int, port: int, model_path: Path, zero_stage: int) -> Any:
+def _in_float32(rank: int, port: int, model_path: Path, zero_stage: int, *, sharing: int = 1) -> Any:
     """Make three steps as one of two ranks; return the first rank's published weights and the last metrics."""
-    one = started(model_path, zero_stage=zero_stage, port=port, rank=rank, num_ranks=2)
+    trainer = TrainerConfig(zero_stage=zero_stage, sequence_parallel=sharing)
+    one = started(model_path, trainer=trainer, port=port, rank=rank, num_ranks=2)
     metrics: dict[str, float] = {}
     for step in range(3):
         batch = samples(step)
         for part in (batch[:1], batch[1:5], batch[5:]):  # the first leaves a rank without any
-            rows = pack(part, pack_tokens=60, num_ranks=2)[rank]
+            rows = pack(part, pack_tokens=60, num_ranks=2 // sharing)[rank // sharing]
             _, metrics = one.train(rows, completes_step=part[-1] is batch[-1])
     weights = one.publish(3)
     whole = None
@@ -233,6 +234,8 @@ def _one_of_two(rank: int, port: int, model_path: Path, folder: Path, results: A
     torch.set_num_threads(1)
     for zero_stage in (0, *SPLIT):
         results.put((rank, _in_float32(rank, port, model_path, zero_stage)))
+        if zero_stage != 1:
+            results.put((rank, _in_float32(rank, port, model_path, zero_stage, sharing=2)))
         if not zero_stage:
             TRAINED_DTYPES["cpu"] = torch.bfloat16
             results.put((rank, (_loaded(folder / "big"), _loaded(folder / "experts"))))
@@ -269,7 +272,7 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             rank.start()
         try:
             reports: dict[int, list[Any]] = {0: [], 1: []}
-            for _ in range(10):
+            for _ in range(2 * 8):
                 rank_number, report = results.get(timeout=900)
                 reports[rank_number].append(report)
             for rank in ranks:
@@ -278,12 +281,12 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         finally:
             for rank in ranks:
                 rank.kill()
-        yield SimpleNamespace(folder=folder, loaded=[reports[rank].pop(1) for rank in (0, 1)], steps=reports[0])
+        yield SimpleNamespace(folder=folder, loaded=[reports[rank].pop(2) for rank in (0, 1)], steps=reports[0])
 
 
 def test_two_ranks_make_the_step_of_plain_adamw(model_path: Path, of_two: SimpleNamespace) -> None:
     expected, steps = plain_training(model_path, 3)
-    assert len(of_two.steps) == 4
+    assert len(of_two.steps) == 7  # of four stages, and of three with shared rows
     for whole, metrics in of_two.steps:
         named = {name: torch.tensor(whole[name]) for name in expected}
         assert largest_difference(named, expected) < ROUNDING
