@@ -54,14 +54,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to myp
         super().__init__()
         self.now = 0
         self.peak = 0
+        self._within = False
         self._known = [tensor.untyped_storage() for tensor in known]  # held, so that none takes the place of another
         self._seen = {id(storage) for storage in self._known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its outputs."""
         made = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._count, made)
+        if not self._within:
+            tree_map_only(torch.Tensor, self._count, made)
         return made
+
+    def as_one(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function as one operation."""
+        self._within = True
+        made = function(*args)
+        self._within = False
+        return tree_map_only(torch.Tensor, self._count, made)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -104,7 +113,13 @@ class Footprint:
 
 
 def pack_activations(
-    policy: Any, pack_tokens: int, *, checkpointing: bool | int, value_head: bool = False, backward: bool = True
+    policy: Any,
+    pack_tokens: int,
+    *,
+    checkpointing: bool | int,
+    value_head: bool = False,
+    backward: bool = True,
+    fused: bool = False,
 ) -> int:
     """Train on one sequence of so many tokens, nearly all generated; return the memory needed (bytes).
 
@@ -112,7 +127,8 @@ def pack_activations(
     """
     recompute(policy, checkpointing)
     device = policy.device
-    model = PolicyModel(policy, temperature=1.0, value_head=value_head).to(device)
+    compiler = (lambda function: lambda *args: live.as_one(function, *args)) if fused else None
+    model = PolicyModel(policy, temperature=1.0, value_head=value_head, compiler=compiler).to(device)
     for parameter in model.parameters():  # DeepSpeed takes a gradient away when it is made
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     tokens, answers = (torch.zeros(num, dtype=torch.int64, device=device) for num in (pack_tokens, pack_tokens - 1))
@@ -187,6 +203,7 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         trainer.pack_tokens,
         checkpointing=trainer.activation_checkpointing,
         value_head=loss.value_coefficient > 0,
+        fused=trainer.fuses(config.train.device),
     )
     if stage == 3:  # weights that were gathered for a layer stay until its backward pass, unless it is recomputed
         kept = [layer for layer in decoder_layers(policy) if not layer.gradient_checkpointing]

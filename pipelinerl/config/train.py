@@ -87,6 +87,8 @@ class TrainerConfig(StrictModel):
     """Tokens of a rank's forward pass."""
     activation_checkpointing: Layers = True
     """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
+    fused: bool | None = None
+    """Compile norms, rotary embeddings, SwiGLU and softmax, each to one pass over memory. None: on GPUs."""
     start_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds for all ranks to load the model."""
     step_timeout_s: float = Field(default=3600.0, gt=0)
@@ -95,6 +97,10 @@ class TrainerConfig(StrictModel):
     """Seconds a rank waits for others after the start."""
     restarts: CountOrZero = 3
     """Restarts from the last checkpoint after a lost rank (count)."""
+
+    def fuses(self, device: Literal["cpu", "gpu"]) -> bool:
+        """Return whether a rank on such a device compiles."""
+        return device == "gpu" if self.fused is None else self.fused
 
 
 class EngineConfig(StrictModel):

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from backends.interface import RankFacts, Weights
 from backends.trainer.deepspeed.settings import RankSettings, deepspeed_config, make_optimizer, nccl_logs
 from backends.trainer.deepspeed.state import RankState
+from backends.trainer.fused import check_compiler, compiled
 from backends.trainer.model import PolicyModel, copy_policy, load_policy, recompute, save_policy
 from backends.trainer.packing import PackedRow
 from backends.trainer.publish import Publisher
@@ -101,6 +102,9 @@ class DeepSpeedRank:
             os.environ |= nccl_logs(settings.logs, settings.rank)
             torch.cuda.set_device(self._device)
         _silence_libraries()
+        fuses = settings.trainer.fuses(settings.device)
+        if fuses:
+            check_compiler(settings.device)
         with self._reserved or contextlib.nullcontext():
             self._meet(master_address, master_port, members)
         wait_at_most(settings.trainer.start_timeout_s)
@@ -117,7 +121,8 @@ class DeepSpeedRank:
         wanted = settings.trainer.activation_checkpointing if recomputed is None else recomputed
         self._num_recomputed = recompute(policy, wanted)
         value_head = settings.loss.value_coefficient > 0
-        model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
+        compiler = compiled if fuses else None
+        model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head, compiler=compiler)
         self._meter = StepMeter(self._device, settings.model_path)
         optimizer = make_optimizer(settings, model)
         factor = learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps)
