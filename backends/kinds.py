@@ -238,6 +238,7 @@ ENGINES = {kind.name: kind for kind in (VLLM,)}
 
 def _check_deepspeed(config: RunConfig) -> None:
     from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
+    from backends.trainer.fused import check_compiler
     from backends.trainer.sequence_parallel import check_sequence_parallel
 
     train = config.train_table
@@ -248,6 +249,8 @@ def _check_deepspeed(config: RunConfig) -> None:
             "train.trainer.zero_stage must be 2 or 3 where engines and trainer share GPUs, since DeepSpeed offloads "
             "no other, got 1"
         )
+    if train.trainer.fused and train.ray_address is None:
+        check_compiler(train.device)
     model = model_config(train.model.path)
     check_trainable(model)
     check_sequence_parallel(config, model)

@@ -1,12 +1,14 @@
 """Attention on packed rows: every sequence attends to itself only.
 
 On GPU it is torch's own variable-length FlashAttention, part of every build for CUDA, without a mask of
-[tokens, tokens]. On CPU each sequence is taken by itself. The boundaries are made once a row and handed to all layers:
-transformers would find them anew in each, and the host would wait for the GPU.
+[tokens, tokens]; on Hopper FlashAttention 3, where its package is. On CPU each sequence is taken by itself. The
+boundaries are made once a row and handed to all layers: transformers would find them anew in each, and the host would
+wait for the GPU.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -45,6 +47,18 @@ def check_kernel(device: torch.device) -> None:
         )
 
 
+@cache
+def hopper_kernel(device: torch.device) -> Any:
+    """Return FlashAttention 3 for sequences of variable length, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
 def sequence_arguments(boundary: torch.Tensor, longest: int) -> dict[str, Any]:
     """Return transformers' keyword arguments for attention over packed sequences, the longest of so many tokens.
 
@@ -75,23 +89,25 @@ def packed_attention(
     asked = [name for name in NOT_SUPPORTED if others.get(name) is not None]
     if asked:
         raise ConfigError(f"train.model.path: the attention of {type(module).__name__} needs {asked[0]}, not supported")
-    if query.device.type == "cpu":
+    flash_3 = hopper_kernel(query.device)
+    if query.device.type == "cpu" and flash_3 is None:
         return _one_by_one((query, key, value), cu_seq_lens_q, scaling, sliding_window), None
     from torch.nn.attention.varlen import varlen_attn
 
     width = value.shape[-1]
-    padded = pad(value, (0, query.shape[-1] - width))
-    out = varlen_attn(
-        *(one[0].transpose(0, 1).contiguous() for one in (query, key, padded)),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=True,
+    if width < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - width))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    given = (
+        *(one.squeeze(0).transpose(0, 1).contiguous() for one in (query, key, value)),
+        *(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q),
     )
-    return out[None, ..., :width], None
+    if flash_3 is None:
+        out = varlen_attn(*given, scale=scaling, window_size=window, enable_gqa=True)
+    else:
+        out = flash_3(*given, softmax_scale=scaling, causal=True, window_size=window)
+        out = out[0] if isinstance(out, tuple) else out  # its first releases add the sums of the softmax
+    return (out[..., :width] if width < out.shape[-1] else out)[None], None
 
 
 def _one_by_one(

@@ -58,14 +58,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to myp
         super().__init__()
         self.now = 0
         self.peak = 0
+        self._within = False
         self._known = [tensor.untyped_storage() for tensor in known]  # held, so that none takes the place of another
         self._seen = {id(storage) for storage in self._known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its outputs."""
         made = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._count, made)
+        if not self._within:
+            tree_map_only(torch.Tensor, self._count, made)
         return made
+
+    def as_one(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function as one operation."""
+        self._within = True
+        made = function(*args)
+        self._within = False
+        return tree_map_only(torch.Tensor, self._count, made)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -115,6 +124,7 @@ def pack_activations(
     value_head: bool = False,
     backward: bool = True,
     sequence_parallel: int = 1,
+    fused: bool = False,
 ) -> int:
     """Train on one sequence of so many tokens, nearly all generated; return the memory needed (bytes).
 
@@ -125,7 +135,8 @@ def pack_activations(
     if sequence_parallel > 1:
         spread(policy, SequenceGroup(sequence_parallel))
     device = policy.device
-    model = PolicyModel(policy, temperature=1.0, value_head=value_head).to(device)
+    compiler = (lambda function: lambda *args: live.as_one(function, *args)) if fused else None
+    model = PolicyModel(policy, temperature=1.0, value_head=value_head, compiler=compiler).to(device)
     for _, parameter in trained_parameters(model):  # DeepSpeed takes a gradient away when it is made
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     tokens, answers = (torch.zeros(num, dtype=torch.int64, device=device) for num in (pack_tokens, pack_tokens - 1))
@@ -207,6 +218,7 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         checkpointing=trainer.activation_checkpointing,
         value_head=loss.value_coefficient > 0,
         sequence_parallel=trainer.sequence_parallel,
+        fused=trainer.fuses(config.train.device),
     )
     if stage == 3:  # weights that were gathered for a layer stay until its backward pass, unless it is recomputed
         kept = [layer for layer in decoder_layers(policy) if not layer.gradient_checkpointing]

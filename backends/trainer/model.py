@@ -22,8 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from backends.lora import adapter_weights, add_adapters, save_folded
 from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
+from backends.trainer.fused import Compiler, fuse, fused_softmax
 from backends.trainer.packing import PackedRow
-from pipelinerl.rl.losses import token_logprobs
+from pipelinerl.rl.losses import Softmax, token_logprobs
 
 # Legend of shapes: N tokens of a row; M answer tokens of it (see packing.py); V words of the vocabulary;
 # H width of the model.
@@ -76,26 +77,38 @@ class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
     together around the forward and backward passes of modules.
     """
 
-    def __init__(self, head: torch.nn.Linear, *, temperature: float) -> None:
+    def __init__(self, head: torch.nn.Linear, *, temperature: float, softmax: Softmax | None) -> None:
         super().__init__()
         self.weight = head.weight
         self._temperature = temperature
+        self._softmax = softmax
 
     def forward(self, hidden_MH: torch.Tensor, answer_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob_M and entropy_M (nats), float32; see ``token_logprobs``."""
-        return token_logprobs(hidden_MH, self.weight, answer_M, temperature=self._temperature)
+        settings = {"temperature": self._temperature, "softmax": self._softmax}
+        return token_logprobs(hidden_MH, self.weight, answer_M, **settings)
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """Log-probabilities, entropies, and values, of the answer tokens of a row."""
 
-    def __init__(self, policy: torch.nn.Module, *, temperature: float, value_head: bool) -> None:
-        """Replace the output layer; a value head is a linear map from the last hidden state, at first 0 everywhere."""
+    def __init__(
+        self, policy: torch.nn.Module, *, temperature: float, value_head: bool, compiler: Compiler | None = None
+    ) -> None:
+        """Replace the output layer; a value head is a linear map from the last hidden state, at first 0 everywhere.
+
+        ``compiler``: of ``fuse``. None: every operation by itself.
+        """
         super().__init__()
+        softmax = None
+        if compiler is not None:
+            fuse(policy, compiler)
+            softmax = fused_softmax(compiler)
         self.policy = policy
         self.sharding: Sharding = Unsplit()
         self.value_head: torch.nn.Linear | None = None
-        policy.set_output_embeddings(OutputLayer(policy.get_output_embeddings(), temperature=temperature))
+        head = OutputLayer(policy.get_output_embeddings(), temperature=temperature, softmax=softmax)
+        policy.set_output_embeddings(head)
         if value_head:
             self.value_head = torch.nn.Linear(policy.config.hidden_size, 1, dtype=policy.dtype)
             torch.nn.init.zeros_(self.value_head.weight)

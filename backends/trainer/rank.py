@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from backends.interface import RankFacts, Weights
 from backends.lora import add_adapters
+from backends.trainer.fused import check_compiler, compiled
 from backends.trainer.model import PolicyModel, Split, copy_policy, load_policy, recompute, save_policy
 from backends.trainer.packing import PackedRow
 from backends.trainer.publish import Publisher
@@ -108,6 +109,9 @@ class TrainerRank(ABC):
             os.environ |= nccl_logs(settings.logs, settings.rank)
             torch.cuda.set_device(self._device)
         _silence_libraries()
+        fuses = settings.trainer.fuses(settings.device)
+        if fuses:
+            check_compiler(settings.device)
         with self._reserved or contextlib.nullcontext():
             self._meet(master_address, master_port, members)
         wait_at_most(settings.trainer.start_timeout_s)
@@ -122,7 +126,8 @@ class TrainerRank(ABC):
             group = SequenceGroup.of(settings.trainer.sequence_parallel, settings.rank)
             spread(policy, group)
         value_head = settings.loss.value_coefficient > 0
-        self._model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
+        compiler = compiled if fuses else None
+        self._model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head, compiler=compiler)
         self._meter = StepMeter(self._device, settings.model_path)
         self._set_up(learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps))
         if group is not None:

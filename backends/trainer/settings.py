@@ -68,10 +68,11 @@ def nccl_logs(logs: str | None, rank: int) -> dict[str, str]:
 def rank_environment(device: Literal["cpu", "gpu"], *, num_threads: int) -> dict[str, str]:
     """Return the environment variables of a rank's process.
 
-    Rows differ in length: without expandable segments the allocator would keep pieces that fit no row, and compiled
-    code would be compiled anew for every length.
+    Rows differ in length: without expandable segments the allocator would keep pieces that fit no row. Few functions
+    are compiled: no processes for it.
     """
-    variables = network_variables() | {"OMP_NUM_THREADS": str(num_threads), "TORCHDYNAMO_DISABLE": "1"}
+    threads = {"OMP_NUM_THREADS": str(num_threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    variables = network_variables() | threads
     if device == "gpu":
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables

@@ -101,6 +101,8 @@ class TrainerConfig(StrictModel):
     """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
     router_replay: bool = False
     """Route each token of a mixture to the experts that the engine used. GPUs only."""
+    fused: bool | None = None
+    """Compile norms, rotary embeddings, SwiGLU and softmax, each to one pass over memory. None: on GPUs."""
     start_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds for all ranks to load the model."""
     step_timeout_s: float = Field(default=3600.0, gt=0)
@@ -114,6 +116,10 @@ class TrainerConfig(StrictModel):
     def row_tokens(self) -> int:
         """Most tokens of a row, which ``sequence_parallel`` ranks share."""
         return self.pack_tokens * self.sequence_parallel
+
+    def fuses(self, device: Literal["cpu", "gpu"]) -> bool:
+        """Return whether a rank on such a device compiles."""
+        return device == "gpu" if self.fused is None else self.fused
 
 
 class EngineConfig(StrictModel):

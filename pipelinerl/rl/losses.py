@@ -41,6 +41,8 @@ infinity that no mask removes goes into the loss and is the caller's to find.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
@@ -71,8 +73,25 @@ CHUNK_TOKENS = 1024
 """Tokens whose logits exist at a time (count)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """The softmax of a chunk's logits, which it may overwrite."""
+
+    logprobs: Callable[..., tuple[torch.Tensor, ...]]
+    """Of logits_CV, token_C, temperature: logprob_C, entropy_C, and what the gradient keeps of them."""
+    gradient: Callable[..., torch.Tensor]
+    """Of logits_CV, token_C, scale_C, temperature, and what was kept: (1[v = token] - softmax_v) scale."""
+    chunk_tokens: int
+    num_kept: int
+
+
 def token_logprobs(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor, *, temperature: float
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    token_N: torch.Tensor,
+    *,
+    temperature: float,
+    softmax: Softmax | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each token under softmax(hidden weight^T / temperature), and the entropy of it.
 
@@ -85,6 +104,7 @@ def token_logprobs(
         weight_VH: The output layer, shape [V, H], of the same type.
         token_N: Tokens, 0 to V - 1, shape [N], int64.
         temperature: Softmax temperature that the tokens were sampled with (no unit).
+        softmax: None: by torch, operation by operation.
 
     Raises:
         ValueError: If shapes do not fit, ``token_N`` is not int64, or ``temperature`` is not above 0.
@@ -100,25 +120,46 @@ def token_logprobs(
     _check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", tuple(token_N.shape))
     _check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
     _check(temperature > 0, "temperature must be above 0", temperature)
-    logprob_N, entropy_N = _OutputLayer.apply(hidden_NH, weight_VH, token_N, temperature)
+    softmax = softmax or Softmax(_logprobs, _gradient, CHUNK_TOKENS, num_kept=0)
+    logprob_N, entropy_N = _OutputLayer.apply(hidden_NH, weight_VH, token_N, (temperature, softmax))
     return logprob_N, entropy_N
 
 
+def _logprobs(logits_CV: torch.Tensor, token_C: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).div_(temperature)
+    logits_CV = logits_CV.log_softmax(-1)
+    entropy_C = -logits_CV.exp().mul_(logits_CV).sum(-1)
+    return logits_CV.gather(1, token_C[:, None])[:, 0], entropy_C
+
+
+def _gradient(
+    logits_CV: torch.Tensor, token_C: torch.Tensor, scale_C: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    dtype, scale_C1 = logits_CV.dtype, scale_C[:, None]
+    logits_CV = logits_CV.to(scale_C.dtype).div_(temperature).softmax(-1)
+    return logits_CV.mul_(-scale_C1).scatter_add_(1, token_C[:, None], scale_C1).to(dtype)
+
+
 class _OutputLayer(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """Output layer and log-softmax at the tokens; keeps its inputs only."""
+    """Output layer and log-softmax at the tokens; keeps its inputs, and some numbers of a token."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor, temperature: float
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        token_N: torch.Tensor,
+        settings: tuple[float, Softmax],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden_NH, weight_VH, token_N)
-        ctx.temperature = temperature
+        ctx.settings = temperature, softmax = settings
         precise = torch.promote_types(hidden_NH.dtype, torch.float32)
-        logprob_N, entropy_N = (hidden_NH.new_empty(len(token_N), dtype=precise) for _ in range(2))
-        for rows in _chunks(len(token_N)):
-            logprob_CV = (hidden_NH[rows] @ weight_VH.T).to(precise).div_(temperature).log_softmax(-1)
-            logprob_N[rows] = logprob_CV.gather(1, token_N[rows, None])[:, 0]
-            entropy_N[rows] = -logprob_CV.exp().mul_(logprob_CV).sum(-1)
+        sums = [hidden_NH.new_empty(len(token_N), dtype=precise) for _ in range(2 + softmax.num_kept)]
+        for rows in _chunks(len(token_N), softmax.chunk_tokens):
+            found = softmax.logprobs(hidden_NH[rows] @ weight_VH.T, token_N[rows], temperature)
+            for sum_N, sum_C in zip(sums, found, strict=True):
+                sum_N[rows] = sum_C
+        logprob_N, entropy_N, *kept = sums
+        ctx.save_for_backward(hidden_NH, weight_VH, token_N, *kept)
         ctx.mark_non_differentiable(entropy_N)
         return logprob_N, entropy_N
 
@@ -127,17 +168,15 @@ class _OutputLayer(torch.autograd.Function):  # type: ignore[misc]  # torch is A
     def backward(
         ctx: Any, gradient_N: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        hidden_NH, weight_VH, token_N = ctx.saved_tensors
+        hidden_NH, weight_VH, token_N, *kept = ctx.saved_tensors
+        temperature, softmax = ctx.settings
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         hidden_gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         weight_gradient_VH = torch.zeros_like(weight_VH, dtype=gradient_N.dtype) if needs_weight else None
-        scaled_N = gradient_N / ctx.temperature
-        for rows in _chunks(len(token_N)):  # (1[v = token] - softmax_v) * gradient / temperature
-            logits_CV = (hidden_NH[rows] @ weight_VH.T).to(gradient_N.dtype).div_(ctx.temperature)
-            scale_C1 = scaled_N[rows, None]
-            gradient_CV = logits_CV.softmax(-1).mul_(-scale_C1).scatter_add_(1, token_N[rows, None], scale_C1)
-            del logits_CV
-            gradient_CV = gradient_CV.to(weight_VH.dtype)
+        scaled_N = gradient_N / temperature
+        for rows in _chunks(len(token_N), softmax.chunk_tokens):
+            given = token_N[rows], scaled_N[rows], temperature, *(kept_N[rows] for kept_N in kept)
+            gradient_CV = softmax.gradient(hidden_NH[rows] @ weight_VH.T, *given)
             if hidden_gradient_NH is not None:
                 hidden_gradient_NH[rows] = gradient_CV @ weight_VH
             if weight_gradient_VH is not None:
@@ -147,8 +186,8 @@ class _OutputLayer(torch.autograd.Function):  # type: ignore[misc]  # torch is A
         return hidden_gradient_NH, weight_gradient_VH, None, None
 
 
-def _chunks(num_tokens: int) -> list[slice]:
-    return [slice(start, start + CHUNK_TOKENS) for start in range(0, num_tokens, CHUNK_TOKENS)]
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens)]
 
 
 # Legend of shapes: N flat tokens of a packed row; S sequences in it; V words of the vocabulary.
