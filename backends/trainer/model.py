@@ -119,7 +119,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         )
         hidden_MH = output.last_hidden_state[0, predictor_M]
         logprob_M, entropy_M = self.policy.get_output_embeddings()(hidden_MH, answer_M)
-        value_M = None if self.value_head is None else self.value_head(hidden_MH)[:, 0].float()
+        # A copy: FSDP2 refuses outputs that are views.
+        value_M = None if self.value_head is None else self.value_head(hidden_MH)[:, 0].to(torch.float32, copy=True)
         return logprob_M, entropy_M, value_M
 
 
