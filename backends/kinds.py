@@ -237,11 +237,11 @@ ENGINES = {kind.name: kind for kind in (VLLM,)}
 
 
 def _check_deepspeed(config: RunConfig) -> None:
-    from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
-    from backends.trainer.fused import check_compiler
-    from backends.trainer.sequence_parallel import check_sequence_parallel
-
     train = config.train_table
+    if train.trainer.expert_parallel > 1:
+        raise ConfigError(
+            f"train.trainer.expert_parallel must be 1 with kind='deepspeed', got {train.trainer.expert_parallel}"
+        )
     if train.device == "gpu" and train.trainer.zero_stage == 0:
         raise ConfigError("train.trainer.zero_stage must be at least 1 on device='gpu' (DeepSpeed's bfloat16), got 0")
     if train.device == "gpu" and config.colocated and train.trainer.zero_stage == 1:
@@ -249,6 +249,26 @@ def _check_deepspeed(config: RunConfig) -> None:
             "train.trainer.zero_stage must be 2 or 3 where engines and trainer share GPUs, since DeepSpeed offloads "
             "no other, got 1"
         )
+    _check_model(config)
+
+
+def _check_fsdp2(config: RunConfig) -> None:
+    trainer = config.train_table.trainer
+    if trainer.zero_stage != 3:
+        raise ConfigError(f"train.trainer.zero_stage must be 3 with kind='fsdp2', got {trainer.zero_stage}")
+    if trainer.expert_parallel > 1:
+        from backends.trainer.fsdp2.experts import check_experts
+
+        check_experts(config, model_config(config.train_table.model.path))
+    _check_model(config)
+
+
+def _check_model(config: RunConfig) -> None:
+    from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
+    from backends.trainer.fused import check_compiler
+    from backends.trainer.sequence_parallel import check_sequence_parallel
+
+    train = config.train_table
     if train.trainer.fused and train.ray_address is None:
         check_compiler(train.device)
     model = model_config(train.model.path)
@@ -267,8 +287,19 @@ def _check_host_memory(config: RunConfig, shares: Sequence[Share]) -> None:
 
 
 def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
-    from backends.ray.actors import RayTrainer
     from backends.trainer.deepspeed.rank import DeepSpeedRank
+
+    return _make_trainer(DeepSpeedRank, config, place)
+
+
+def _make_fsdp2(config: RunConfig, place: Place) -> Trainer:
+    from backends.trainer.fsdp2.rank import FSDP2Rank
+
+    return _make_trainer(FSDP2Rank, config, place)
+
+
+def _make_trainer(rank: type, config: RunConfig, place: Place) -> Trainer:
+    from backends.ray.actors import RayTrainer
     from backends.trainer.footprint import recomputed_layers
     from backends.trainer.settings import RankSettings
 
@@ -291,7 +322,7 @@ def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
     )
     path, chooses = train.model.path, train.device == "gpu" and train.trainer.activation_checkpointing is True
     return RayTrainer(
-        DeepSpeedRank,
+        rank,
         settings,
         place.options,
         placing_timeout_s=train.placement_timeout_s,
@@ -306,4 +337,5 @@ DEEPSPEED = TrainerKind(
     check_machines=_check_host_memory,
     packages={"deepspeed": "DeepSpeed"},
 )
-TRAINERS = {kind.name: kind for kind in (DEEPSPEED,)}
+FSDP2 = TrainerKind(name="fsdp2", make=_make_fsdp2, check=_check_fsdp2, check_machines=_check_host_memory, packages={})
+TRAINERS = {kind.name: kind for kind in (DEEPSPEED, FSDP2)}

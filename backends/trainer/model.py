@@ -85,8 +85,9 @@ class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
 
     def forward(self, hidden_MH: torch.Tensor, answer_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob_M and entropy_M (nats), float32; see ``token_logprobs``."""
-        settings = {"temperature": self._temperature, "softmax": self._softmax}
-        return token_logprobs(hidden_MH, self.weight, answer_M, **settings)
+        return token_logprobs(
+            hidden_MH, self.weight, answer_M, temperature=self._temperature, softmax=self._softmax
+        )
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -133,7 +134,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         )
         hidden_MH = output.last_hidden_state[0, predictor_M]
         logprob_M, entropy_M = self.policy.get_output_embeddings()(hidden_MH, answer_M)
-        value_M = None if self.value_head is None else self.value_head(hidden_MH)[:, 0].float()
+        # A copy: FSDP2 refuses outputs that are views.
+        value_M = None if self.value_head is None else self.value_head(hidden_MH)[:, 0].to(torch.float32, copy=True)
         return logprob_M, entropy_M, value_M
 
 

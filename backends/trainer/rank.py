@@ -144,7 +144,7 @@ class TrainerRank(ABC):
         """Make optimizer, schedule (see ``learning_rate_factor``), ``_trained`` and ``_state``."""
 
     @abstractmethod
-    def _backward(self, loss: torch.Tensor, *, completes_step: bool) -> None:
+    def _backward(self, loss: torch.Tensor, completes_step: bool, /) -> None:
         """Add this row's gradient, summed over the ranks."""
 
     @abstractmethod
@@ -202,7 +202,7 @@ class TrainerRank(ABC):
             )
             loss = torch.stack(list(parts.values())).sum()
             self._meter.done("forward_s")
-            self._backward(loss, completes_step=boundary)
+            self._backward(loss, boundary)
             self._meter.done("backward_s")
             logprob |= row.split(logprob_M.detach().cpu().numpy())
             for name, part in ({"loss": loss, "entropy_sum": entropy_M.sum()} | parts).items():

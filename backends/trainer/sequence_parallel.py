@@ -135,7 +135,7 @@ def spread_attention(
         part.unflatten(-1, (-1, one.shape[-1])).transpose(0, 1)[None]
         for part, one in zip(whole_NX.split([one.shape[-1] for one in parts], dim=-1), tensors, strict=True)
     ]
-    out, _ = packed_attention(module, *own, attention_mask, **settings)
+    out, _ = packed_attention(module, own[0], own[1], own[2], attention_mask, **settings)
     back_knX = _AllToAll.apply(out.reshape(size, tokens, -1), group)
     return back_knX.transpose(0, 1).reshape(1, tokens, heads, -1), None
 

@@ -20,6 +20,7 @@ from backends.lora import adapter_weights, add_adapters
 from backends.trainer.deepspeed.rank import DeepSpeedRank
 from backends.trainer.model import PolicyModel, copy_policy, load_policy
 from backends.trainer.packing import PackedRow, pack
+from backends.trainer.rank import TrainerRank
 from backends.trainer.settings import RankSettings
 from backends.trainer.step import learning_rate_factor, row_loss
 from pipelinerl.config.train import LoraConfig, OptimizerConfig, TrainerConfig
@@ -59,15 +60,17 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
     return RankSettings(**(given | changed))
 
 
-def started(model_path: Path, *, zero_stage: int = 2, port: int | None = None, **changed: Any) -> DeepSpeedRank:
+def started(
+    model_path: Path, *, zero_stage: int = 2, port: int | None = None, kind: Any = DeepSpeedRank, **changed: Any
+) -> Any:
     trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 600})
-    rank = DeepSpeedRank(settings(model_path, **({"trainer": trainer} | changed)))
+    rank = kind(settings(model_path, **({"trainer": trainer} | changed)))
     rank.start(*(("127.0.0.1", port) if port else rank.free_address()))
     return rank
 
 
 def train(
-    rank: DeepSpeedRank, batch: Sequence[Sample], *, completes_step: bool = True, pack_tokens: int = 100
+    rank: TrainerRank, batch: Sequence[Sample], *, completes_step: bool = True, pack_tokens: int = 100
 ) -> tuple[list[Any], dict[str, float]]:
     """Train on one rank; return log-probabilities by sample and the metrics of what was trained."""
     (rows,) = pack(batch, pack_tokens=pack_tokens, num_ranks=1)
@@ -76,8 +79,8 @@ def train(
     return [logprob[index] for index in range(len(batch))], of_training
 
 
-def parameters(rank: DeepSpeedRank) -> dict[str, torch.Tensor]:
-    return copy_policy(rank._engine.module, receive=True)
+def parameters(rank: TrainerRank) -> dict[str, torch.Tensor]:
+    return copy_policy(rank._model, receive=True)
 
 
 def plain_logprob(model: Any, sample: Sample) -> torch.Tensor:

@@ -57,7 +57,7 @@ class DeepSpeedRank(TrainerRank):
         self._trained = self._engine
         self._state = zero_state(self._engine, rank=settings.rank)
 
-    def _backward(self, loss: torch.Tensor, *, completes_step: bool) -> None:
+    def _backward(self, loss: torch.Tensor, completes_step: bool, /) -> None:
         self._engine.set_gradient_accumulation_boundary(completes_step)
         self._engine.backward(loss * self._settings.num_ranks)
         if not completes_step:
