@@ -266,6 +266,7 @@ def _check_fsdp2(config: RunConfig) -> None:
 def _check_model(config: RunConfig) -> None:
     from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
     from backends.trainer.fused import check_compiler
+    from backends.trainer.replay import num_experts
     from backends.trainer.sequence_parallel import check_sequence_parallel
 
     train = config.train_table
@@ -274,6 +275,8 @@ def _check_model(config: RunConfig) -> None:
     model = model_config(train.model.path)
     check_trainable(model)
     check_sequence_parallel(config, model)
+    if train.trainer.router_replay and not num_experts(model):
+        raise ConfigError("train.trainer.router_replay must be false for a model without experts, got true")
     if train.device == "gpu":
         check_memory(config, model)
         if train.ray_address is None:

@@ -85,9 +85,7 @@ class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
 
     def forward(self, hidden_MH: torch.Tensor, answer_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob_M and entropy_M (nats), float32; see ``token_logprobs``."""
-        return token_logprobs(
-            hidden_MH, self.weight, answer_M, temperature=self._temperature, softmax=self._softmax
-        )
+        return token_logprobs(hidden_MH, self.weight, answer_M, temperature=self._temperature, softmax=self._softmax)
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy

@@ -41,6 +41,8 @@ class PackedRow:
     reward_M: NDArray[np.float32]
     reference_logprob_M: NDArray[np.float32] | None
     """Under the reference model or the teacher (nats). None: not computed."""
+    routed_NLK: NDArray[np.int16] | None = None
+    """See ``Sample``."""
 
     @property
     def lengths_S(self) -> NDArray[np.int64]:  # noqa: N802  # shape letter
@@ -105,12 +107,13 @@ def _row(samples: Sequence[Sample], indices: list[int]) -> PackedRow:
     if not packed:
         nothing, no_number = np.zeros(0, np.int64), np.zeros(0, np.float32)
         token = np.zeros(1, np.int64)
-        return PackedRow((), token, token, nothing, nothing, nothing, *([no_number] * 4))
+        return PackedRow((), token, token, nothing, nothing, nothing, no_number, no_number, no_number, no_number)
     parts = [part for sample in packed for part in (sample.prompt_P, all_tokens(sample.segments))]
     masks = [mask for one in packed for mask in (np.zeros(len(one.prompt_P), bool), loss_mask(one.segments))]
     token_N, trained_M = np.concatenate(parts), np.flatnonzero(np.concatenate(masks))
     lengths = [sample.num_tokens for sample in packed]
     sequence_M = np.repeat(np.arange(len(packed)), lengths)[trained_M]
+    routes = [one.routed_NLK for one in packed if one.routed_NLK is not None]  # all or none
     references = [one.reference_logprob_T for one in packed if one.reference_logprob_T is not None]  # all or none
     return PackedRow(
         sample_index_S=tuple(indices),
@@ -123,4 +126,5 @@ def _row(samples: Sequence[Sample], indices: list[int]) -> PackedRow:
         advantage_M=np.array([sample.advantage for sample in packed], np.float32)[sequence_M],
         reward_M=np.array([sample.reward for sample in packed], np.float32)[sequence_M],
         reference_logprob_M=np.concatenate(references) if references else None,
+        routed_NLK=np.concatenate(routes) if routes else None,
     )

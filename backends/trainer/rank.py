@@ -37,6 +37,7 @@ from backends.trainer.fused import check_compiler, compiled
 from backends.trainer.model import PolicyModel, Split, copy_policy, load_policy, recompute, save_policy
 from backends.trainer.packing import PackedRow
 from backends.trainer.publish import Publisher
+from backends.trainer.replay import Replay
 from backends.trainer.self_test import self_test
 from backends.trainer.sequence_parallel import SequenceGroup, over_ranks, spread
 from backends.trainer.settings import RankSettings, nccl_logs
@@ -130,6 +131,7 @@ class TrainerRank(ABC):
         self._model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head, compiler=compiler)
         self._meter = StepMeter(self._device, settings.model_path)
         self._set_up(learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps))
+        self._replay = Replay(policy, group) if settings.trainer.router_replay else None
         if group is not None:
             self._trained = over_ranks(self._trained, group)
         self._publisher.check(self._model)
@@ -193,6 +195,8 @@ class TrainerRank(ABC):
         self._meter.begin()
         for index, row in enumerate(rows):
             boundary = completes_step and index == len(rows) - 1
+            if self._replay is not None:
+                self._replay.begin(row, self._device)
             logprob_M, entropy_M, parts = row_loss(
                 self._trained,
                 row,

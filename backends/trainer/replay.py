@@ -18,6 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from backends.trainer.model import decoder_layers
+from backends.trainer.packing import PackedRow
+from backends.trainer.sequence_parallel import SequenceGroup
 
 # Legend of shapes: N tokens of a row; L layers; K experts of a token; E experts of a layer.
 
@@ -53,12 +55,20 @@ def num_experts(model_config: Any) -> int:
 class Replay:
     """Makes all routers of a policy replay the routes of the present row, also where layers are recomputed."""
 
-    def __init__(self, policy: Any) -> None:
-        self._num_experts = num_experts(policy.config)
+    def __init__(self, policy: Any, group: SequenceGroup | None = None) -> None:
+        """``group``: of ranks that share rows, of which a policy has its part."""
+        self._num_experts, self._group = num_experts(policy.config), group
         self.routed_NLK: torch.Tensor | None = None
         """Of the row, int64; it stays until its backward pass is done. None: routers choose."""
         for index, layer in enumerate(decoder_layers(policy)):
             layer.forward = partial(self._forward, layer.forward, index)
+
+    def begin(self, row: PackedRow, device: torch.device) -> None:
+        """Replay the routes of a row from now on, if it has any."""
+        self.routed_NLK = None
+        if row.routed_NLK is not None:
+            whole_NLK = torch.tensor(row.routed_NLK, dtype=torch.int64, device=device)
+            self.routed_NLK = whole_NLK if self._group is None else self._group.part(whole_NLK, UNKNOWN)
 
     def _forward(self, forward: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
         if self.routed_NLK is None:

@@ -60,6 +60,13 @@ class SequenceGroup:
         group, _ = torch.distributed.new_subgroups(size)
         return cls(size, rank % size, group)
 
+    def part(self, whole: torch.Tensor, padding: int) -> torch.Tensor:
+        """Return this rank's part of the tokens of a row, shape [N, ...], after it has been padded."""
+        each = -(-len(whole) // self.size)
+        begin = self.place * each
+        missing = self.size * each - len(whole)
+        return torch.cat([whole, whole.new_full((missing, *whole.shape[1:]), padding)])[begin : begin + each]
+
     def exchanged(self, sent_knX: torch.Tensor) -> torch.Tensor:
         """Send the i-th part to the i-th rank; return the parts received, the i-th rank's in place i."""
         received = torch.empty_like(sent_knX)

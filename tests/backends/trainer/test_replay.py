@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 
@@ -117,3 +118,31 @@ def test_with_the_engines_experts_the_trainer_agrees_with_it_up_to_rounding():
     without = divergence()
     Replay(trainer).routed_NLK = routed_NLK
     assert divergence() < without / 10
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_rank_trains_with_the_routes_of_its_samples(tmp_path, zero_stage):
+    """Its log-probabilities are those of the model that replays them, one sample after the other."""
+    pytest.importorskip("deepspeed")
+    from tiny_trainer import plain_logprob, samples, started, train
+
+    from pipelinerl.config.train import TrainerConfig
+
+    model = model_of("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    routed = [
+        dataclasses.replace(one, routed_NLK=torch.stack([  # K different experts each
+            torch.randperm(EXPERTS, generator=generator)[:TOP] for _ in range(one.num_tokens * LAYERS)
+        ]).view(-1, LAYERS, TOP).numpy().astype("int16"))
+        for one in samples()
+    ]  # fmt: skip
+    trainer = TrainerConfig.model_validate({"router_replay": True, "zero_stage": zero_stage, "step_timeout_s": 1000})
+    rank = started(tmp_path, zero_stage=zero_stage, trainer=trainer)
+    logprob, _ = train(rank, routed)
+    replay = Replay(model.eval())
+    for one, logprob_T in zip(routed, logprob, strict=True):
+        replay.routed_NLK = torch.tensor(one.routed_NLK, dtype=torch.int64)
+        assert logprob_T == pytest.approx(plain_logprob(model, one).detach().numpy(), abs=1e-5)
