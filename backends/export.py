@@ -27,7 +27,7 @@ def export(checkpoint: Path, out: Path) -> None:
         raise ConfigError(f"CHECKPOINT must be a folder of checkpoints/ in a run's folder, got {checkpoint}")
     if out.exists():
         raise ConfigError(f"--out must be a new folder, got {out}")
-    config = with_local_model(load_run(checkpoint.absolute().parent.parent / RUN_FILE))
+    config = with_local_model(load_run(checkpoint.absolute().parent.parent / RUN_FILE), with_teacher=False)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         check_sealed(checkpoint)

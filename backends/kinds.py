@@ -19,7 +19,7 @@ from backends.huggingface_codec import load_codec
 from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.owner import temporary_folder
 from backends.this_machine import driver_fault
-from backends.vllm.version.arguments import VERSION, check_arguments, check_version
+from backends.vllm.version.arguments import VERSION, check_arguments, check_serves_adapters, check_version
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig, is_model_id
 from pipelinerl.config.train import TrainConfig
@@ -55,11 +55,11 @@ class RayBackend:
             raise ConfigError(f"train.device='gpu' needs a newer driver on this machine, or another torch: {fault}")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local now; nothing may wait for a network
         _check_settings(config, train)
+        if train.loss.teacher is not None:
+            _check_teacher(config, train.loss.teacher)
         for kind in (self.engine, self.trainer):
             kind.check(config)
         load_codec(config)
-        if train.loss.teacher is not None:
-            _check_teacher(train.model.path, train.loss.teacher)
 
     @contextlib.contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
@@ -100,30 +100,47 @@ def _check_settings(config: RunConfig, train: TrainConfig) -> None:
         raise ConfigError(f"train.weights_folder must be a folder that can be written, got {train.weights_folder!r}")
 
 
-def _check_teacher(path: str, teacher: str) -> None:
+def _check_teacher(config: RunConfig, teacher: str) -> None:
     """Check that a teacher can be used, and knows all tokens of the model; else ``ConfigError``."""
     from transformers import AutoTokenizer
 
     from backends.trainer.footprint import check_trainable
 
+    path = config.train_table.model.path
+    own = model_config(path).get_text_config()
+    load_codec(config)
     try:
-        check_trainable(other := model_config(teacher))
+        check_trainable(model := model_config(teacher))
     except ConfigError as error:
         raise ConfigError(*(str(one).replace("train.model.path", "train.loss.teacher") for one in error.args)) from None
+    other = model.get_text_config()
     try:
         tokens, others = (AutoTokenizer.from_pretrained(one).get_vocab().items() for one in (path, teacher))
     except Exception as error:
         raise ConfigError(f"train.loss.teacher: its tokenizer cannot be loaded: {first_line(error)}") from None
-    if tokens - others or other.vocab_size < model_config(path).vocab_size:
+    if tokens - others:
         raise ConfigError(f"train.loss.teacher must have the tokens of train.model.path, {path!r}, got {teacher!r}")
+    _check_positions(other, config, "the teacher")
+    if other.vocab_size < own.vocab_size:
+        raise ConfigError(
+            f"train.loss.teacher needs a vocab_size of at least the model's {own.vocab_size}, got {other.vocab_size}"
+        )
 
 
-def with_local_model(config: RunConfig) -> RunConfig:
+def _check_positions(model: Any, config: RunConfig, whose: str) -> None:
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and positions < config.room_tokens:
+        raise ConfigError(
+            f"{config.room_key} must be at most {whose}'s {positions} positions, got {config.room_tokens}"
+        )
+
+
+def with_local_model(config: RunConfig, *, with_teacher: bool = True) -> RunConfig:
     """Return a run whose models are folders: ids at Hugging Face are downloaded into its cache, or ``ConfigError``."""
     train = config.train_table
     model = train.model.model_copy(update={"path": _folder(train.model.path, "train.model.path", train.device)})
     loss = train.loss
-    if loss.teacher is not None:
+    if with_teacher and loss.teacher is not None:
         loss = loss.model_copy(update={"teacher": _folder(loss.teacher, "train.loss.teacher", train.device)})
     return config.model_copy(update={"train": train.model_copy(update={"model": model, "loss": loss})})
 
@@ -179,12 +196,10 @@ def _check_vllm(config: RunConfig) -> None:
             f"train.trainer.router_replay must be false on device='cpu', where vLLM {VERSION} does not return experts, "
             "got true"
         )
-    positions = getattr(model, "max_position_embeddings", None)
-    if positions is not None and positions < config.room_tokens:
-        raise ConfigError(
-            f"{config.room_key} must be at most the model's {positions} positions, got {config.room_tokens}"
-        )
-    if train.device == "cpu" and model.tie_word_embeddings:
+    if train.lora is not None:
+        check_serves_adapters(model)
+    _check_positions(model, config, "the model")
+    if train.device == "cpu" and model.tie_word_embeddings and train.lora is None:
         raise ConfigError(
             "train.model.path must hold a model with tie_word_embeddings=false on device='cpu', where vLLM would keep "
             f"the old output layer, got {train.model.path!r}"
@@ -264,7 +279,7 @@ def _check_fsdp2(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    from backends.trainer.footprint import check_host_memory, check_memory, check_trainable
+    from backends.trainer.footprint import check_adapters, check_host_memory, check_memory, check_trainable
     from backends.trainer.fused import check_compiler
     from backends.trainer.replay import num_experts
     from backends.trainer.sequence_parallel import check_sequence_parallel
@@ -274,6 +289,13 @@ def _check_model(config: RunConfig) -> None:
         check_compiler(train.device)
     model = model_config(train.model.path)
     check_trainable(model)
+    if train.lora is not None:
+        if train.device == "gpu" and config.colocated:
+            raise ConfigError(
+                "train.lora must be left out where engines and trainer share GPUs, since weights that are not trained "
+                f"are not offloaded, got scheduler.kind={config.scheduler.kind!r}"
+            )
+        check_adapters(model, train.model.path, train.lora)
     check_sequence_parallel(config, model)
     if train.trainer.router_replay and not num_experts(model):
         raise ConfigError("train.trainer.router_replay must be false for a model without experts, got true")

@@ -1,8 +1,8 @@
 """LoRA: adapters are trained, and only they travel to the engines; the weights of the model stay as they are.
 
 A linear layer of a decoder layer, W of shape [O, I], becomes W x + (alpha / r) B (A x), with A [r, I] and B [O, r]. At
-first B is 0, so version 0 is the model itself. Experts and routers of mixtures, embeddings and the output layer have no
-adapter. Names and files are those of Hugging Face's PEFT, which vLLM reads.
+first B is 0, so version 0 is the model itself. Experts of mixtures, shared ones too, routers, embeddings and the output
+layer have no adapter. Names and files are those of Hugging Face's PEFT, which vLLM reads.
 
 Source: Hu et al. 2021 (arXiv:2106.09685).
 """
@@ -26,7 +26,7 @@ from pipelinerl.config.train import LoraConfig
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the linear layers with an adapter."""
-ADAPTED = re.compile(rf"(?!.*\.experts\.).*\.layers\.\d+\..*\.({'|'.join(TARGETS)})")
+ADAPTED = re.compile(rf"(?!.*\.(?:shared_)?experts?\.).*\.layers\.\d+\..*\.({'|'.join(TARGETS)})")
 """Their whole names."""
 PREFIX = "base_model.model."
 """Of PEFT's names."""

@@ -22,9 +22,11 @@ from backends.check.task_rows import environment_rows, task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
 from backends.kinds import RayBackend, backend_of, with_local_model
+from backends.lora import adapter_shapes
 from backends.owner import driving
 from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
 from backends.run import drive
+from backends.transfer.verify import checkpoint_shapes
 from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_trace, doubts, hardware_toml, write_hardware
 from pipelinerl.calibration.solve import HardwareFit
 from pipelinerl.config.run import RunConfig, check_config
@@ -59,7 +61,8 @@ def run_rows(
     if weights and report.updates is not None:
         rows += _weight_rows(report.updates, expected, weights, weights_gb)
     rows += _agreement(report, expected.config)
-    return [*rows, _signal_row(expected.config, folder)]
+    taught = expected.config.train_table.loss.teacher is not None  # by log-probabilities, not by rewards
+    return rows if taught else [*rows, _signal_row(expected.config, folder)]
 
 
 def _weight_rows(
@@ -158,6 +161,9 @@ def check(
         make_folder(out)
         model = Path(config.train_table.model.path)
         weights_gb = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
+        if train.lora is not None:
+            shapes = adapter_shapes(checkpoint_shapes(model), train.lora.rank)
+            weights_gb = (4 if train.device == "cpu" else 2) * sum(map(math.prod, shapes.values())) / 1e9
         rows += _Trial(config, task, out, shared, backend, on_step, weights_gb).run()
     report = CheckReport(rows=rows)
     make_folder(out)

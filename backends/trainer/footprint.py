@@ -20,12 +20,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.interface import Share
-from backends.lora import adapter_shapes, add_adapters
+from backends.lora import TARGETS, adapter_shapes, adapter_weights, add_adapters
 from backends.preflight import trainer_ranks
 from backends.this_machine import memory_bytes
 from backends.trainer.attention import register_packed_attention, sequence_arguments
@@ -41,8 +42,10 @@ from backends.trainer.model import (
     trained_parameters,
 )
 from backends.trainer.sequence_parallel import SIZES, SequenceGroup, divides, spread
+from backends.transfer.verify import checkpoint_shapes
 from pipelinerl.config.resolve import named_hardware
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import LoraConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.transport import BF16_BYTES, BROADCAST, FILE, HostShare
@@ -156,7 +159,7 @@ def check_trainable(model_config: Any) -> None:
 
     Nothing but attention may carry state from token to token, and logits must be last hidden states times one matrix.
     """
-    others = sorted(set(getattr(model_config, "layer_types", None) or ()) - SUPPORTED_LAYERS)
+    others = sorted(set(getattr(model_config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYERS)
     if others:
         raise ConfigError(f"train.model.path: the trainer packs sequences, and layers of {others[0]} would mix them")
     try:
@@ -171,6 +174,27 @@ def check_trainable(model_config: Any) -> None:
             "train.model.path: the trainer computes logits as last hidden state times output layer; those of "
             f"model_type={model_config.model_type!r} are scaled, capped or biased besides, not supported"
         )
+
+
+ROUTERS = ("gate", "shared_expert_gate", "router")
+"""Names of linear layers of mixtures that have no adapter."""
+
+
+def check_adapters(model_config: Any, path: str, lora: LoraConfig) -> None:
+    """Check that all linear layers of decoder layers can have adapters, as named in the files; ``ConfigError``."""
+    policy = on_meta(model_config, torch.bfloat16)
+    add_adapters(policy, lora)
+    linear = [name for layer in decoder_layers(policy) for name, one in layer.named_modules() if type(one) is Linear]
+    others = {name for name in linear if not name.endswith((".base", *ROUTERS)) and "expert" not in name}
+    kind, why = f"model_type={model_config.model_type!r}", ""
+    if others:
+        why = f"its layers have {', '.join(sorted(others)[:3])} besides"
+    elif {name: tuple(one.shape) for name, one in adapter_weights(policy).items()} != adapter_shapes(
+        checkpoint_shapes(path), lora.rank
+    ):
+        why = "its layers have other names in memory than in its files"
+    if why or not linear:
+        raise ConfigError(f"train.lora is for models with layers {', '.join(TARGETS)}, got {kind}: {why or 'none'}")
 
 
 def _logits_are_plain(policy: Any) -> bool:

@@ -129,7 +129,9 @@ class TrainerRank(ABC):
         value_head = settings.loss.value_coefficient > 0
         compiler = compiled if fuses else None
         self._model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head, compiler=compiler)
-        self._meter = StepMeter(self._device, settings.model_path)
+        self._meter = StepMeter(
+            self._device, settings.model_path, adapter_rank=0 if settings.lora is None else settings.lora.rank
+        )
         self._set_up(learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps))
         self._replay = Replay(policy, group) if settings.trainer.router_replay else None
         if group is not None:

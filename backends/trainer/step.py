@@ -6,6 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ PHASES = ("forward_s", "backward_s", "optimizer_s")
 class StepMeter:
     """Measures the phases of one micro-batch after the other; on GPU with events, so that the host does not wait."""
 
-    def __init__(self, device: torch.device, model_path: str) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, model_path: str, *, adapter_rank: int = 0) -> None:
+        """``adapter_rank``: of LoRA; 0: all weights are trained."""
+        self._cuda, self._adapter_rank = device.type == "cuda", adapter_rank
         self._model = _known_model(model_path)
         gpu = gpu_of_device(torch.cuda.get_device_name(device)) if self._cuda else None
         self._peak = None if gpu is None else gpu.bf16_flops
@@ -122,7 +124,8 @@ class StepMeter:
         else:
             measured["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         if self._model is not None:
-            measured["flop_sum"] = sum(training_flop(self._model, row.lengths_S) for row in rows)
+            flop = partial(training_flop, self._model, adapter_rank=self._adapter_rank)
+            measured["flop_sum"] = sum(flop(row.lengths_S) for row in rows)
         if self._peak is not None:
             measured["peak_flops"] = self._peak
         return measured
@@ -135,14 +138,19 @@ class StepMeter:
         return event
 
 
-def training_flop(model: LanguageModel, length_S: np.ndarray) -> float:
+def training_flop(model: LanguageModel, length_S: np.ndarray, *, adapter_rank: int = 0) -> float:
     """Return the FLOP of training on sequences: 6 per active parameter and token, and of causal attention.
+
+    Beside adapters 4: weights that are not trained have no gradient.
 
     Attention: 2 products of 2 FLOP over half of the squared length, forward, and twice that backward. Recomputation
     does not count, as is usual for model FLOP.
     """
     squares = float(np.square(length_S, dtype=np.float64).sum())
-    return 6.0 * model.active_parameters * float(length_S.sum()) + 6.0 * model.layers * model.attention_width * squares
+    weights = 6.0 * model.active_parameters
+    if adapter_rank:
+        weights = 4.0 * model.active_parameters + 2.0 * model.adapter_parameters(adapter_rank)
+    return weights * float(length_S.sum()) + 6.0 * model.layers * model.attention_width * squares
 
 
 def _known_model(model_path: str) -> LanguageModel | None:

@@ -36,7 +36,14 @@ from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, Up
 from backends.lora import save_no_adapters
 from backends.transfer.transport import is_mismatch, place_of
 from backends.transfer.verify import checkpoint_shapes
-from backends.vllm.process import VLLMSettings, end_processes, process_tree, remove_shared_memory, shared_memory_of
+from backends.vllm.process import (
+    SHARED_MEMORY,
+    VLLMSettings,
+    end_processes,
+    process_tree,
+    remove_shared_memory,
+    shared_memory_of,
+)
 from backends.vllm.version.client import Client, EngineDiedError, start_client
 from backends.workers.main import log_to
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
@@ -79,11 +86,11 @@ class VLLMEngine:
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
         began = time.perf_counter()
         self._before = set(multiprocessing.active_children())
-        if settings.lora is not None:
-            self._adapters = TemporaryDirectory(prefix="pipelinerl-adapters-")
-            shapes = checkpoint_shapes(settings.model_path)
-            save_no_adapters(Path(self._adapters.name), shapes, settings.lora, model_path=settings.model_path)
         try:
+            if settings.lora is not None:
+                self._adapters = TemporaryDirectory(prefix="pipelinerl-adapters-", dir=SHARED_MEMORY)
+                shapes = checkpoint_shapes(settings.model_path)
+                save_no_adapters(Path(self._adapters.name), shapes, settings.lora, model_path=settings.model_path)
             async with asyncio.timeout(settings.start_timeout_s):
                 await asyncio.to_thread(self._launch)
                 self._processes = process_tree(self._before)
@@ -135,7 +142,8 @@ class VLLMEngine:
 
     async def shared_memory(self) -> set[str]:
         """Return the files of shared memory that would be left if this process were killed."""
-        return await asyncio.to_thread(shared_memory_of, self._processes)
+        own = set() if self._adapters is None else {self._adapters.name}
+        return own | await asyncio.to_thread(shared_memory_of, self._processes)
 
     async def sleep(self) -> None:
         """Move the weights to main memory and drop the KV cache; nothing is in progress. Not colocated: nothing."""

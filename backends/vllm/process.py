@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -94,7 +95,7 @@ def remove_shared_memory(paths: set[str]) -> None:
     """Remove shared memory left by dead processes."""
     for path in paths:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
 
 def end_processes(processes: list[Any]) -> None:

@@ -490,6 +490,8 @@ class RunConfig(StrictModel):
                 "scheduler.filter_no_signal needs workload.group_size of at least 2, since one reward alone has no "
                 "signal, got filter_no_signal=true, group_size=1"
             )
+        if scheduler.filter_no_signal and self.train is not None and self.train.loss.teacher is not None:
+            raise ValueError("scheduler.filter_no_signal must be false with a teacher, who grades all tokens, got true")
         if scheduler.ready_queue_limit < batch:
             raise ValueError(
                 "scheduler.ready_queue_size must be at least train_batch_size, got "

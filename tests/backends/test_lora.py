@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from character_model import make_model  # noqa: E402
 from model_configs import ARCHITECTURES  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from backends.lora import (  # noqa: E402
     ADAPTER_FOLDER,
@@ -24,9 +26,10 @@ from backends.lora import (  # noqa: E402
     add_adapters,
     save_folded,
 )
-from backends.trainer.footprint import on_meta  # noqa: E402
+from backends.trainer.footprint import check_adapters, on_meta  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.train import LoraConfig  # noqa: E402
+from pipelinerl.errors import ConfigError  # noqa: E402
 from pipelinerl.hardware.catalogue import find_model  # noqa: E402
 
 LORA = LoraConfig(rank=4, alpha=6)
@@ -109,6 +112,49 @@ def test_the_planner_counts_the_adapters_of_a_model(name):
     assert find_model(name).adapter_parameters(LORA.rank) == sum(one.numel() for one in adapter_weights(model).values())
 
 
+SMALL = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        ("qwen2", {}, None),
+        ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}, None),
+        ("gpt_neox", {}, "its layers have attention.dense, attention.query_key_value, mlp.dense_4h_to_h besides"),
+        ("phi3", {"pad_token_id": 0}, "its layers have mlp.gate_up_proj, self_attn.qkv_proj besides"),
+    ],
+)
+def test_models_whose_layers_have_other_names_are_refused(tmp_path, kind, settings, says):
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    if says is None:
+        check_adapters(config, str(tmp_path), LORA)
+    else:
+        with pytest.raises(ConfigError, match=says):
+            check_adapters(config, str(tmp_path), LORA)
+
+
+def test_a_model_whose_checkpoint_has_other_names_is_refused(base, tmp_path):
+    make_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({f"language_model.{name}": one for name, one in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="its layers have other names in memory than in its files"):
+        check_adapters(base.config, str(tmp_path), LORA)
+
+
+def test_vllm_serves_adapters_of_some_models_only():
+    need("vllm")
+    from backends.vllm.version.arguments import check_serves_adapters
+
+    for served in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM", "SomethingNewForCausalLM"):
+        check_serves_adapters(transformers.PretrainedConfig(architectures=[served]))
+    with pytest.raises(ConfigError, match=r"^train.lora must be left out for FalconForCausalLM"):
+        check_serves_adapters(transformers.PretrainedConfig(architectures=["FalconForCausalLM"]))
+
+
 real = pytest.mark.real
 ignore = pytest.mark.filterwarnings("ignore")
 
@@ -180,7 +226,7 @@ def test_an_engine_serves_the_adapters_of_a_version_also_to_sequences_in_progres
         try:
             request = GenerateRequest(0, prompt_tokens=PROMPT, max_new_tokens=300, seed=0, temperature=1.0)
             running = asyncio.create_task(engine.generate(request))
-            await asyncio.sleep(0.15)
+            await engine.generate(replace(request, rollout_id=1, max_new_tokens=40))
             await engine.update(weights, WeightUpdate.RECOMPUTE)
             return await running
         finally:

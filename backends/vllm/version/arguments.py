@@ -12,6 +12,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any, Literal
 
+from backends.lora import TARGETS
 from backends.vllm.process import VLLMSettings
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean, shown
@@ -34,6 +35,7 @@ DECIDED_BY = {
     "max_loras": "train.lora",
     "max_lora_rank": "train.lora",
     "lora_dtype": "train.device",
+    "lora_target_modules": "train.lora",
     "enable_return_routed_experts": "train.trainer.router_replay",
 }
 """Keys of the run file that arguments follow from."""
@@ -100,6 +102,22 @@ def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: 
         )
 
 
+def check_serves_adapters(model_config: Any) -> None:
+    """Raise ``ConfigError`` if vLLM's class of a model, found in its source, serves no adapters."""
+    models = _package() / "model_executor" / "models"
+    registry = (models / "registry.py").read_text(encoding="utf-8")
+    for architecture in getattr(model_config, "architectures", None) or ():
+        entry = re.search(rf'"{architecture}": \(\s*"(\w+)",\s*"(\w+)"', registry)
+        source = entry and (models / f"{entry[1]}.py")
+        if entry is None or source is None or not source.exists():
+            continue  # vLLM has its own say
+        bases = re.search(rf"^class {entry[2]}\(([^)]*)\)", source.read_text(encoding="utf-8"), re.MULTILINE)
+        if bases is not None and "SupportsLoRA" not in bases[1] and "ForCausalLM" not in bases[1]:
+            raise ConfigError(
+                f"train.lora must be left out for {architecture}, whose class in vLLM {VERSION} takes none"
+            )
+
+
 def _package() -> Path:
     spec = find_spec("vllm")
     assert spec is not None
@@ -149,5 +167,5 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
         fixed["enable_return_routed_experts"] = True
     if settings.lora is not None:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora.rank)
-        fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": list(TARGETS)}
     return {**ours, **settings.arguments, **fixed}

@@ -69,6 +69,8 @@ def test_flop_of_a_7b() -> None:
     flop = training_flop(model, np.array([1000, 3000]))
     products, attention = 6 * 7.6156e9 * 4000, 6 * 28 * 3584 * (1000**2 + 3000**2)
     assert flop == pytest.approx(products + attention, rel=1e-4)
+    adapters = training_flop(model, np.array([1000, 3000]), adapter_rank=16)
+    assert adapters == pytest.approx((4 * 7.6156e9 + 2 * 40_370_176) * 4000 + attention, rel=1e-4)
 
 
 @pytest.mark.parametrize(
