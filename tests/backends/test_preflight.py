@@ -125,6 +125,31 @@ def test_a_model_that_cannot_be_trained(refuses, model, tmp_path, make, words):
     refuses(f"train.model.path={tmp_path / 'model'}", words=["train.model.path", words])
 
 
+def other_words(data):
+    words = {word.replace("7", "~"): number for word, number in data["model"]["vocab"].items()}
+    return data | {"model": data["model"] | {"vocab": words}}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (shutil.rmtree, "must be a folder with a model (config.json), got"),
+        (changed("tokenizer.json", other_words), "must have the tokens of train.model.path"),
+        (
+            changed("config.json", lambda data: data | {"vocab_size": 63}),
+            "of at least the model's 64, got 63",
+        ),
+        (
+            changed("config.json", lambda data: data | {"max_position_embeddings": 20}),
+            "train.task.max_prompt_tokens + workload.length.max must be at most the teacher's 20 positions, got 22",
+        ),
+    ],
+)
+def test_a_teacher_that_cannot_teach(refuses, model, tmp_path, make, words):
+    make(shutil.copytree(model, tmp_path / "model"))
+    refuses(f"train.loss.teacher={tmp_path / 'model'}", words=[words])
+
+
 @pytest.mark.slow
 def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_shape):
     """The main example, with the real shape of its model and no weights, as on a machine without GPUs."""
@@ -157,6 +182,16 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
         (["train.engine.vllm.dtype=float16"], "train.engine.vllm.dtype must be left out, since train.device decides"),
         (["train.engine.vllm.quantization=fp8_per_block"], "train.engine.vllm.quantization must be left out on device"),
         (["train.loss.mask_low=0.1"], "train.loss.mask_low needs mask='token', 'sequence' or 'geometric', got no mask"),
+        (
+            ["train.loss.teacher=/a", "train.loss.kl_coefficient=0.1"],
+            "kl_coefficient must be 0 with a teacher, got 0.1",
+        ),
+        (
+            ["train.loss.teacher=/a", "scheduler.filter_no_signal=true"],
+            "scheduler.filter_no_signal must be false with a teacher, who grades all tokens, got true",
+        ),
+        (["train.lora.rank=600", "train.lora.alpha=1"], "train.lora.rank must be at most 512, got 600"),
+        (["train.trainer.router_replay=true"], "train.trainer.router_replay must be false on device='cpu', where vLLM"),
         (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
         (
             ["train.transport=pipelinerl.hardware.transport:UNKNOWN"],
