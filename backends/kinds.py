@@ -197,7 +197,7 @@ def _check_vllm(config: RunConfig) -> None:
             "got true"
         )
     if train.lora is not None:
-        check_serves_adapters(model)
+        check_serves_adapters(model, train.device)
     _check_positions(model, config, "the model")
     if train.device == "cpu" and model.tie_word_embeddings and train.lora is None:
         raise ConfigError(

@@ -150,9 +150,13 @@ def test_vllm_serves_adapters_of_some_models_only():
     from backends.vllm.version.arguments import check_serves_adapters
 
     for served in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM", "SomethingNewForCausalLM"):
-        check_serves_adapters(transformers.PretrainedConfig(architectures=[served]))
+        check_serves_adapters(transformers.PretrainedConfig(architectures=[served]), "cpu")
     with pytest.raises(ConfigError, match=r"^train.lora must be left out for FalconForCausalLM"):
-        check_serves_adapters(transformers.PretrainedConfig(architectures=["FalconForCausalLM"]))
+        check_serves_adapters(transformers.PretrainedConfig(architectures=["FalconForCausalLM"]), "gpu")
+    mixture = transformers.Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"])
+    check_serves_adapters(mixture, "gpu")
+    with pytest.raises(ConfigError, match=r"^train.lora must be left out for a mixture on device='cpu'"):
+        check_serves_adapters(mixture, "cpu")
 
 
 real = pytest.mark.real

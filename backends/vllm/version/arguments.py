@@ -102,8 +102,10 @@ def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: 
         )
 
 
-def check_serves_adapters(model_config: Any) -> None:
-    """Raise ``ConfigError`` if vLLM's class of a model, found in its source, serves no adapters."""
+def check_serves_adapters(model_config: Any, device: Literal["cpu", "gpu"]) -> None:
+    """Raise ``ConfigError`` if vLLM's class of a model, found in its source, serves no adapters, or no kernel does."""
+    if device == "cpu" and any("experts" in key for key in model_config.to_dict()):
+        raise ConfigError("train.lora must be left out for a mixture on device='cpu', where vLLM has no kernel for it")
     models = _package() / "model_executor" / "models"
     registry = (models / "registry.py").read_text(encoding="utf-8")
     for architecture in getattr(model_config, "architectures", None) or ():
