@@ -97,6 +97,10 @@ def test_the_7b_example_fits_as_it_is(qwen7b: Any) -> None:
         ("train.trainer.zero_stage=1", {"zero_stage": 3}, "zero_stage must be 3, got zero_stage=1", "; with it 0.1 GB"),
         ("train.trainer.pack_tokens=40000", {"pack_tokens": 30_000}, "pack_tokens must be at most 28466", ""),
         ("cluster.accelerators=49", {"pack_tokens": 5_000}, "pack_tokens must be smaller", "more GPUs"),
+        (
+            "train.trainer.pack_tokens=10000", {"pack_tokens": 5_000},
+            "sequence_parallel must be 2 with pack_tokens=4608, zero_stage=3 and", "got sequence_parallel=1",
+        ),
     ],
 )  # fmt: skip
 def test_the_key_to_change_is_the_one_that_helps(
@@ -109,6 +113,18 @@ def test_the_key_to_change_is_the_one_that_helps(
     says = message(check_memory, config, small)
     assert says.startswith(f"train.trainer.{begins}")
     assert has in says
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_ranks_that_share_a_row_keep_the_attentions_output_twice(layers: bool) -> None:
+    """As it was sent, and as it came back: 2 bytes for each of 128 numbers, of three layers or of one at a time."""
+    alone, *shared = (
+        pack_activations(
+            on_meta(transformers.Qwen2Config(**SMALL), torch.bfloat16), 512, checkpointing=layers, sequence_parallel=size
+        )
+        for size in (1, 2, 4)
+    )
+    assert shared == [alone + 512 * 128 * 2 * (1 if layers else 3)] * 2
 
 
 def test_deltas_keep_each_ranks_part_of_the_published_weights() -> None:
