@@ -118,10 +118,9 @@ def test_the_key_to_change_is_the_one_that_helps(
 @pytest.mark.parametrize("layers", [True, False])
 def test_ranks_that_share_a_row_keep_the_attentions_output_twice(layers: bool) -> None:
     """As it was sent, and as it came back: 2 bytes for each of 128 numbers, of three layers or of one at a time."""
+    small = transformers.Qwen2Config(**SMALL)
     alone, *shared = (
-        pack_activations(
-            on_meta(transformers.Qwen2Config(**SMALL), torch.bfloat16), 512, checkpointing=layers, sequence_parallel=size
-        )
+        pack_activations(on_meta(small, torch.bfloat16), 512, checkpointing=layers, sequence_parallel=size)
         for size in (1, 2, 4)
     )
     assert shared == [alone + 512 * 128 * 2 * (1 if layers else 3)] * 2

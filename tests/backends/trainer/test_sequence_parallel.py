@@ -33,7 +33,8 @@ from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.rl.config import LossConfig  # noqa: E402
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 20, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 512,
+    "vocab_size": 20, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 QWEN = SHAPE | {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
