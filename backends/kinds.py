@@ -87,8 +87,8 @@ def _check_settings(config: RunConfig, train: TrainConfig) -> None:
     if train.trainer.row_tokens < config.room_tokens:
         raise ConfigError(
             "train.trainer.pack_tokens times sequence_parallel must hold the longest rollout, "
-            f"{config.room_key} = {config.room_tokens} tokens, got {train.trainer.pack_tokens} times "
-            f"{train.trainer.sequence_parallel}"
+            f"{config.room_key} = {config.room_tokens} tokens, got pack_tokens={train.trainer.pack_tokens}, "
+            f"sequence_parallel={train.trainer.sequence_parallel}"
         )
     if train.transport and config.colocated and not train.chosen_transport(colocated=False).colocated:
         raise ConfigError(

@@ -118,7 +118,7 @@ def spread(policy: Any, group: SequenceGroup) -> None:
     policy.set_attn_implementation(SPREAD_ATTENTION)
 
 
-def spread_attention(
+def spread_attention(  # noqa: PLR0917  # transformers passes them by position
     group: SequenceGroup,
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -138,11 +138,11 @@ def spread_attention(
     tensors = (query, key, value)
     parts = [one[0].transpose(0, 1).reshape(tokens, size, -1) for one in tensors]  # [n, k, numbers of k-th of heads]
     whole_NX = _AllToAll.apply(torch.cat(parts, dim=-1).transpose(0, 1), group).flatten(0, 1)
-    own = [
+    query, key, value = (
         part.unflatten(-1, (-1, one.shape[-1])).transpose(0, 1)[None]
         for part, one in zip(whole_NX.split([one.shape[-1] for one in parts], dim=-1), tensors, strict=True)
-    ]
-    out, _ = packed_attention(module, own[0], own[1], own[2], attention_mask, **settings)
+    )
+    out, _ = packed_attention(module, query, key, value, attention_mask, **settings)
     back_knX = _AllToAll.apply(out.reshape(size, tokens, -1), group)
     return back_knX.transpose(0, 1).reshape(1, tokens, heads, -1), None
 

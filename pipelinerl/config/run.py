@@ -205,8 +205,7 @@ class PlanConfig(StrictModel):
     """Numbers of environments. None: the run file's; for the command ``environments`` from a quarter to twice all
     slots."""
     sequence_parallel: Values | None = None
-    """Ranks that share rows. None: ``train.trainer``'s, or if it states none the fewest of 1, 2, 4, 8 that hold the
-    longest rollout."""
+    """Ranks that share rows. None: as stated, else the fewest of 1, 2, 4, 8 that hold the longest rollout."""
     max_lag: list[CountOrZero] | None = Field(default=None, min_length=1)
     """Bounds on the lag that the pipeline keeps by waiting (optimizer steps). None: ``lag_limit``."""
     lag_limit: CountOrZero | None = None

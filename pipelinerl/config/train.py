@@ -97,8 +97,7 @@ class TrainerConfig(StrictModel):
     pack_tokens: Tokens = 16384
     """Tokens of a rank's forward pass."""
     sequence_parallel: int = Field(default=1, ge=1, le=8)
-    """Consecutive ranks that share rows, of so many times ``pack_tokens`` (count). Divides ranks and attention heads.
-    """
+    """Consecutive ranks that share rows of so many times ``pack_tokens`` (count); divides ranks and heads."""
     activation_checkpointing: Layers = True
     """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
     router_replay: bool = False

@@ -391,7 +391,8 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> st
             packs = "smaller packs or activation_checkpointing in [train.trainer] may help"
             return f"no number of accelerators would do{'' if space.config.train is None else f'; {packs}'}"
         case Reason.ROW:
-            return f"pack_tokens={memory.least_pack(SHARED_BY[-1])} with sequence_parallel={SHARED_BY[-1]} would do"
+            most = max(size for size in SHARED_BY if memory.heads_divide(size))
+            return f"pack_tokens={memory.least_pack(most)} with sequence_parallel={most} would do"
         case Reason.ROLLOUTS:
             return f"at most {MOST_ROLLOUTS:,} would do"
         case Reason.MEAN_LAG:

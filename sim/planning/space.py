@@ -640,21 +640,9 @@ MAX_LAG = Axis(
     rule=_max_lag_rule,
     unused_because=lambda space: f"tried as the lag limit, {space.limits.lag}",
 )
-AXES = (
-    SCHEDULE,
-    ENGINE,
-    TRAIN_BATCH,
-    SPLIT,
-    SHARING,
-    RL_STEP,
-    GENERATION_BATCH,
-    READY_QUEUE,
-    PUBLISH,
-    ENVIRONMENTS,
-    MAX_LAG,
-)
-"""Every axis, after those that its values depend on. Candidates are listed in this order, the last axis fastest."""
 _LAST = (READY_QUEUE, PUBLISH, ENVIRONMENTS, MAX_LAG)
+AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, SHARING, RL_STEP, GENERATION_BATCH, *_LAST)
+"""Every axis, after those that its values depend on. Candidates are listed in this order, the last axis fastest."""
 _LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, SHARING, TRAIN_BATCH, *_LAST)
 _REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, SHARING, RL_STEP, *_LAST)
 

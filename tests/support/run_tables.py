@@ -96,7 +96,9 @@ EVERY_KEY: dict[str, Any] = {
     "plan": {
         "schedulers": ["pipeline", "one_step_off"], "generation_accelerators": [2, 4], "tensor_parallel": [1, 2],
         "generation_batch_size": [8, 16], "optimizer_steps_per_rl_step": [2, 4], "publish_every": [1, 2],
-        "environments": [4, 8], "sequence_parallel": [1, 2], "train_batch_size": [16], "ready_queue_size": [32], "max_lag": [0, 4], "lag_limit": 8,
+        "environments": [4, 8],
+        "sequence_parallel": [1, 2], "train_batch_size": [16], "ready_queue_size": [32], "max_lag": [0, 4],
+        "lag_limit": 8,
         "mean_lag_limit": 3.5, "min_ess": 0.5, "gpu_hours": 100.0, "budget": 300.0, "risk": "averse", "simulate": 4,
         "simulate_steps": 10,
     },

@@ -98,6 +98,10 @@ def test_the_7b_example_fits_as_it_is(qwen7b: Any) -> None:
         ("train.trainer.zero_stage=1", {"zero_stage": 3}, "zero_stage must be 3, got zero_stage=1", "; with it 0.1 GB"),
         ("train.trainer.pack_tokens=40000", {"pack_tokens": 30_000}, "pack_tokens must be at most 28466", ""),
         ("cluster.accelerators=49", {"pack_tokens": 5_000}, "pack_tokens must be smaller", "more GPUs"),
+        (
+            "train.trainer.pack_tokens=10000", {"pack_tokens": 5_000},
+            "sequence_parallel must be 2 with pack_tokens=4608, zero_stage=3 and", "got sequence_parallel=1",
+        ),
     ],
 )  # fmt: skip
 def test_the_key_to_change_is_the_one_that_helps(
@@ -110,6 +114,20 @@ def test_the_key_to_change_is_the_one_that_helps(
     says = message(check_memory, config, small)
     assert says.startswith(f"train.trainer.{begins}")
     assert has in says
+
+
+def test_ranks_that_share_a_row_keep_the_attentions_output_twice() -> None:
+    """As it was sent, and as it came back: 2 bytes for each of 128 numbers, of three layers.
+
+    Four ranks also have two heads of 32 twice, of keys and of values.
+    """
+    small = transformers.Qwen2Config(**SMALL)
+    alone, two, four = (
+        pack_activations(on_meta(small, torch.bfloat16), 512, checkpointing=False, sequence_parallel=size)
+        for size in (1, 2, 4)
+    )
+    assert two - alone == 512 * 2 * 3 * 128
+    assert four - alone == 512 * 2 * 3 * (128 + 2 * 2 * 32)
 
 
 def test_deltas_keep_each_ranks_part_of_the_published_weights() -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -26,10 +26,13 @@ from backends.trainer.sequence_parallel import (  # noqa: E402
     spread,
 )
 from backends.trainer.step import row_loss  # noqa: E402
+from backends.transfer.rendezvous import reserved_port  # noqa: E402
+from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.rl.config import LossConfig  # noqa: E402
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 20, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 512,
+    "vocab_size": 20, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 QWEN = SHAPE | {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -140,10 +143,8 @@ def one_rank(rank: int, port: int, found: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[SimpleNamespace]:
+def found() -> Iterator[dict[int, dict[tuple[int, str], float]]]:
     """The differences that four ranks found, by size of group and case, for each rank."""
-    from backends.transfer.rendezvous import reserved_port
-
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "transformers.models.qwen2", "torch._dynamo"])
     results = context.Queue()
@@ -164,3 +165,29 @@ def found() -> Iterator[SimpleNamespace]:
 @pytest.mark.parametrize("case", cases())
 def test_a_row_on_several_ranks_is_the_row_on_one(found: dict[int, dict[tuple[int, str], float]], size: int, case: str):
     assert max(of_rank[size, case] for of_rank in found.values()) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be shared
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"  # of 80 ranks
+
+
+@pytest.mark.parametrize(
+    ("size", "model", "rule"),
+    [
+        (3, QWEN, "divide the 80 ranks of the trainer, got 3"),
+        (8, QWEN, "divide the 4 attention heads, got 8"),
+        (
+            2, QWEN | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "be 1 for a model with rope_type='dynamic', as ranks would rotate the same position differently, got 2",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_shared_are_one_line(size: int, model: dict[str, Any], rule: str) -> None:
+    given = dict(model)
+    config = load_run(EXAMPLE, [f"train.trainer.sequence_parallel={size}"])
+    model_config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    assert message(check_sequence_parallel, config, model_config) == f"train.trainer.sequence_parallel must {rule}"
+    for others in (1, 4):
+        fits = load_run(EXAMPLE, [f"train.trainer.sequence_parallel={others}"])
+        check_sequence_parallel(fits, transformers.AutoConfig.for_model(**QWEN))

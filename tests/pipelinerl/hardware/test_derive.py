@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, in_engine, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import PhaseSwitchConfig
-from pipelinerl.hardware.derive import derive_training, kept_numbers, kv_cache_tokens, training_memory
+from pipelinerl.hardware.derive import (
+    derive_training,
+    head_exchange_seconds,
+    kept_numbers,
+    kv_cache_tokens,
+    training_memory,
+)
 from pipelinerl.hardware.transport import BROADCAST, DELTA, OURS, changed_share, find_transport
 
 
@@ -176,6 +182,36 @@ def test_experts_exchange_tokens_inside_a_node_or_between_nodes():
         )
         expected = 4 * layers * copies * model.width * 2 / link
         assert on.token_s - off.token_s == pytest.approx(expected, rel=1e-6)
+
+
+def test_ranks_that_share_rows_exchange_heads_over_nvlink() -> None:
+    """7B: 28 layers, 3584 numbers of queries and of results, 4 heads of keys and of values of 128, for 8 ranks twice.
+
+    Forward, backward, and forward again where it is recomputed; one part of k stays.
+    """
+    for shared, heads in ((2, 4), (4, 4), (8, 8)):
+        alone, together = (
+            derive_training(
+                H100, QWEN7B, training_accelerators=64, coefficients=plain(recomputation=0.5), sequence_parallel=size
+            )
+            for size in (1, shared)
+        )
+        sent = 2 * 28 * (2 * 3584 + 2 * heads * 128) * (shared - 1) / shared
+        assert together.token_s - alone.token_s == pytest.approx(2.5 * sent / 450e9, rel=1e-6)
+        assert together.model_copy(update={"token_s": alone.token_s}) == alone
+
+
+def test_a_row_on_more_than_a_node_goes_over_the_network() -> None:
+    seconds = [head_exchange_seconds(H100, QWEN7B, accelerators=size) for size in (8, 16)]
+    assert seconds[1] / seconds[0] == pytest.approx((15 / 14) * (7168 + 16 * 256) / (7168 + 8 * 256) * 450 / 50)
+
+
+def test_the_attentions_output_is_kept_twice_where_rows_are_shared() -> None:
+    alone, shared = (
+        training_memory(QWEN7B, accelerators=8, pack_tokens=1000, recomputation=0.25, sequence_parallel=size)
+        for size in (1, 4)
+    )
+    assert shared.activations - alone.activations == pytest.approx(1000 * 2 * 3584 * (0.75 * 28 + 0.25))
 
 
 def test_sequences_are_shared_by_at_most_those_that_train():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_plan import planned, refused, tiny_run
 
-from pipelinerl.config.run import ClusterConfig, PlanConfig, RunConfig, SchedulerConfig, WorkloadConfig
+from pipelinerl.config.run import ClusterConfig, PlanConfig, RunConfig, SchedulerConfig, WorkloadConfig, load_run
 from pipelinerl.config.train import TrainConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.kinds import KINDS
-from sim.planning.space import AXES, NOT_SEARCHED, SearchSpace, all_choices, label_of
+from sim.planning.screen import Rejected, candidate_of
+from sim.planning.space import AXES, NOT_SEARCHED, Reason, SearchSpace, all_choices, label_of
 
 ONE_SPLIT = "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8], publish_every=[1]}"
 
@@ -157,3 +159,28 @@ def test_every_key_of_cluster_schedule_workload_and_trainer_is_searched_or_has_t
     assert "engine" in TrainConfig.model_fields
     others = {"train.engine.gpu_memory_utilization", "train.transport", *RunConfig.model_fields}
     assert reasons <= keys | others  # none is of a key that is gone
+
+
+# ------------------------------------------------------------------------------------------------ long answers
+
+LONG = (
+    "cluster.accelerators=64", "cluster.generation_accelerators=48", "scheduler.train_batch_size=128",
+    "workload.length.mean=24000", "workload.length.max=131072", PIPELINE, "plan.tensor_parallel=[4]",
+    "plan.generation_accelerators=[44, 48, 62]", "plan.generation_batch_size=[96]", "plan.publish_every=[1]",
+)  # fmt: skip
+"""Qwen2.5-7B with 128k-token answers on 64 H100s; 32,853 tokens a rank hold a quarter of the longest rollout."""
+QWEN7B = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
+
+
+def long_answers(*overrides: str) -> list[str | Reason]:
+    space = SearchSpace.of(load_run(QWEN7B, [*LONG, *overrides]))
+    candidates = [candidate_of(choice, space) for choice in all_choices(space)]
+    return [one.reason if isinstance(one, Rejected) else one.label.partition(" TP=4")[2] for one in candidates]
+
+
+def test_the_fewest_ranks_that_hold_the_longest_rollout_share_rows() -> None:
+    """Of 20 and 16 ranks 4 can; 7B has 28 heads, so 8 cannot. Two ranks alone do not hold the states."""
+    assert long_answers("train.trainer.pack_tokens=33000") == [" sequence_parallel=4", " sequence_parallel=4"]
+    assert long_answers("train.trainer.pack_tokens=66000") == [" sequence_parallel=2", " sequence_parallel=2"]
+    assert long_answers("train.trainer.pack_tokens=132000") == ["", ""]
+    assert long_answers("train.trainer.pack_tokens=32000") == [Reason.ROW] * 2
