@@ -222,7 +222,7 @@ def _check_deepspeed(config: RunConfig) -> None:
 
 
 def _check_fsdp2(config: RunConfig) -> None:
-    from backends.trainer.footprint import of_fsdp2
+    from backends.trainer.footprint import of_fsdp2, shape_of
 
     trainer = config.train_table.trainer
     if trainer.zero_stage != 3:
@@ -230,7 +230,7 @@ def _check_fsdp2(config: RunConfig) -> None:
     if trainer.expert_parallel > 1:
         from backends.trainer.fsdp2.experts import check_experts
 
-        check_experts(config, model_config(config.train_table.model.path))
+        check_experts(config, shape_of(model_config(config.train_table.model.path)).policy)
     _check_model(config, of_fsdp2)
 
 

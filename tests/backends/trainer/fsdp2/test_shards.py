@@ -16,6 +16,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from model_configs import ARCHITECTURES  # noqa: E402
 
+from backends.trainer.footprint import shape_of  # noqa: E402
 from backends.trainer.fsdp2.experts import check_experts  # noqa: E402
 from backends.trainer.fsdp2.shards import Shards  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
@@ -52,4 +53,4 @@ def test_ranks_that_cannot_share_experts_are_refused(sets: str, says: str) -> No
     shape = ARCHITECTURES["Qwen3-30B-A3B"][0] | {"num_hidden_layers": 1}
     model = transformers.AutoConfig.for_model(**shape)
     with pytest.raises(ConfigError, match=f"^train.trainer.expert_parallel {says}$"):
-        check_experts(load_run(EXAMPLE, [sets]), model)
+        check_experts(load_run(EXAMPLE, [sets]), shape_of(model).policy)
