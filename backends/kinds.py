@@ -252,6 +252,8 @@ ENGINES = {kind.name: kind for kind in (VLLM,)}
 
 
 def _check_deepspeed(config: RunConfig) -> None:
+    from backends.trainer.footprint import of_deepspeed
+
     train = config.train_table
     if train.trainer.expert_parallel > 1:
         raise ConfigError(
@@ -264,21 +266,23 @@ def _check_deepspeed(config: RunConfig) -> None:
             "train.trainer.zero_stage must be 2 or 3 where engines and trainer share GPUs, since DeepSpeed offloads "
             "no other, got 1"
         )
-    _check_model(config)
+    _check_model(config, of_deepspeed)
 
 
 def _check_fsdp2(config: RunConfig) -> None:
+    from backends.trainer.footprint import of_fsdp2, shape_of
+
     trainer = config.train_table.trainer
     if trainer.zero_stage != 3:
         raise ConfigError(f"train.trainer.zero_stage must be 3 with kind='fsdp2', got {trainer.zero_stage}")
     if trainer.expert_parallel > 1:
         from backends.trainer.fsdp2.experts import check_experts
 
-        check_experts(config, model_config(config.train_table.model.path))
-    _check_model(config)
+        check_experts(config, shape_of(model_config(config.train_table.model.path)).policy)
+    _check_model(config, of_fsdp2)
 
 
-def _check_model(config: RunConfig) -> None:
+def _check_model(config: RunConfig, own: Any) -> None:
     from backends.trainer.footprint import check_adapters, check_host_memory, check_memory, check_trainable
     from backends.trainer.fused import check_compiler
     from backends.trainer.replay import num_experts
@@ -300,7 +304,7 @@ def _check_model(config: RunConfig) -> None:
     if train.trainer.router_replay and not num_experts(model):
         raise ConfigError("train.trainer.router_replay must be false for a model without experts, got true")
     if train.device == "gpu":
-        check_memory(config, model)
+        check_memory(config, model, own)
         if train.ray_address is None:
             check_host_memory(config, model)
 
@@ -313,17 +317,19 @@ def _check_host_memory(config: RunConfig, shares: Sequence[Share]) -> None:
 
 def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
     from backends.trainer.deepspeed.rank import DeepSpeedRank
+    from backends.trainer.footprint import of_deepspeed
 
-    return _make_trainer(DeepSpeedRank, config, place)
+    return _make_trainer(DeepSpeedRank, config, place, of_deepspeed)
 
 
 def _make_fsdp2(config: RunConfig, place: Place) -> Trainer:
+    from backends.trainer.footprint import of_fsdp2
     from backends.trainer.fsdp2.rank import FSDP2Rank
 
-    return _make_trainer(FSDP2Rank, config, place)
+    return _make_trainer(FSDP2Rank, config, place, of_fsdp2)
 
 
-def _make_trainer(rank: type, config: RunConfig, place: Place) -> Trainer:
+def _make_trainer(rank: type, config: RunConfig, place: Place, own: Any) -> Trainer:
     from backends.ray.actors import RayTrainer
     from backends.trainer.footprint import recomputed_layers
     from backends.trainer.settings import RankSettings
@@ -351,7 +357,7 @@ def _make_trainer(rank: type, config: RunConfig, place: Place) -> Trainer:
         settings,
         place.options,
         placing_timeout_s=train.placement_timeout_s,
-        recomputed=(lambda memory: recomputed_layers(config, model_config(path), memory)) if chooses else None,
+        recomputed=(lambda memory: recomputed_layers(config, model_config(path), memory, own)) if chooses else None,
     )
 
 

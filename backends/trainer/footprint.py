@@ -1,8 +1,9 @@
 """GPU memory of a trainer rank, counted before anything starts.
 
 The model is made on torch's device ``meta`` and trained on one pack (two seconds for a 7B); all that lives meanwhile is
-counted; attention is the variable-length kernel's own description of itself. DeepSpeed's share follows from its
-settings; waste of the allocator, CUDA and NCCL are outside of ``memory_share``.
+counted; attention is the variable-length kernel's own description of itself. DeepSpeed's and FSDP2's share follow from
+their settings; waste of the allocator, CUDA and NCCL are outside of ``memory_share``. Routers are taken to send as many
+tokens to every rank that shares the experts.
 
 The planner's formula (``pipelinerl/hardware/derive.py``) is for trainers in general: for a 7B with activation
 checkpointing it is 3 % below, without it 15 %. It assumes fused norms, while norms of transformers keep twice as much,
@@ -30,6 +31,7 @@ from backends.lora import TARGETS, adapter_shapes, adapter_weights, add_adapters
 from backends.preflight import trainer_ranks
 from backends.this_machine import memory_bytes
 from backends.trainer.attention import register_packed_attention, sequence_arguments
+from backends.trainer.fsdp2.experts import experts_of
 from backends.trainer.model import (
     REDUCE_BUCKET,
     WHOLE_PARAMETERS,
@@ -45,7 +47,7 @@ from backends.trainer.sequence_parallel import SIZES, SequenceGroup, divides, sp
 from backends.transfer.verify import checkpoint_shapes
 from pipelinerl.config.resolve import named_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.train import LoraConfig
+from pipelinerl.config.train import LoraConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.transport import BF16_BYTES, BROADCAST, FILE, HostShare
@@ -106,9 +108,9 @@ class Footprint:
     """Bytes of one rank."""
 
     states: float
-    """Weights (bf16), gradients, master weights and two Adam moments (float32), as far as ZeRO spreads them."""
+    """Weights (bf16), gradients, master weights and two Adam moments (float32), as far as they are spread."""
     workspace: float
-    """Parameters that ZeRO-3 has put together, gradients on their way, a reference model, published weights."""
+    """Parameters that have been put together, gradients on their way, a reference model, published weights."""
     activations: float
     sending: float = 0.0
     """A gathered bucket of weights, and a rank's new part of it with the comparison, while nothing is trained."""
@@ -216,21 +218,57 @@ def on_meta(model_config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention).train()
 
 
-def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint:
+def of_deepspeed(policy: Any, trainer: TrainerConfig, ranks: int) -> Footprint:
+    """Return DeepSpeed's own share: ``activations`` are the weights that it keeps between the passes."""
+    numels = [parameter.numel() for _, parameter in trained_parameters(policy)]
+    trained, stage = sum(numels), trainer.zero_stage
+    num = sum(parameter.numel() for parameter in policy.parameters())
+    spread = [ranks if stage >= least else 1 for least in (3, 2, 1)]
+    in_weights = 2 * (1 + (stage == 2))  # with ZeRO-2 one is filled while another is reduced
+    workspace = (in_weights + 4) * min(trained, max(REDUCE_BUCKET, *numels))  # in the weights' type, and in float32
+    kept = 0.0
+    if stage == 3:  # weights that were gathered for a layer stay until its backward pass, unless it is recomputed
+        workspace += 2 * min(num, WHOLE_PARAMETERS)
+        layers = [layer for layer in decoder_layers(policy) if not layer.gradient_checkpointing]
+        kept = 2 * sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    return Footprint(2 * num / spread[0] + 4 * trained / spread[1] + 12 * trained / spread[2], workspace, kept)
+
+
+def of_fsdp2(policy: Any, trainer: TrainerConfig, ranks: int) -> Footprint:
+    """Return FSDP2's own share.
+
+    Whole at a time, at most: a layer and the next one, the first one's gradient, and that of the layer before, in
+    float32, on its way; and what is in no layer, with its gradient, from the forward to the end of the backward pass.
+    There it is reduced in float32, when activations and layers are gone.
+    ``activations``: tokens on their way to experts, and back.
+    """
+    each, layers = trainer.expert_parallel, decoder_layers(policy)
+    parts = {id(one): each for layer in layers for experts in experts_of(layer) for one in experts.parameters()}
+    states = 0.0
+    for one in policy.parameters():
+        rows, sharers = (number // parts.get(id(one), 1) for number in (len(one), ranks))
+        states += (16 if one.requires_grad else 4) * one.numel() / len(one) * -(-rows // sharers)
+    whole = [sum(one.numel() / parts.get(id(one), 1) for one in layer.parameters()) for layer in layers]
+    in_layers = {id(one) for layer in layers for one in layer.parameters()}
+    others = sum(one.numel() for one in policy.parameters() if id(one) not in in_layers)
+    moved = 0.0
+    if each > 1:
+        moved = 2 * 2 * policy.config.num_experts_per_tok * policy.config.hidden_size * trainer.pack_tokens
+    return Footprint(states, (2 + 2 + 2 + 4) * max(whole) + (2 + 2) * others, moved, 4 * others)
+
+
+Own = Callable[[Any, TrainerConfig, int], Footprint]
+"""A trainer's own share: ``of_deepspeed``, ``of_fsdp2``."""
+
+
+def footprint(config: RunConfig, model_config: Any, own: Own = of_deepspeed, **changed: Any) -> Footprint:
     """Return a rank's GPU memory, with some keys of ``train.trainer`` changed; see the head of this file."""
     assert config.train is not None
-    trainer, loss = config.train.trainer.model_copy(update=changed), config.train.loss
+    trainer, loss, ranks = config.train.trainer.model_copy(update=changed), config.train.loss, trainer_ranks(config)
     policy = on_meta(model_config, torch.bfloat16)
     if config.train.lora is not None:
         add_adapters(policy, config.train.lora)
-    num, stage = sum(parameter.numel() for parameter in policy.parameters()), trainer.zero_stage
-    numels = [parameter.numel() for _, parameter in trained_parameters(policy)]
-    trained = sum(numels)
-    spread = [trainer_ranks(config) if stage >= least else 1 for least in (3, 2, 1)]
-    in_weights = 2 * (1 + (stage == 2))  # with ZeRO-2 one is filled while another is reduced
-    workspace = (in_weights + 4) * min(trained, max(REDUCE_BUCKET, *numels))  # in the weights' type, and in float32
-    if stage == 3:
-        workspace += 2 * min(num, WHOLE_PARAMETERS)
+    workspace = 0.0
     if loss.needs_reference:  # a replica of the reference model, which keeps what its forward passes have taken
         teacher = None if loss.teacher is None else AutoConfig.from_pretrained(loss.teacher)
         reference = on_meta(teacher or model_config, torch.bfloat16)
@@ -244,36 +282,34 @@ def footprint(config: RunConfig, model_config: Any, **changed: Any) -> Footprint
         sequence_parallel=trainer.sequence_parallel,
         fused=trainer.fuses(config.train.device),
     )
-    if stage == 3:  # weights that were gathered for a layer stay until its backward pass, unless it is recomputed
-        kept = [layer for layer in decoder_layers(policy) if not layer.gradient_checkpointing]
-        activations += 2 * sum(parameter.numel() for layer in kept for parameter in layer.parameters())
+    share = own(policy, trainer, ranks)  # after ``pack_activations`` has chosen the layers to recompute
     transport = config.train.chosen_transport(colocated=config.colocated)
-    sharded = transport.keeps_shards / trainer_ranks(config)
+    trained = sum(parameter.numel() for _, parameter in trained_parameters(policy))
+    sharded = transport.keeps_shards / ranks
     bucket = max(sum(one.nbytes for one in part.values()) for part in buckets(dict(trained_parameters(policy))))
-    sending = ((stage == 3) + 2 * sharded) * bucket  # of a shard the new one, and its comparison
-    workspace += 2 * trained * sharded
-    states = 2 * num / spread[0] + 4 * trained / spread[1] + 12 * trained / spread[2]
-    return Footprint(states, workspace, activations, sending)
+    sending = ((trainer.zero_stage == 3) + 2 * sharded) * bucket  # of a shard the new one, and its comparison
+    workspace += share.workspace + 2 * trained * sharded
+    return Footprint(share.states, workspace, activations + share.activations, max(sending, share.sending))
 
 
-def recomputed_layers(config: RunConfig, model_config: Any, memory: float) -> int:
+def recomputed_layers(config: RunConfig, model_config: Any, memory: float, own: Own = of_deepspeed) -> int:
     """Return the fewest layers to recompute for a rank to fit into a GPU (bytes); all, where that is not enough."""
     values = coefficients(config.hardware.level)
     usable = values.memory_share * memory - config.colocated * values.memory_reserve_bytes  # of a sleeping engine
 
     def fits(number: int) -> bool:
-        return footprint(config, model_config, activation_checkpointing=number).total <= usable
+        return footprint(config, model_config, own, activation_checkpointing=number).total <= usable
 
     return bisect.bisect_left(range(len(decoder_layers(on_meta(model_config, torch.bfloat16)))), True, key=fits)
 
 
-def check_memory(config: RunConfig, model_config: Any) -> None:
+def check_memory(config: RunConfig, model_config: Any, own: Own = of_deepspeed) -> None:
     """Check that a rank fits into the memory of its GPU; the ``ConfigError`` names the key to change first."""
     assert config.train is not None
     trainer, memory, whose = config.train.trainer, *_gpu_memory(config)
     usable = coefficients(config.hardware.level).memory_share * memory
 
-    needs = partial(footprint, config, model_config)
+    needs = partial(footprint, config, model_config, own)
     now = needs()
     if now.total <= usable:
         return

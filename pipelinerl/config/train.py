@@ -91,9 +91,9 @@ class TrainerConfig(StrictModel):
     kind: str = Field(default="deepspeed", pattern="^(deepspeed|fsdp2)$|^[^:]+:[^:]+$")
     """``deepspeed``, ``fsdp2``, or your own as ``package.module:ATTRIBUTE``."""
     zero_stage: int = Field(default=2, ge=0, le=3)
-    """Split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters, as ``fsdp2`` does."""
+    """Split over the ranks: 1 optimizer states, 2 also gradients, 3 (``fsdp2``) also parameters."""
     expert_parallel: Count = 1
-    """Ranks that share the experts of each layer, ``fsdp2`` only (count)."""
+    """Ranks that share a layer's experts, ``fsdp2`` only (count)."""
     pack_tokens: Tokens = 16384
     """Tokens of a rank's forward pass."""
     sequence_parallel: int = Field(default=1, ge=1, le=8)

@@ -81,15 +81,11 @@ def real_contracts(folder: Path) -> Contracts:
     import transformers
     import vllm_engine
     from character_model import make_model
-    from safetensors.torch import load_file
-    from tiny_trainer import settings
+    from tiny_trainer import trainer_contract
 
-    from backends.ray.actors import RayTrainer
     from backends.trainer.deepspeed.rank import DeepSpeedRank
     from backends.trainer.reference import RayReference, ReferenceSettings
-    from backends.transfer.verify import checksums
     from backends.vllm.engine import VLLMEngine
-    from pipelinerl.config.train import OptimizerConfig
 
     make_model(folder, seed=0, end_token=None)
     engine = VLLMEngine(vllm_engine.settings(folder, num_slots=NUM_SLOTS, request_times=True, cpu_in_place=False))
@@ -101,19 +97,13 @@ def real_contracts(folder: Path) -> Contracts:
             made.append(subject.next_weights())
         return made[version - 1]
 
-    given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    trainer = RayTrainer(DeepSpeedRank, given, [{"num_cpus": 1}])
     frozen = ReferenceSettings(device="cpu", model_path=str(folder), temperature=1.0, pack_tokens=100, timeout_s=600)
     reference = RayReference(frozen, [{"num_cpus": 0.5}] * 2)
     return Contracts(
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
         ReferenceContract(reference),
-        TrainerContract(
-            trainer,
-            lambda weights: checksums(load_file(weights.location.removeprefix("file:")).items()),
-            folder / "trainer",
-        ),
+        trainer_contract(DeepSpeedRank, folder, num_ranks=1),
     )
 
 

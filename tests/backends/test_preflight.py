@@ -49,24 +49,29 @@ def refuses(model, tmp_path, command):
 
 @pytest.fixture(scope="module")
 def real_shape(tmp_path_factory):
-    """A folder with the shape of the model of the large examples, a tokenizer, and no weights."""
-    folder = tmp_path_factory.mktemp("models") / "Qwen2.5-7B"
-    chat_tokenizer(CHATML, "<|im_end|>").save_pretrained(folder)
-    shape = ARCHITECTURES["Qwen2.5-7B"][0] | {"max_position_embeddings": 131_072}
-    (folder / "config.json").write_text(json.dumps(shape))
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
+    """Makes a folder with the shape of a model of the large examples, a tokenizer, and no weights."""
+
+    def make(name):
+        folder = tmp_path_factory.mktemp("models") / name
+        chat_tokenizer(CHATML, "<|im_end|>").save_pretrained(folder)
+        shape = ARCHITECTURES[name][0] | {"max_position_embeddings": 131_072}
+        (folder / "config.json").write_text(json.dumps(shape))
+        (folder / "model.safetensors").write_bytes(b"")
+        return folder
+
+    return make
 
 
 @pytest.mark.parametrize("example", TRAINED, ids=lambda path: path.stem)
 def test_every_example_passes_the_checks_before_a_run(example, model, real_shape, tmp_path, monkeypatch):
     """On a machine of 2 TB, as H100s have; counting a 7B takes two seconds."""
     monkeypatch.setattr(footprint, "memory_bytes", lambda: 2e12)
-    sets = [f"train.model.path={model}"]
-    if load_run(example).train.device == "gpu":
+    sets, train = [f"train.model.path={model}"], load_run(example).train
+    if train.device == "gpu":
         problems = [json.dumps({"problem": f"{number} + 1", "answer": f"{number + 1}"}) for number in range(6000)]
         (tmp_path / "problems.jsonl").write_text("\n".join(problems))
-        sets = [f"train.model.path={real_shape}", f"train.task.settings.path={tmp_path / 'problems.jsonl'}"]
+        shape = real_shape(train.model.path.rpartition("/")[2])
+        sets = [f"train.model.path={shape}", f"train.task.settings.path={tmp_path / 'problems.jsonl'}"]
     config = load_run(example, sets)
     kinds.backend_of(check_run(config)).check(config)
     evaluation_task(config, task_of(config))
@@ -154,7 +159,7 @@ def test_a_teacher_that_cannot_teach(refuses, model, tmp_path, make, words):
 def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_shape):
     """The main example, with the real shape of its model and no weights, as on a machine without GPUs."""
     refuses(
-        f"train.model.path={real_shape}",
+        f"train.model.path={real_shape('Qwen2.5-7B')}",
         "train.trainer.activation_checkpointing=false",
         example=EXAMPLE.parent / "qwen7b_128_h100.toml",
         words=["train.trainer.activation_checkpointing must be true", "needs 128.0 GB a GPU"],
@@ -165,6 +170,12 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
     ("overrides", "words"),
     [
         (["train.task.name=no_such_module:Task"], "train.task.name "),
+        (["train.trainer.kind=fsdp2"], "train.trainer.zero_stage must be 3 with kind='fsdp2', got 2"),
+        (["train.trainer.expert_parallel=2"], "train.trainer.expert_parallel must be 1 with kind='deepspeed', got 2"),
+        (
+            ["train.trainer.kind=fsdp2", "train.trainer.zero_stage=3", "train.trainer.expert_parallel=2"],
+            "train.trainer.expert_parallel must be 1 for a model without experts that transformers fuses",
+        ),
         (
             ["scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.weight_update=keep"],
             "scheduler.kind='partial_rollouts' is for the simulator",

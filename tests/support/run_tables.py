@@ -120,9 +120,9 @@ EVERY_KEY: dict[str, Any] = {
             "value_coefficient": 0.5,
         },
         "trainer": {
-            "kind": "deepspeed", "zero_stage": 3, "pack_tokens": 2048, "sequence_parallel": 2,
-            "activation_checkpointing": True,
-            "start_timeout_s": 90.0, "step_timeout_s": 60.0, "collective_timeout_s": 30.0, "restarts": 1,
+            "kind": "deepspeed", "zero_stage": 3, "expert_parallel": 1, "pack_tokens": 2048, "sequence_parallel": 2,
+            "activation_checkpointing": True, "start_timeout_s": 90.0, "step_timeout_s": 60.0,
+            "collective_timeout_s": 30.0, "restarts": 1,
         },
         "placement_timeout_s": 30.0,
         "engine": {

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from backends.contract.engine import BATCH, FOLLOWING
-from backends.contract.trainer import samples
+from backends.contract.trainer import TrainerContract, samples
 from backends.interface import Sample, Weights
 from backends.lora import adapter_weights, add_adapters
 from backends.trainer.deepspeed.rank import DeepSpeedRank
@@ -23,6 +24,7 @@ from backends.trainer.packing import PackedRow, pack
 from backends.trainer.rank import TrainerRank
 from backends.trainer.settings import RankSettings
 from backends.trainer.step import learning_rate_factor, row_loss
+from backends.transfer.verify import checksums
 from pipelinerl.config.train import LoraConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.transport import FILE
 from pipelinerl.rl.config import LossConfig
@@ -58,6 +60,19 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
         "whole_parameter_elements": 0,
     }
     return RankSettings(**(given | changed))
+
+
+def trainer_contract(rank: type, folder: Path, *, num_ranks: int) -> TrainerContract:
+    """Return the contract of a trainer that Ray runs, of the model in a folder."""
+    from backends.ray.actors import RayTrainer
+
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    given = settings(folder, optimizer=optimizer, temperature=1.0, num_ranks=num_ranks)
+    return TrainerContract(
+        RayTrainer(rank, given, [{"num_cpus": 1}] * num_ranks),
+        lambda weights: checksums(load_file(path_of(weights)).items()),
+        folder / "trainer",
+    )
 
 
 def started(

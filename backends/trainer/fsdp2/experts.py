@@ -28,16 +28,14 @@ def experts_of(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
-def check_experts(config: RunConfig, model_config: Any) -> None:
+def check_experts(config: RunConfig, policy: Any) -> None:
     """Check that ranks and experts can be divided; else ``ConfigError``."""
-    from backends.trainer.footprint import on_meta
-
     each, ranks = config.train_table.trainer.expert_parallel, trainer_ranks(config)
-    numbers = {experts.num_experts for experts in experts_of(on_meta(model_config, torch.bfloat16))}
+    numbers = {experts.num_experts for experts in experts_of(policy)}
     if not numbers:
         raise ConfigError(
             "train.trainer.expert_parallel must be 1 for a model without experts that transformers fuses, "
-            f"model_type={model_config.model_type!r}, got {each}"
+            f"model_type={policy.config.model_type!r}, got {each}"
         )
     for what, number in (("ranks of the trainer", ranks), *(("experts of a layer", one) for one in sorted(numbers))):
         if number % each:

@@ -28,6 +28,8 @@ from backends.trainer.footprint import (  # noqa: E402
     check_trainable,
     footprint,
     host_memory,
+    of_deepspeed,
+    of_fsdp2,
     on_meta,
     pack_activations,
     recomputed_layers,
@@ -305,6 +307,20 @@ WHOLE = Share("here", 1e12, workers=4, ranks=4, leads=True)
 
 def run_of_8(*changed: str) -> Any:
     return run("cluster.accelerators=8", "cluster.generation_accelerators=4", *changed)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_ranks_of_fsdp2_have_their_share_of_experts_and_gather_the_rest_of_a_layer(shared: int) -> None:
+    """16 bytes of a parameter are spread over 4 ranks; of one layer 10 bytes are whole, of what is in none 4."""
+    config = run_of_8(f"train.trainer.expert_parallel={shared}")
+    other, own = (footprint(config, EXPERTS, one) for one in (of_deepspeed, of_fsdp2))
+    outside, experts = 2 * 1000 * 128 + 128, ROUTED / 3
+    layer = 3 * 128 * 128 + 2 * 128 + 2 * 32 + 8 * 128
+    assert own.states == 16 * (outside + 3 * (layer + experts)) / 4
+    published = 2 * (outside + 3 * (layer + experts)) / 4
+    assert own.workspace == 10 * (layer + experts / shared) + 4 * outside + published
+    moved = 2 * 2 * 2 * 128 * 16384 if shared > 1 else 0  # two experts of each token, there and back
+    assert own.activations == other.activations + moved
 
 
 @pytest.mark.parametrize(

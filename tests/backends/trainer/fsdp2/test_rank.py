@@ -42,7 +42,7 @@ from pipelinerl.rl.config import LossConfig  # noqa: E402
 
 pytestmark = MARKS
 MIXTURE = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }  # fmt: skip
@@ -175,7 +175,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixture = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MIXTURE))
     torch.nn.init.zeros_(mixture.model.layers[1].mlp.gate.weight)
     mixture.save_pretrained(folder / "mixture")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["deepspeed", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
     with pytest.MonkeyPatch.context() as patch, reserved_port("127.0.0.1") as held:
         patch.setenv("OMP_NUM_THREADS", "1")
         port = held.getsockname()[1]
