@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from refusals import message  # noqa: E402
 
 from backends.contract.trainer import samples  # noqa: E402
 from backends.trainer.attention import PACKED_ATTENTION, register_packed_attention  # noqa: E402
@@ -22,6 +23,7 @@ from backends.trainer.model import PolicyModel, recompute  # noqa: E402
 from backends.trainer.packing import PackedRow, pack  # noqa: E402
 from backends.trainer.sequence_parallel import (  # noqa: E402
     SequenceGroup,
+    check_sequence_parallel,
     over_ranks,
     spread,
 )
