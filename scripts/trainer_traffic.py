@@ -81,17 +81,15 @@ class Counted(TorchDispatchMode):
 
 
 def product_flop(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Return the FLOP of an operation; 0: it is no product. Attention of equal sequences, half of it masked."""
+    """Return the FLOP of an operation; 0: it is no product. Of attention, of equal sequences, half is masked."""
     name, formula = func._overloadpacket.__name__, flop_registry.get(func._overloadpacket)
-    if formula is not None:
-        return float(formula(*args, **kwargs, out_val=result))
     if name == "_grouped_mm":
         return 2.0 * args[0].numel() * args[1].shape[-1]
-    if name in {"_varlen_attn", "_varlen_attn_backward"}:  # two products, and five
-        backward = name.endswith("backward")
-        (query_NAD, longest), products = ((args[1], args[8]) if backward else (args[0], args[5])), 5 if backward else 2
-        return float(products * query_NAD.numel() * longest)
-    return 0.0
+    if name == "_varlen_attn":  # two products
+        return 2.0 * args[0].numel() * args[5]
+    if name == "_varlen_attn_backward":  # five
+        return 5.0 * args[1].numel() * args[8]
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
 
 @dataclass(frozen=True, slots=True)
