@@ -138,21 +138,26 @@ def needed(shape: dict[str, Any], *, fused: bool, ranks: int) -> int:
     return recomputed_layers(config, AutoConfig.for_model(**shape), MEMORY_BYTES)
 
 
+def row(name: str, ranks: int) -> str:
+    """Return the row of a model: of eager, then fused, all layers recomputed, then what memory needs."""
+    cells, layers = [name], MODELS[name]["num_hidden_layers"]
+    for fused in (False, True):
+        work = counted(MODELS[name], fused=fused)
+        for number in (layers, needed(MODELS[name], fused=fused, ranks=ranks)):
+            flop, num_bytes, seconds = work.of(layers, number)
+            cells.append(f"{number}: {flop / 1e12:.0f}/{num_bytes / 1e9:.0f}/{seconds:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--model", choices=MODELS, action="append")
     given = parser.parse_args(arguments)
-    print("| model | | recomputed layers | TFLOP | GB | seconds |\n|---|---|---|---|---|---|")
+    print("| layers: TFLOP/GB/s | eager, all | eager, needed | fused, all | fused, needed |\n|---|---|---|---|---|")
     for name in given.model or MODELS:
-        layers = MODELS[name]["num_hidden_layers"]
-        for fused in (False, True):
-            work = counted(MODELS[name], fused=fused)
-            for number in dict.fromkeys((layers, needed(MODELS[name], fused=fused, ranks=given.ranks))):
-                flop, num_bytes, seconds = work.of(layers, number)
-                row = (name, "fused" if fused else "eager", f"{number} of {layers}", f"{flop / 1e12:.0f}")
-                print("|", " | ".join((*row, f"{num_bytes / 1e9:.0f}", f"{seconds:.2f}")), "|")
+        print(row(name, given.ranks))
 
 
 if __name__ == "__main__":

@@ -47,24 +47,23 @@ def test_a_7b_moves_a_third_when_fused() -> None:
     assert everything[1] < 550
 
 
-@pytest.mark.slow(seconds=10)
-def test_the_table_of_the_page_is_what_is_counted() -> None:
+@pytest.mark.slow(seconds=8)
+def test_the_table_of_the_page_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many recomputed layers as it says: to count these takes minutes."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if {"eager", "fused"} & set(line.split(" | "))]
-    assert {row[0] for row in rows} == MODELS.keys()
-    works = {(name, way): counted(MODELS[name], fused=way == "fused") for name, way, *_ in rows}
-    for name, way, layers, *figures in rows:
-        recomputed, of = map(int, layers.split(" of "))
-        flop, num_bytes, seconds = works[name, way].of(of, recomputed)
-        assert figures == [f"{flop / 1e12:.0f}", f"{num_bytes / 1e9:.0f}", f"{seconds:.2f}"]
+    for name in MODELS:
+        (line,) = (line for line in lines if line.startswith(f"| {name} | "))
+        layers = {way: int(line.split("|")[cell].split(":")[0]) for way, cell in ((False, 3), (True, 5))}
+        monkeypatch.setattr(trainer_traffic, "needed", lambda *_, fused, ranks, layers=layers: layers[fused])
+        assert trainer_traffic.row(name, ranks=32) == line
 
 
-def test_the_script_prints_a_row_for_all_layers_and_for_those_that_memory_needs(
+def test_the_script_prints_a_row_for_each_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = MODELS["Qwen2.5-1.5B"] | {"num_hidden_layers": 3, "vocab_size": 1000}
     monkeypatch.setitem(MODELS, "Qwen2.5-1.5B", small)
     monkeypatch.setattr(trainer_traffic, "needed", lambda *_, fused, ranks: ranks - fused)
     trainer_traffic.main(["--model", "Qwen2.5-1.5B", "--ranks", "2"])
-    cells = [line.split(" | ")[1:3] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert cells == [["eager", "3 of 3"], ["eager", "2 of 3"], ["fused", "3 of 3"], ["fused", "1 of 3"]]
+    cells = capsys.readouterr().out.splitlines()[2].split(" | ")
+    assert [cell.split(":")[0] for cell in cells[1:]] == ["3", "2", "3", "1"]
