@@ -126,6 +126,7 @@ def pack_activations(
     Weights and gradients do not count, but for the gradients of one layer. ``policy`` is best on ``meta``.
     """
     recompute(policy, checkpointing)
+    live: LiveBytes
     device = policy.device
     compiler = (lambda function: lambda *args: live.as_one(function, *args)) if fused else None
     model = PolicyModel(policy, temperature=1.0, value_head=value_head, compiler=compiler).to(device)

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
 from backends.trainer.deepspeed.zero import gathered_parameters, split
-from backends.trainer.fused import Compiler, fuse, fused_softmax
+from backends.trainer.fused import Compiler, fuse
 from backends.trainer.packing import PackedRow
 from pipelinerl.rl.losses import Softmax, token_logprobs
 
@@ -58,8 +58,7 @@ class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
 
     def forward(self, hidden_MH: torch.Tensor, answer_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob_M and entropy_M (nats), float32; see ``token_logprobs``."""
-        settings = {"temperature": self._temperature, "softmax": self._softmax}
-        return token_logprobs(hidden_MH, self.weight, answer_M, **settings)
+        return token_logprobs(hidden_MH, self.weight, answer_M, temperature=self._temperature, softmax=self._softmax)
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -73,10 +72,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         ``compiler``: of ``fuse``. None: every operation by itself.
         """
         super().__init__()
-        softmax = None
-        if compiler is not None:
-            fuse(policy, compiler)
-            softmax = fused_softmax(compiler)
+        softmax = None if compiler is None else fuse(policy, compiler)
         self.policy = policy
         self.value_head: torch.nn.Linear | None = None
         head = OutputLayer(policy.get_output_embeddings(), temperature=temperature, softmax=softmax)

@@ -120,6 +120,7 @@ EVERY_KEY: dict[str, Any] = {
         "trainer": {
             "kind": "deepspeed", "zero_stage": 3, "pack_tokens": 2048, "activation_checkpointing": True,
             "start_timeout_s": 90.0, "step_timeout_s": 60.0, "collective_timeout_s": 30.0, "restarts": 1,
+            "fused": True,
         },
         "placement_timeout_s": 30.0,
         "engine": {
