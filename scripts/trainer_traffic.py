@@ -145,7 +145,7 @@ def row(name: str, ranks: int) -> str:
         work = counted(MODELS[name], fused=fused)
         for number in (layers, needed(MODELS[name], fused=fused, ranks=ranks)):
             flop, num_bytes, seconds = work.of(layers, number)
-            cells.append(f"{number}: {flop / 1e12:.0f}/{num_bytes / 1e9:.0f}/{seconds:.2f}")
+            cells.append(f"{number}:{flop / 1e12:.0f}/{num_bytes / 1e9:.0f}/{seconds:.2f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--model", choices=MODELS, action="append")
     given = parser.parse_args(arguments)
-    print("| layers: TFLOP/GB/s | eager, all | eager, needed | fused, all | fused, needed |\n|---|---|---|---|---|")
+    print("| layers:TFLOP/GB/s | eager | needed | fused | needed |\n|---|---|---|---|---|")
     for name in given.model or MODELS:
         print(row(name, given.ranks))
 

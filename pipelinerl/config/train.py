@@ -88,7 +88,7 @@ class TrainerConfig(StrictModel):
     activation_checkpointing: Layers = True
     """Layers recomputed in the backward pass. true: as many as GPU memory needs; CPU: all."""
     fused: bool | None = None
-    """Compile norms, rotary embeddings, SwiGLU and softmax, each to one pass over memory. None: on GPUs."""
+    """Compile norms, RoPE, SwiGLU, softmax to one pass over memory each. None: on GPUs."""
     start_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds for all ranks to load the model."""
     step_timeout_s: float = Field(default=3600.0, gt=0)
