@@ -27,13 +27,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from trainer_traffic import Counted
 
 from backends.interface import Sample
 from backends.measure import bench
 from backends.tiny_model import make_tiny_model, make_tokenizer
 from backends.trainer.attention import register_packed_attention
+from backends.trainer.fused import compiled
 from backends.trainer.model import PolicyModel, recompute
 from backends.trainer.packing import PackedRow, pack
 from backends.trainer.step import row_loss
@@ -103,42 +103,27 @@ def passes(model: PolicyModel, row: PackedRow) -> None:
     parts["policy_loss"].backward()
 
 
-class Counted(TorchDispatchMode):
-    """Counts the FLOP of products, and the bytes that all else, kernels of attention too, reads and writes."""
-
-    flop = moved_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flop += formula(*args, **(kwargs or {}), out_val=result)
-        elif not any(one.alias_info and not one.alias_info.is_write for one in func._schema.arguments):  # no view
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
-            tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
-            self.moved_bytes += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors)
-        return result
-
-
 def train(sizes: Sizes, _: Path) -> dict[str, Any]:
-    """Measure passes with 0, half and all layers recomputed, and compiled, against what they count."""
-    policy = new_policy(sizes.large, num_hidden_layers=sizes.large[2] // 2)
-    model, row = PolicyModel(policy, temperature=1.0, value_head=False), row_of(sizes)
-    work, layers = partial(passes, model, row), policy.base_model.layers
-    with Counted() as counted:
-        work()
-    result = {"tokens": len(row.token_N), "flop": counted.flop, "moved_bytes": counted.moved_bytes}
-    if ON_GPU and (gpu := gpu_of_device(torch.cuda.get_device_name())) is not None:
-        result["roofline_s"] = counted.flop / gpu.bf16_flops + counted.moved_bytes / gpu.bandwidth
-    for number in (len(layers), len(layers) // 2, 0):
-        recompute(policy, number)
-        if ON_GPU:
-            torch.cuda.reset_peak_memory_stats()
-        with contextlib.suppress(torch.OutOfMemoryError):
-            result[f"recomputed_{number}_s"] = BENCH.seconds(work)
-            result[f"recomputed_{number}_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    for layer in layers:
-        layer.compile(backend="inductor" if ON_GPU else "eager")
-    return result | {"compiled_s": BENCH.seconds(work)}
+    """Measure passes with 0, half and all layers recomputed, eager and fused, against what they count."""
+    result: dict[str, Any] = {}
+    for name, compiler in (("eager", None), ("fused", compiled if ON_GPU else lambda function: function)):
+        policy = new_policy(sizes.large, num_hidden_layers=sizes.large[2] // 2)
+        model, row = PolicyModel(policy, temperature=1.0, value_head=False, compiler=compiler), row_of(sizes)
+        work, layers = partial(passes, model, row), len(policy.base_model.layers)
+        if compiler is None:
+            with Counted() as counted:
+                work()
+            result |= {"tokens": len(row.token_N), "flop": counted.flop, "moved_bytes": counted.moved_bytes}
+            if ON_GPU and (gpu := gpu_of_device(torch.cuda.get_device_name())) is not None:
+                result["roofline_s"] = counted.flop / gpu.bf16_flops + counted.moved_bytes / gpu.bandwidth
+        for number in (layers, layers // 2, 0):
+            recompute(policy, number)
+            if ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+            with contextlib.suppress(torch.OutOfMemoryError):
+                result[f"{name}_{number}_s"] = BENCH.seconds(work)
+                result[f"{name}_{number}_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return result
 
 
 def delta(sizes: Sizes, _: Path) -> dict[str, Any]:

@@ -81,17 +81,15 @@ class Counted(TorchDispatchMode):
 
 
 def product_flop(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Return the FLOP of an operation; 0: it is no product. Attention of equal sequences, half of it masked."""
+    """Return the FLOP of an operation; 0: it is no product. Of attention, of equal sequences, half is masked."""
     name, formula = func._overloadpacket.__name__, flop_registry.get(func._overloadpacket)
-    if formula is not None:
-        return float(formula(*args, **kwargs, out_val=result))
     if name == "_grouped_mm":
         return 2.0 * args[0].numel() * args[1].shape[-1]
-    if name in {"_varlen_attn", "_varlen_attn_backward"}:  # two products, and five
-        backward = name.endswith("backward")
-        (query_NAD, longest), products = ((args[1], args[8]) if backward else (args[0], args[5])), 5 if backward else 2
-        return float(products * query_NAD.numel() * longest)
-    return 0.0
+    if name == "_varlen_attn":  # two products
+        return 2.0 * args[0].numel() * args[5]
+    if name == "_varlen_attn_backward":  # five
+        return 5.0 * args[1].numel() * args[8]
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +138,26 @@ def needed(shape: dict[str, Any], *, fused: bool, ranks: int) -> int:
     return recomputed_layers(config, AutoConfig.for_model(**shape), MEMORY_BYTES)
 
 
+def row(name: str, ranks: int) -> str:
+    """Return the row of a model: of eager, then fused, all layers recomputed, then what memory needs."""
+    cells, layers = [name], MODELS[name]["num_hidden_layers"]
+    for fused in (False, True):
+        work = counted(MODELS[name], fused=fused)
+        for number in (layers, needed(MODELS[name], fused=fused, ranks=ranks)):
+            flop, num_bytes, seconds = work.of(layers, number)
+            cells.append(f"{number}:{flop / 1e12:.0f}/{num_bytes / 1e9:.0f}/{seconds:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--model", choices=MODELS, action="append")
     given = parser.parse_args(arguments)
-    print("| model | | recomputed layers | TFLOP | GB | seconds |\n|---|---|---|---|---|---|")
+    print("| layers:TFLOP/GB/s | eager | needed | fused | needed |\n|---|---|---|---|---|")
     for name in given.model or MODELS:
-        layers = MODELS[name]["num_hidden_layers"]
-        for fused in (False, True):
-            work = counted(MODELS[name], fused=fused)
-            for number in dict.fromkeys((layers, needed(MODELS[name], fused=fused, ranks=given.ranks))):
-                flop, num_bytes, seconds = work.of(layers, number)
-                row = (name, "fused" if fused else "eager", f"{number} of {layers}", f"{flop / 1e12:.0f}")
-                print("|", " | ".join((*row, f"{num_bytes / 1e9:.0f}", f"{seconds:.2f}")), "|")
+        print(row(name, given.ranks))
 
 
 if __name__ == "__main__":

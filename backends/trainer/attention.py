@@ -8,7 +8,6 @@ wait for the GPU.
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +46,6 @@ def check_kernel(device: torch.device) -> None:
         )
 
 
-@cache
 def hopper_kernel(device: torch.device) -> Any:
     """Return FlashAttention 3 for sequences of variable length, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:

@@ -132,18 +132,13 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     run = torch.compile(function, backend=backend, dynamic=False)
 
     def on_rows(*arguments: Any) -> Any:
-        arguments = tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in arguments)
-        for one in arguments:
+        own = [one.detach() if isinstance(one, torch.Tensor) else one for one in arguments]
+        for one in own:
             if isinstance(one, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(one, 0)
-        return run(*arguments)
+        return run(*own)
 
     return on_rows
-
-
-def fused_softmax(compiler: Compiler = compiled) -> Softmax:
-    """Return the softmax of the output layer: of logits in the type of the weights, which it writes over."""
-    return Softmax(compiler(chunk_logprobs), compiler(chunk_gradient), CHUNK_TOKENS, num_kept=1)
 
 
 def check_compiler(device: Literal["cpu", "gpu"]) -> None:
@@ -171,7 +166,7 @@ class _OnePass(torch.autograd.Function):  # type: ignore[misc]  # torch is Any t
 
 
 def _norm_method(compiler: Compiler) -> Callable[..., Any]:
-    forward, by_input, by_weight = map(compiler, (norm, norm_gradient, norm_weight_gradient))
+    forward, by_input, by_weight = compiler(norm), compiler(norm_gradient), compiler(norm_weight_gradient)
 
     def gradient(upstream_RH: Any, x_RH: Any, weight_H: Any, factor_R1: Any) -> Any:
         return by_input(upstream_RH, x_RH, weight_H[None], factor_R1), by_weight(upstream_RH, x_RH, factor_R1)
@@ -188,7 +183,7 @@ def _norm_method(compiler: Compiler) -> Callable[..., Any]:
 
 
 def _gated_method(compiler: Compiler) -> Callable[..., Any]:
-    forward, backward = map(compiler, (gated, gated_gradient))
+    forward, backward = compiler(gated), compiler(gated_gradient)
 
     def method(self: Any, x: torch.Tensor) -> Any:
         pair = (one.reshape(-1, one.shape[-1]) for one in (self.gate_proj(x), self.up_proj(x)))
@@ -199,31 +194,26 @@ def _gated_method(compiler: Compiler) -> Callable[..., Any]:
 
 
 def _halves_method(compiler: Compiler) -> Callable[..., Any]:
-    forward, backward = map(compiler, (gated_halves, gated_halves_gradient))
-    return lambda _, pair: _OnePass.apply(
-        lambda pair: (forward(pair), (pair,)), lambda *given: (backward(*given),), pair
-    )
+    forward, backward = compiler(gated_halves), compiler(gated_halves_gradient)
+    function, gradient = lambda pair: (forward(pair), (pair,)), lambda *given: (backward(*given),)
+    return lambda _, pair: _OnePass.apply(function, gradient, pair)
 
 
 def _rotary(compiler: Compiler) -> Callable[..., Any]:
-    forward, backward = map(compiler, (rotated, rotated_gradient))
+    forward, backward = compiler(rotated), compiler(rotated_gradient)
 
     def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        both = (one.squeeze(0).transpose(0, 1).contiguous() for one in (q, k))
-        turned = _OnePass.apply(
-            lambda *given: (forward(*given), given[2:]),
-            lambda *given: (*backward(*given), None, None),
-            *both, cos.squeeze(0), sin.squeeze(0),
-        )  # fmt: skip
-        return tuple(one.transpose(0, 1)[None] for one in turned)
+        given = *(one.squeeze(0).transpose(0, 1).contiguous() for one in (q, k)), cos.squeeze(0), sin.squeeze(0)
+        function, gradient = lambda *given: (forward(*given), given[2:]), lambda *given: (*backward(*given), None, None)
+        return tuple(one.transpose(0, 1)[None] for one in _OnePass.apply(function, gradient, *given))
 
     return rotate
 
 
-def fuse(policy: Any, compiler: Compiler = compiled) -> None:
-    """Have modules of a policy, of rows without padding, do in one pass what is above; others stay, with a warning.
+def fuse(policy: Any, compiler: Compiler = compiled) -> Softmax:
+    """Have modules of a policy do in one pass what is above; return the output layer's softmax. Rows have no padding.
 
-    They are known by results: on random numbers their class and ours agree.
+    Modules are known by results: on random numbers their class and ours agree. Others stay, with a warning.
     """
     rotate, examples = _rotary(compiler), {type(module): module for module in policy.modules()}
     methods = {kind: _fused_method(kind, one, compiler, rotate) for kind, one in examples.items()}
@@ -233,6 +223,7 @@ def fuse(policy: Any, compiler: Compiler = compiled) -> None:
     for module in policy.modules():
         for name, method in methods[type(module)].items():
             setattr(module, name, MethodType(method, module))
+    return Softmax(compiler(chunk_logprobs), compiler(chunk_gradient), CHUNK_TOKENS, num_kept=1)
 
 
 def _fused_method(kind: Any, example: Any, compiler: Compiler, rotate: Callable[..., Any]) -> dict[str, Any]:
@@ -245,20 +236,16 @@ def _fused_method(kind: Any, example: Any, compiler: Compiler, rotate: Callable[
     stand_in.down_proj = torch.nn.Identity()
     vars(stand_in).update({name: getattr(example, name, None) for name in ("variance_epsilon", "act_fn")})
     for name, make in (("forward", _norm_method), ("forward", _gated_method), ("_apply_gate", _halves_method)):
-        if _agree(getattr(kind, name, None), make(_as_it_is), stand_in, numbers):
+        if _agree(getattr(kind, name, None), make(lambda function: function), stand_in, numbers):
             return {name: make(compiler)}
     forward = kind.forward
     if ROTARY in getattr(getattr(forward, "__code__", None), "co_names", ()):
         given = (numbers, numbers[:, :1], angle.cos(), angle.sin())
-        if _agree(forward.__globals__[ROTARY], _rotary(_as_it_is), *given):
+        if _agree(forward.__globals__[ROTARY], _rotary(lambda function: function), *given):
             named = forward.__globals__ | {ROTARY: rotate}
             method = FunctionType(forward.__code__, named, forward.__name__, forward.__defaults__, forward.__closure__)
             return {"forward": method}
     return {}
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 def _agree(theirs: Any, ours: Callable[..., Any], *given: Any) -> bool:

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from backends.lora import adapter_weights, add_adapters, save_folded
 from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
-from backends.trainer.fused import Compiler, fuse, fused_softmax
+from backends.trainer.fused import Compiler, fuse
 from backends.trainer.packing import PackedRow
 from pipelinerl.rl.losses import Softmax, token_logprobs
 
@@ -99,10 +99,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         ``compiler``: of ``fuse``. None: every operation by itself.
         """
         super().__init__()
-        softmax = None
-        if compiler is not None:
-            fuse(policy, compiler)
-            softmax = fused_softmax(compiler)
+        softmax = None if compiler is None else fuse(policy, compiler)
         self.policy = policy
         self.sharding: Sharding = Unsplit()
         self.value_head: torch.nn.Linear | None = None

@@ -103,7 +103,7 @@ class TrainerConfig(StrictModel):
     router_replay: bool = False
     """Route each token of a mixture to the experts that the engine used. GPUs only."""
     fused: bool | None = None
-    """Compile norms, rotary embeddings, SwiGLU and softmax, each to one pass over memory. None: on GPUs."""
+    """Compile norms, RoPE, SwiGLU, softmax to one pass over memory each. None: on GPUs."""
     start_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds for all ranks to load the model."""
     step_timeout_s: float = Field(default=3600.0, gt=0)

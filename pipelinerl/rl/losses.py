@@ -82,7 +82,7 @@ class Softmax:
     gradient: Callable[..., torch.Tensor]
     """Of logits_CV, token_C, scale_C, temperature, and what was kept: (1[v = token] - softmax_v) scale."""
     chunk_tokens: int
-    num_kept: int
+    num_kept: int = 0
 
 
 def token_logprobs(
@@ -120,7 +120,7 @@ def token_logprobs(
     _check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", tuple(token_N.shape))
     _check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
     _check(temperature > 0, "temperature must be above 0", temperature)
-    softmax = softmax or Softmax(_logprobs, _gradient, CHUNK_TOKENS, num_kept=0)
+    softmax = softmax or Softmax(_logprobs, _gradient, CHUNK_TOKENS)
     logprob_N, entropy_N = _OutputLayer.apply(hidden_NH, weight_VH, token_N, (temperature, softmax))
     return logprob_N, entropy_N
 
@@ -132,9 +132,7 @@ def _logprobs(logits_CV: torch.Tensor, token_C: torch.Tensor, temperature: float
     return logits_CV.gather(1, token_C[:, None])[:, 0], entropy_C
 
 
-def _gradient(
-    logits_CV: torch.Tensor, token_C: torch.Tensor, scale_C: torch.Tensor, temperature: float
-) -> torch.Tensor:
+def _gradient(logits_CV: torch.Tensor, token_C: torch.Tensor, scale_C: torch.Tensor, temperature: float) -> Any:
     dtype, scale_C1 = logits_CV.dtype, scale_C[:, None]
     logits_CV = logits_CV.to(scale_C.dtype).div_(temperature).softmax(-1)
     return logits_CV.mul_(-scale_C1).scatter_add_(1, token_C[:, None], scale_C1).to(dtype)
@@ -145,11 +143,7 @@ class _OutputLayer(torch.autograd.Function):  # type: ignore[misc]  # torch is A
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        token_N: torch.Tensor,
-        settings: tuple[float, Softmax],
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor, settings: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.settings = temperature, softmax = settings
         precise = torch.promote_types(hidden_NH.dtype, torch.float32)

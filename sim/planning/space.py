@@ -60,6 +60,7 @@ NOT_SEARCHED = {
     "train.trainer.zero_stage": _TRAINER,
     "train.trainer.pack_tokens": _TRAINER,
     "train.trainer.activation_checkpointing": _TRAINER,
+    "train.trainer.fused": "not modelled",
     "train.transport": "`delta` stops neither side for long; the others are for where it cannot be had",
     "train.engine.gpu_memory_utilization": "set it as high as your engines bear",
     "hardware": "given, and drawn where it is not measured",

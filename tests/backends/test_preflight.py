@@ -162,7 +162,7 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
         f"train.model.path={real_shape('Qwen2.5-7B')}",
         "train.trainer.activation_checkpointing=false",
         example=EXAMPLE.parent / "qwen7b_128_h100.toml",
-        words=["train.trainer.activation_checkpointing must be true", "needs 128.0 GB a GPU"],
+        words=["train.trainer.activation_checkpointing must be true", "needs 98.2 GB a GPU"],
     )
 
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 INSIDE_FUNCTIONS = {
     "pipelinerl": {"pandas", "datasets", "math_verify"},
     "sim": {"ray"},
-    "backends": {"verifiers", "aiohttp", "websockets", "huggingface_hub"},
+    "backends": {"verifiers", "aiohttp", "websockets", "huggingface_hub", "flash_attn_interface"},
 }
 """Optional packages, imported only inside the functions that use them."""
 TORCH_OF_THE_CORE = tuple(f"pipelinerl/rl/{name}.py" for name in ("losses", "tensor_checks", "token_logprobs"))

@@ -121,8 +121,8 @@ EVERY_KEY: dict[str, Any] = {
         },
         "trainer": {
             "kind": "deepspeed", "zero_stage": 3, "expert_parallel": 1, "pack_tokens": 2048, "sequence_parallel": 2,
-            "activation_checkpointing": True, "start_timeout_s": 90.0, "step_timeout_s": 60.0,
-            "collective_timeout_s": 30.0, "restarts": 1,
+            "activation_checkpointing": True, "fused": True, "router_replay": False, "start_timeout_s": 90.0,
+            "step_timeout_s": 60.0, "collective_timeout_s": 30.0, "restarts": 1,
         },
         "placement_timeout_s": 30.0,
         "engine": {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +14,7 @@ pytest.importorskip("transformers")
 from refusals import message  # noqa: E402
 
 from backends.check.machine_rows import ATTENTION_ERROR  # noqa: E402
+from backends.trainer import attention as module  # noqa: E402
 from backends.trainer import self_test  # noqa: E402
 from backends.trainer.attention import check_kernel, packed_attention  # noqa: E402
 
@@ -78,3 +83,42 @@ def test_attention_that_crosses_a_boundary_is_seen(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(self_test, "packed_attention", crosses)
     assert self_test.attention_error(CPU, torch.float32) > ATTENTION_ERROR["gpu"]
+
+
+@pytest.mark.parametrize("releases", ["out", "out and sums"])
+def test_flash_attention_3_gets_what_torchs_kernel_gets(monkeypatch: pytest.MonkeyPatch, releases: str) -> None:
+    """A stand-in that computes as the CPU does; values are as wide as queries, as the kernel needs them."""
+    seen: dict[str, object] = {}
+
+    def flash_attn_varlen_func(*given: Any, **named: Any) -> Any:
+        query, key, value, boundary, keys_boundary, longest, keys_longest = given
+        seen.update(named, longest=longest, shapes=[tuple(one.shape) for one in (query, key, value)])
+        assert boundary is keys_boundary
+        assert longest == keys_longest
+        heads = tuple(one.transpose(0, 1)[None] for one in (query, key, value))
+        window = named["window_size"][0] + 1
+        out = module._one_by_one(heads, boundary, named["softmax_scale"], window or None)[0]
+        return out if releases == "out" else (out, None)
+
+    expected = attention(*tensors(6), scaling=0.3, sliding_window=3)
+    stand_in = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kernel = module.hopper_kernel(torch.device("cuda:0"))
+    assert kernel is flash_attn_varlen_func
+    monkeypatch.setattr(module, "hopper_kernel", lambda _: kernel)
+    torch.testing.assert_close(attention(*tensors(6), scaling=0.3, sliding_window=3), expected, rtol=1e-12, atol=1e-12)
+    assert seen == {
+        "softmax_scale": 0.3, "causal": True, "window_size": (2, 0), "longest": 7,
+        "shapes": [(12, 4, 8), (12, 2, 8), (12, 2, 8)],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("capability", "installed"), [((8, 0), True), ((10, 0), True), ((9, 0), False)])
+def test_flash_attention_3_is_for_hopper_and_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], installed: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace() if installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert module.hopper_kernel(torch.device("cuda:0")) is None
+    assert module.hopper_kernel(CPU) is None

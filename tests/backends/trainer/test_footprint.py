@@ -78,8 +78,13 @@ def test_live_bytes_are_of_the_tensors_that_live() -> None:
 def test_a_7b_without_checkpointing_of_activations_is_refused_with_the_key_and_the_figure(qwen7b: Any) -> None:
     """Activations: 108.9 GB by a count of its own, with all logits; without them (5.0 GB) 103.9, and 3.9 GB more in
     the backward pass; the weights of 28 layers, 13.1. Workspace: 5.3, and one part of 80 of the published weights, 0.2.
+    Fused, 72.9 GB of layers (158,840 bytes a token in each), their weights, and 5.0 for the output layer: a chunk's
+    logits 1.2, gradients of weights in float32 and of the chunk 3.3, hidden states and their gradients 0.5.
     """
-    says = message(check_memory, run("train.trainer.activation_checkpointing=false"), qwen7b)
+    config = run("train.trainer.activation_checkpointing=false")
+    assert "needs 98.2 GB a GPU (activations 91.0, states 1.7, workspace 5.5)" in message(check_memory, config, qwen7b)
+    config = run("train.trainer.activation_checkpointing=false", "train.trainer.fused=false")
+    says = message(check_memory, config, qwen7b)
     assert says.startswith("train.trainer.activation_checkpointing must be true, got activation_checkpointing=false: ")
     needs = "needs 128.0 GB a GPU (activations 120.8, states 1.7, workspace 5.5); of the 86 GB of hardware.gpu='H100'"
     assert needs in says
@@ -143,22 +148,28 @@ def test_deltas_keep_each_ranks_part_of_the_published_weights() -> None:
     assert by["delta"].workspace - by["broadcast"].workspace == pytest.approx(2 * num / 8)
 
 
+def recomputed(fused: bool) -> list[Any]:
+    """Return what is needed, by the number of layers."""
+    config, small = run("train.trainer.pack_tokens=500"), transformers.Qwen2Config(**SMALL)
+    return [footprint(config, small, activation_checkpointing=number, fused=fused) for number in range(4)]
+
+
 @pytest.fixture(scope="module")
 def recomputing() -> list[Any]:
-    """By the number of layers."""
-    config, small = run("train.trainer.pack_tokens=500"), transformers.Qwen2Config(**SMALL)
-    return [footprint(config, small, activation_checkpointing=number) for number in range(4)]
+    return recomputed(fused=False)
 
 
 def test_each_layer_that_is_not_recomputed_keeps_as_much_more(recomputing: list[Any]) -> None:
     """Numbers of a token: four hidden states, queries and attention's output, keys and values, and four in the
     feed-forward part, of 2 bytes; inputs of two norms in float32; of 4 bytes one sum for each of 4 heads and 2 norms;
     less the layer's input. Attention's kernel keeps 16 bytes, which draw its dropout. The layer's weights, gathered.
+    Fused: three in the feed-forward part, and nothing in float32; with all recomputed another moment is the peak.
     """
-    counts = [one.activations for one in recomputing]
-    token = 2 * (4 * 128 + 2 * 128 + 2 * 64 + 4 * 256) + 4 * (2 * 128 + 4 + 2) - 2 * 128
     weights = 128 * (2 * 128 + 128 + 3 * 256 + 2) + 256
-    assert [before - after for before, after in pairwise(counts)] == [500 * token + 16 + 2 * weights] * 3
+    for needs, feed_forward, exact, layers in ((recomputing, 4, 2 * 128, 3), (recomputed(fused=True)[:3], 3, 0, 2)):
+        counts = [one.activations for one in needs]
+        token = 2 * (4 * 128 + 2 * 128 + 2 * 64 + feed_forward * 256) + 4 * (exact + 4 + 2) - 2 * 128
+        assert [before - after for before, after in pairwise(counts)] == [500 * token + 16 + 2 * weights] * layers
 
 
 def test_no_more_layers_are_recomputed_than_memory_needs(

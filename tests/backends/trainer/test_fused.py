@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm  # noqa: E402
 
 from backends.trainer import fused as module  # noqa: E402
 from backends.trainer.attention import register_packed_attention  # noqa: E402
-from backends.trainer.fused import check_compiler, compiled, fuse, fused_softmax  # noqa: E402
+from backends.trainer.fused import check_compiler, compiled, fuse  # noqa: E402
 from backends.trainer.model import PolicyModel, recompute  # noqa: E402
 from pipelinerl.rl.losses import token_logprobs  # noqa: E402
 
@@ -172,7 +172,7 @@ def test_the_output_layer_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int,
     torch.manual_seed(0)
     hidden_NH, weight_VH = (torch.randn(rows, 8, dtype=torch.float64).to(dtype).requires_grad_() for rows in (11, 30))
     token_N, both = torch.randint(30, (11,)), []
-    for softmax in (fused_softmax(as_it_is), None):
+    for softmax in (fuse(torch.nn.Identity(), as_it_is), None):
         logprob_N, entropy_N = token_logprobs(hidden_NH, weight_VH, token_N, temperature=0.7, softmax=softmax)
         assert not entropy_N.requires_grad
         loss = (torch.linspace(-2, 3, 11) * logprob_N).sum()
@@ -184,7 +184,7 @@ def test_the_output_layer_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int,
 
 def test_high_logits_are_stable_and_a_sure_token_keeps_its_digits() -> None:
     weight_VH = torch.tensor([[1e4, 60.0], [1e4, 50.0], [-1e4, 50.0]], requires_grad=True)
-    softmax = fused_softmax(as_it_is)
+    softmax = fuse(torch.nn.Identity(), as_it_is)
     logprob_N, entropy_N = token_logprobs(
         torch.eye(2), weight_VH, torch.tensor([0, 0]), temperature=1.0, softmax=softmax
     )

@@ -234,6 +234,22 @@ def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -
         train(rank, samples())
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_functions_change_nothing(model_path: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that are split, one of them recomputed; nine functions, compiled once for rows of any length.
+
+    Without the last stage of the compiler, which calls one of C++.
+    """
+    module = backends.trainer.deepspeed.rank
+    monkeypatch.setattr(module, "check_compiler", lambda _: None)
+    monkeypatch.setattr(module, "compiled", partial(module.compiled, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=1, fused=True)
+    check_trains_as(plain, started(model_path, trainer=trainer))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 9
+
+
 def test_activation_checkpointing_changes_nothing(model_path: Path, plain: Plain) -> None:
     trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=1)
     rank = started(model_path, trainer=trainer)
