@@ -82,7 +82,7 @@ EVERY_KEY: dict[str, Any] = {
         "loss": {
             "kind": "cispo", "truncation": 2.0, "clip_low": 0.1, "clip_high": 0.3,
             "mask": "geometric", "mask_low": 0.9, "mask_high": 2.2, "kl_coefficient": 0.0,
-            "value_coefficient": 0.0,
+            "value_coefficient": 0.0, "teacher": None,
         },
         "warm_start": {"steps": 7, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
     },
@@ -96,15 +96,14 @@ EVERY_KEY: dict[str, Any] = {
     "plan": {
         "schedulers": ["pipeline", "one_step_off"], "generation_accelerators": [2, 4], "tensor_parallel": [1, 2],
         "generation_batch_size": [8, 16], "optimizer_steps_per_rl_step": [2, 4], "publish_every": [1, 2],
-        "environments": [4, 8],
-        "sequence_parallel": [1, 2], "train_batch_size": [16], "ready_queue_size": [32], "max_lag": [0, 4],
-        "lag_limit": 8,
+        "environments": [4, 8], "sequence_parallel": [1, 2], "train_batch_size": [16], "ready_queue_size": [32],
+        "max_lag": [0, 4], "lag_limit": 8,
         "mean_lag_limit": 3.5, "min_ess": 0.5, "gpu_hours": 100.0, "budget": 300.0, "risk": "averse", "simulate": 4,
         "simulate_steps": 10,
     },
     "train": {
         "device": "cpu", "ray_address": "auto", "transport": "file", "weights_folder": "/dev/shm",
-        "model": {"path": "/models/tiny", "chat_template": False},
+        "model": {"path": "/models/tiny", "chat_template": False}, "lora": {"rank": 8, "alpha": 16},
         "task": {
             "name": "arithmetic", "settings": {"largest_operand": 9}, "max_prompt_tokens": 16, "overlong_tokens": 4,
             "reward_timeout_s": 5.0, "reward_workers": 2,
@@ -117,7 +116,7 @@ EVERY_KEY: dict[str, Any] = {
         "loss": {
             "kind": "ppo", "truncation": 2.0, "clip_low": 0.1, "clip_high": 0.3,
             "mask": "token", "mask_low": 0.25, "mask_high": 4.0, "kl_coefficient": 0.01,
-            "value_coefficient": 0.5,
+            "value_coefficient": 0.5, "teacher": None,
         },
         "trainer": {
             "kind": "deepspeed", "zero_stage": 3, "expert_parallel": 1, "pack_tokens": 2048, "sequence_parallel": 2,

@@ -40,7 +40,13 @@ def test_a_run_file_gives_what_it_says_and_the_defaults(tmp_path: Path) -> None:
 def test_every_key_is_read_as_written() -> None:
     for decode in DECODES:
         data = {**EVERY_KEY, "hardware": {**EVERY_KEY["hardware"], "decode": decode}}
-        assert parse_run(data).model_dump(mode="json", exclude_none=True) == data
+        assert parse_run(data).model_dump(mode="json", exclude_none=True) == as_given(data)
+
+
+def as_given(table: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the keys that exclude others, which are None."""
+    rows = {key: value for key, value in table.items() if value is not None}
+    return {key: as_given(value) if isinstance(value, dict) else value for key, value in rows.items()}
 
 
 def test_every_key_of_the_configuration_is_in_this_test() -> None:
