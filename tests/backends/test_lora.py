@@ -6,6 +6,7 @@ import asyncio
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from needs import need
@@ -165,11 +166,14 @@ ignore = pytest.mark.filterwarnings("ignore")
 
 @real
 @ignore
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3, None])
 def test_a_rank_trains_adapters_as_plain_torch_does_and_goes_on_from_its_checkpoint(
-    model_path: Path, tmp_path: Path, zero_stage: int
+    model_path: Path, tmp_path: Path, zero_stage: int | None
 ) -> None:
-    """The rounding counts fivefold: at first B is 0, so the gradient of A is tiny, and Adam divides by its size."""
+    """None: FSDP2, whose checkpoint DeepSpeed reads.
+
+    The rounding counts fivefold: at first B is 0, so the gradient of A is tiny, and Adam divides by its size.
+    """
     need("deepspeed")
     from tiny_trainer import (
         ROUNDING,
@@ -182,8 +186,12 @@ def test_a_rank_trains_adapters_as_plain_torch_does_and_goes_on_from_its_checkpo
         train,
     )
 
+    from backends.trainer.deepspeed.rank import DeepSpeedRank
+    from backends.trainer.fsdp2.rank import FSDP2Rank
+
     wanted, metrics = plain_training(model_path, 3, lora=LORA)
-    rank = started(model_path, zero_stage=zero_stage, lora=LORA)
+    kind: Any = FSDP2Rank if zero_stage is None else DeepSpeedRank
+    rank = started(model_path, zero_stage=3 if zero_stage is None else zero_stage, kind=kind, lora=LORA)
     for step in range(2):
         assert train(rank, samples(step))[1] == pytest.approx(metrics[step], rel=1e-4, abs=1e-9)
     rank.snapshot()

@@ -9,9 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("deepspeed")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
+from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
+from backends.trainer.fsdp2.rank import FSDP2Rank  # noqa: E402
 from backends.trainer.model import recompute  # noqa: E402
 from backends.trainer.replay import UNKNOWN, Replay, num_experts  # noqa: E402
 
@@ -122,10 +125,9 @@ def test_with_the_engines_experts_the_trainer_agrees_with_it_up_to_rounding():
 
 @pytest.mark.real
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_a_rank_trains_with_the_routes_of_its_samples(tmp_path, zero_stage):
+@pytest.mark.parametrize(("kind", "zero_stage"), [(DeepSpeedRank, 2), (DeepSpeedRank, 3), (FSDP2Rank, 3)])
+def test_a_rank_trains_with_the_routes_of_its_samples(tmp_path, kind, zero_stage):
     """Its log-probabilities are those of the model that replays them, one sample after the other."""
-    pytest.importorskip("deepspeed")
     from tiny_trainer import plain_logprob, samples, started, train
 
     from pipelinerl.config.train import TrainerConfig
@@ -140,7 +142,7 @@ def test_a_rank_trains_with_the_routes_of_its_samples(tmp_path, zero_stage):
         for one in samples()
     ]  # fmt: skip
     trainer = TrainerConfig.model_validate({"router_replay": True, "zero_stage": zero_stage, "step_timeout_s": 1000})
-    rank = started(tmp_path, zero_stage=zero_stage, trainer=trainer)
+    rank = started(tmp_path, zero_stage=zero_stage, kind=kind, trainer=trainer)
     logprob, _ = train(rank, routed)
     replay = Replay(model.eval())
     for one, logprob_T in zip(routed, logprob, strict=True):
