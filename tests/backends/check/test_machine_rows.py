@@ -16,6 +16,7 @@ from backends.trainer.packing import pack
 from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
+from pipelinerl.hardware.derive import head_exchange_seconds
 from pipelinerl.records.check_report import CheckRow, Finding
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"
@@ -139,23 +140,37 @@ def test_layers_that_are_not_recomputed_save_their_share_of_a_quarter() -> None:
     assert [none / every, half / every, stated / every] == pytest.approx([3 / 4, 3.5 / 4, 3.75 / 4])
 
 
+def test_a_row_of_two_ranks_takes_as_long_as_half_of_it_on_one_and_the_exchange_of_heads() -> None:
+    gpu, model, values = find_gpu("H100"), find_model("Qwen2.5-7B"), coefficients(Level.CENTRAL, {"recomputation": 1.0})
+    one, two = (Expected(run(f"train.trainer.sequence_parallel={size}"), gpu, model) for size in (1, 2))
+    more_s = two.pack_s([8192] * 4)(values) - one.pack_s([8192] * 2)(values)
+    assert more_s == pytest.approx(3 * 16384 * head_exchange_seconds(gpu, model, accelerators=2))
+
+
 @given(
-    pack_tokens=st.integers(20, 3000), prompt=st.integers(1, 10), longest=st.integers(2, 10), ranks=st.integers(1, 5)
+    pack_tokens=st.integers(20, 3000),
+    prompt=st.integers(1, 10),
+    longest=st.integers(2, 10),
+    ranks=st.integers(1, 5),
+    shared=st.integers(1, 3),
 )
 def test_the_longest_pack_is_one_full_row_on_every_rank(
-    pack_tokens: int, prompt: int, longest: int, ranks: int
+    pack_tokens: int, prompt: int, longest: int, ranks: int, shared: int
 ) -> None:
+    """Or on every ``shared`` ranks, which hold so many times the tokens."""
     config = run(
         f"train.trainer.pack_tokens={pack_tokens}",
         f"train.task.max_prompt_tokens={prompt}",
         "train.task.overlong_tokens=0",
         f"workload.length={{kind='fixed', max={longest}}}",
-        f"cluster.accelerators={48 + ranks}",
+        f"cluster.accelerators={48 + ranks * shared}",
+        f"train.trainer.sequence_parallel={shared}",
     )
     samples, lengths = longest_pack(config, [7, 8, 9])
-    rows = pack(samples, pack_tokens=pack_tokens, num_ranks=ranks)
+    row_tokens = pack_tokens * shared
+    rows = pack(samples, pack_tokens=row_tokens, num_ranks=ranks)
     assert [len(own) for own in rows] == [1] * ranks
-    assert all(pack_tokens - 1 <= sum(lengths) == len(own[0].token_N) <= pack_tokens for own in rows)
+    assert all(row_tokens - 1 <= sum(lengths) == len(own[0].token_N) <= row_tokens for own in rows)
 
 
 def test_the_memory_of_a_pack_is_compared_with_what_the_gpu_has() -> None:
