@@ -230,3 +230,8 @@ def test_weights_and_biases_that_is_not_installed(refuses, monkeypatch):
 def test_more_accelerators_than_the_cluster_has(refuses, overrides, words):
     refuses(*overrides, words=[words])
     assert subprocess.run(["false"], check=False).returncode == 1  # Ray has left SIGCHLD as it was
+
+
+def test_compiling_without_a_compiler_is_refused_before_anything_starts(refuses, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    refuses("train.trainer.fused=true", words=["train.trainer.fused must be false: "])
