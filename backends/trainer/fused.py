@@ -34,8 +34,6 @@ CHUNK_TOKENS = 4096
 """Tokens whose logits exist at a time, in the type of the weights, whose gradient is added up as often."""
 ROTARY = "apply_rotary_pos_emb"
 """Function of transformers that attention calls by this name."""
-SIMILAR = re.compile("Norm|MLP|Experts|Attention")
-"""In names of classes that do what is here."""
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function of one pass."""
 
@@ -107,9 +105,7 @@ def chunk_logprobs(logits_CV: torch.Tensor, token_C: torch.Tensor, temperature: 
     return logprob_C, log_total_C - (power_CV * below_CV).sum(-1) / total_C, top_C1[:, 0] + log_total_C
 
 
-def chunk_gradient(
-    logits_CV: torch.Tensor, token_C: torch.Tensor, scale_C: torch.Tensor, temperature: float, normal_C: torch.Tensor
-) -> torch.Tensor:
+def chunk_gradient(logits_CV: Any, token_C: Any, scale_C: Any, temperature: float, normal_C: Any) -> Any:
     """Write (1[v = token] - softmax_v) scale over the logits; return them."""
     softmax_CV = (_exact(logits_CV) / temperature - normal_C[:, None]).exp()
     hit_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == token_C[:, None]
@@ -217,8 +213,8 @@ def fuse(policy: Any, compiler: Compiler = compiled) -> Softmax:
     """
     rotate, examples = _rotary(compiler), {type(module): module for module in policy.modules()}
     methods = {kind: _fused_method(kind, one, compiler, rotate) for kind, one in examples.items()}
-    eager = [kind.__name__ for kind, method in methods.items() if not method and SIMILAR.search(kind.__name__)]
-    if eager:
+    others = [kind.__name__ for kind, method in methods.items() if not method]
+    if eager := [name for name in others if re.search("Norm|MLP|Experts|Attention", name)]:
         LOG.warning("train.trainer.fused does not know %s: no change there", ", ".join(eager))
     for module in policy.modules():
         for name, method in methods[type(module)].items():

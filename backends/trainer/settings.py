@@ -71,8 +71,7 @@ def rank_environment(device: Literal["cpu", "gpu"], *, num_threads: int) -> dict
     Rows differ in length: without expandable segments the allocator would keep pieces that fit no row. Few functions
     are compiled: no processes for it.
     """
-    threads = {"OMP_NUM_THREADS": str(num_threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    variables = network_variables() | threads
+    variables = network_variables() | {"OMP_NUM_THREADS": str(num_threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if device == "gpu":
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables

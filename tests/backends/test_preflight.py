@@ -162,7 +162,7 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
         f"train.model.path={real_shape('Qwen2.5-7B')}",
         "train.trainer.activation_checkpointing=false",
         example=EXAMPLE.parent / "qwen7b_128_h100.toml",
-        words=["train.trainer.activation_checkpointing must be true", "needs 98.2 GB a GPU"],
+        words=["train.trainer.activation_checkpointing must be true", "needs 98.1 GB a GPU"],
     )
 
 
@@ -276,3 +276,8 @@ def test_weights_and_biases_that_is_not_installed(refuses, monkeypatch):
 def test_more_accelerators_than_the_cluster_has(refuses, overrides, words):
     refuses(*overrides, words=[words])
     assert subprocess.run(["false"], check=False).returncode == 1  # Ray has left SIGCHLD as it was
+
+
+def test_compiling_without_a_compiler_is_refused_before_anything_starts(refuses, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    refuses("train.trainer.fused=true", words=["train.trainer.fused must be false: "])
