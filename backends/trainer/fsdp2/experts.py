@@ -63,13 +63,14 @@ class _SharedExperts:
         num_tokens, num_chosen = top_k_index.shape
         expert_P = top_k_index.flatten()
         order_P = expert_P.argsort(stable=True)  # by expert, so by rank
-        sent_GE = expert_P.bincount(minlength=self.group.size() * self.num_experts).view(self.group.size(), -1)
+        sent_GE = expert_P.new_zeros(self.group.size(), self.num_experts)
+        sent_GE.view(-1).scatter_add_(0, expert_P, torch.ones_like(expert_P))
         arrived_GE = torch.empty_like(sent_GE)
         all_to_all_single(arrived_GE, sent_GE, group=self.group)
-        sent, arrived = (counts_GE.sum(1).tolist() for counts_GE in (sent_GE, arrived_GE))
+        sent, arrived = torch.stack([sent_GE, arrived_GE]).sum(2).tolist()  # the only wait for the device
         hidden_AH = _Exchange.apply(hidden_states[order_P // num_chosen], sent, arrived, self.group)
         own_E = torch.arange(self.num_experts, device=expert_P.device)
-        expert_A = own_E.repeat(self.group.size()).repeat_interleave(arrived_GE.flatten())
+        expert_A = own_E.repeat(self.group.size()).repeat_interleave(arrived_GE.flatten(), output_size=sum(arrived))
         if not sum(arrived):  # all parameters need a gradient, as on other ranks
             hidden_AH, expert_A = torch.nn.functional.pad(hidden_AH, (0, 0, 0, 1)), own_E[:1]
         result_AH = self.compute(hidden_AH, expert_A[:, None], top_k_weights.new_ones(len(expert_A), 1))

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 
 from backends.trainer.fsdp2.experts import experts_of, share_experts
 from backends.trainer.model import PolicyModel, decoder_layers
@@ -72,9 +73,11 @@ def shard(model: PolicyModel, *, device: torch.device, dtype: torch.dtype, exper
     """Split a model that is whole on rank 0 and without memory elsewhere; a layer at a time is whole on the device."""
     num_ranks = torch.distributed.get_world_size()
     mesh, mixed = init_device_mesh(device.type, (num_ranks,)), MixedPrecisionPolicy(dtype, torch.float32)
-    parts = init_device_mesh(
-        device.type, (num_ranks // expert_parallel, expert_parallel), mesh_dim_names=("chunks", "parts")
-    )
+    shared: set[torch.nn.Parameter] = set()
+    if expert_parallel > 1:
+        shape = num_ranks // expert_parallel, expert_parallel
+        parts = init_device_mesh(device.type, shape, mesh_dim_names=("chunks", "parts"))
+        over_chunks = ShardPlacementResult(Shard(0), FSDPMeshInfo(parts["chunks"], shard_mesh_dim=0))
     for module in (*decoder_layers(model.policy), model):  # the last has what is in no layer
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):
@@ -82,9 +85,12 @@ def shard(model: PolicyModel, *, device: torch.device, dtype: torch.dtype, exper
         for experts in experts_of(module) if expert_parallel > 1 and module is not model else ():
             for parameter in experts.parameters():
                 parameter.data = parameter.chunk(expert_parallel)[parts.get_local_rank("parts")].detach()
+                shared.add(parameter)
             share_experts(experts, parts.get_group("parts"))
-            fully_shard(experts, mesh=parts["chunks"], mp_policy=mixed)
-        fully_shard(module, mesh=mesh, mp_policy=mixed)
+        # Not wrapped by themselves: a layer that is recomputed would gather them once more.
+        placement = (lambda parameter: over_chunks if parameter in shared else None) if shared else None
+        fully_shard(module, mesh=mesh, mp_policy=mixed, shard_placement_fn=placement)
+        shared.clear()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums
