@@ -240,6 +240,7 @@ def _fused_method(kind: Any, example: Any, compiler: Compiler, rotate: Callable[
         if _agree(forward.__globals__[ROTARY], _rotary(lambda function: function), *given):
             named = forward.__globals__ | {ROTARY: rotate}
             method = FunctionType(forward.__code__, named, forward.__name__, forward.__defaults__, forward.__closure__)
+            method.__kwdefaults__ = forward.__kwdefaults__
             return {"forward": method}
     return {}
 
