@@ -71,8 +71,6 @@ class Coefficients(StrictModel):
     FlashAttention 2; the catalogue has the factor of an accelerator with a faster kernel."""
     recomputation: float = Field(ge=0, le=1)
     """Share of the forward pass that the backward pass makes again."""
-    adapter_rank: float = Field(ge=0)
-    """Rank of the adapters that are trained in place of all weights (LoRA); 0: all weights."""
     expert_mfu_factor: float = Field(gt=0, le=1)
     """Factor on the speed of training a model with routed experts, for their small products."""
     exchange_exposed: float = Field(ge=0, le=1)
@@ -113,6 +111,8 @@ class Coefficients(StrictModel):
     """Share of the bf16 numbers that change from one published version to the next."""
     delta_bandwidth: float = Field(gt=0)
     """Of these on their way: from rank 0 to patched rows on all machines (bytes/s)."""
+    adapter_rank: float = Field(ge=0)
+    """Rank of the adapters that are trained in place of all weights (LoRA); 0: all weights."""
 
 
 def coefficients(level: Level, changed: Mapping[str, float] | None = None) -> Coefficients:

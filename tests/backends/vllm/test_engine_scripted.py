@@ -118,7 +118,7 @@ def test_a_hang_is_time_in_which_the_engine_could_have_reported(monkeypatch: pyt
 def test_an_engine_that_ends_well_leaves_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are looked up while its processes live, which vLLM's own shutdown ends, and removed after that."""
     client, removed, module = Salted(), list[tuple[bool, set[str]]](), backends.vllm.engine
-    monkeypatch.setattr(module, "start_client", lambda _: client)
+    monkeypatch.setattr(module, "start_client", lambda *_: client)
     monkeypatch.setattr(module, "shared_memory_of", lambda _: set() if client.ended else {"/dev/shm/psm_1"})
     monkeypatch.setattr(module, "remove_shared_memory", lambda paths: removed.append((client.ended, paths)))
 

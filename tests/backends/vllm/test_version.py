@@ -132,7 +132,9 @@ def test_only_engines_on_gpus_compile_and_keep_it_on_their_own_disk() -> None:
 def answer(tokens: list[int], of_tokens: list[int]) -> Any:
     spans = [SimpleNamespace(version="default", start=0, end=len(tokens))]
     flat = SimpleNamespace(token_ids=of_tokens, logprobs=[-1.0 - index for index in range(len(of_tokens))])
-    completion = SimpleNamespace(finish_reason="stop", token_ids=tokens, logprobs=flat, weight_versions=spans)
+    completion = SimpleNamespace(
+        finish_reason="stop", token_ids=tokens, logprobs=flat, weight_versions=spans, routed_experts=None
+    )
     return SimpleNamespace(outputs=[completion], request_id="7")
 
 
