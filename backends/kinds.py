@@ -19,7 +19,7 @@ from backends.huggingface_codec import load_codec
 from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.owner import temporary_folder
 from backends.this_machine import driver_fault
-from backends.vllm.version.arguments import VERSION, check_arguments, check_serves_adapters, check_version
+from backends.vllm.version.arguments import check_arguments, check_returns_routes, check_serves_adapters, check_version
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig, is_model_id
 from pipelinerl.config.train import TrainConfig
@@ -191,10 +191,12 @@ def _check_vllm(config: RunConfig) -> None:
         raise ConfigError(
             f"hardware.engine_weights must be {needed} train.engine.vllm.quantization, got {simulated.value!r}"
         )
-    if train.trainer.router_replay and train.device == "cpu":
-        raise ConfigError(
-            f"train.trainer.router_replay must be false on device='cpu', where vLLM {VERSION} does not return experts, "
-            "got true"
+    if train.trainer.router_replay:
+        environment = config.environment
+        check_returns_routes(
+            train.engine.vllm,
+            train.device,
+            caches=environment is None or environment.prefix_cache is not PrefixCaching.OFF,
         )
     if train.lora is not None:
         check_serves_adapters(model, train.device)
@@ -252,8 +254,6 @@ ENGINES = {kind.name: kind for kind in (VLLM,)}
 
 
 def _check_deepspeed(config: RunConfig) -> None:
-    from backends.trainer.footprint import of_deepspeed
-
     train = config.train_table
     if train.trainer.expert_parallel > 1:
         raise ConfigError(
@@ -266,11 +266,11 @@ def _check_deepspeed(config: RunConfig) -> None:
             "train.trainer.zero_stage must be 2 or 3 where engines and trainer share GPUs, since DeepSpeed offloads "
             "no other, got 1"
         )
-    _check_model(config, of_deepspeed)
+    _check_model(config)
 
 
 def _check_fsdp2(config: RunConfig) -> None:
-    from backends.trainer.footprint import of_fsdp2, shape_of
+    from backends.trainer.footprint import shape_of
 
     trainer = config.train_table.trainer
     if trainer.zero_stage != 3:
@@ -279,17 +279,29 @@ def _check_fsdp2(config: RunConfig) -> None:
         from backends.trainer.fsdp2.experts import check_experts
 
         check_experts(config, shape_of(model_config(config.train_table.model.path)).policy)
-    _check_model(config, of_fsdp2)
+    _check_model(config)
 
 
-def _check_model(config: RunConfig, own: Any) -> None:
-    from backends.trainer.footprint import check_adapters, check_host_memory, check_memory, check_trainable
+def own_share(config: RunConfig) -> Any:
+    """Return what counts the GPU memory of a trainer of our own, by its kind (``footprint.Own``)."""
+    from backends.trainer.footprint import of_deepspeed, of_fsdp2
+
+    return of_fsdp2 if config.train_table.trainer.kind == FSDP2.name else of_deepspeed
+
+
+def _check_model(config: RunConfig) -> None:
+    from backends.trainer.footprint import (
+        check_adapters,
+        check_host_memory,
+        check_memory,
+        check_routers,
+        check_trainable,
+    )
     from backends.trainer.fused import check_compiler
-    from backends.trainer.replay import num_experts
     from backends.trainer.sequence_parallel import check_sequence_parallel
 
     train = config.train_table
-    if train.trainer.fused and train.ray_address is None:
+    if train.trainer.fuses(train.device) and train.ray_address is None:
         check_compiler(train.device)
     model = model_config(train.model.path)
     check_trainable(model)
@@ -301,10 +313,10 @@ def _check_model(config: RunConfig, own: Any) -> None:
             )
         check_adapters(model, train.model.path, train.lora)
     check_sequence_parallel(config, model)
-    if train.trainer.router_replay and not num_experts(model):
-        raise ConfigError("train.trainer.router_replay must be false for a model without experts, got true")
+    if train.trainer.router_replay:
+        check_routers(model)
     if train.device == "gpu":
-        check_memory(config, model, own)
+        check_memory(config, model, own_share(config))
         if train.ray_address is None:
             check_host_memory(config, model)
 
@@ -317,19 +329,17 @@ def _check_host_memory(config: RunConfig, shares: Sequence[Share]) -> None:
 
 def _make_deepspeed(config: RunConfig, place: Place) -> Trainer:
     from backends.trainer.deepspeed.rank import DeepSpeedRank
-    from backends.trainer.footprint import of_deepspeed
 
-    return _make_trainer(DeepSpeedRank, config, place, of_deepspeed)
+    return _make_trainer(DeepSpeedRank, config, place)
 
 
 def _make_fsdp2(config: RunConfig, place: Place) -> Trainer:
-    from backends.trainer.footprint import of_fsdp2
     from backends.trainer.fsdp2.rank import FSDP2Rank
 
-    return _make_trainer(FSDP2Rank, config, place, of_fsdp2)
+    return _make_trainer(FSDP2Rank, config, place)
 
 
-def _make_trainer(rank: type, config: RunConfig, place: Place, own: Any) -> Trainer:
+def _make_trainer(rank: type, config: RunConfig, place: Place) -> Trainer:
     from backends.ray.actors import RayTrainer
     from backends.trainer.footprint import recomputed_layers
     from backends.trainer.settings import RankSettings
@@ -352,12 +362,18 @@ def _make_trainer(rank: type, config: RunConfig, place: Place, own: Any) -> Trai
         lora=train.lora,
     )
     path, chooses = train.model.path, train.device == "gpu" and train.trainer.activation_checkpointing is True
+
+    def chosen(memory: float) -> int:
+        return recomputed_layers(config, model_config(path), memory, own_share(config))
+
     return RayTrainer(
         rank,
         settings,
         place.options,
         placing_timeout_s=train.placement_timeout_s,
-        recomputed=(lambda memory: recomputed_layers(config, model_config(path), memory, own)) if chooses else None,
+        recomputed=(lambda memory: recomputed_layers(config, model_config(path), memory, own_share(config)))
+        if chooses
+        else None,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -123,6 +124,9 @@ def train(sizes: Sizes, _: Path) -> dict[str, Any]:
             with contextlib.suppress(torch.OutOfMemoryError):
                 result[f"{name}_{number}_s"] = BENCH.seconds(work)
                 result[f"{name}_{number}_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        del policy, model, work
+        gc.collect()  # methods in place of others are circles
+        torch.cuda.empty_cache()
     return result
 
 

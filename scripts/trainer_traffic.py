@@ -70,8 +70,10 @@ class Counted(TorchDispatchMode):
     def as_one(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that reads its inputs and writes its outputs once."""
         self._within = True
-        result = function(*args)
-        self._within = False
+        try:
+            result = function(*args)
+        finally:
+            self._within = False
         self._count((args, result))
         return result
 

@@ -21,7 +21,7 @@ from backends.check.machine_rows import Expected, longest_pack, machine_rows, pa
 from backends.check.task_rows import environment_rows, task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
-from backends.kinds import RayBackend, backend_of, with_local_model
+from backends.kinds import RayBackend, backend_of, own_share, with_local_model
 from backends.lora import adapter_shapes
 from backends.owner import driving
 from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
@@ -246,7 +246,7 @@ class _Trial:
         from backends.trainer.footprint import footprint
 
         model = AutoConfig.from_pretrained(self.config.train_table.model.path)
-        return footprint(self.config, model, activation_checkpointing=recomputed).total / 1e9
+        return footprint(self.config, model, own_share(self.config), activation_checkpointing=recomputed).total / 1e9
 
     def _fitted(self) -> HardwareFit | None:
         try:

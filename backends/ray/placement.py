@@ -301,6 +301,7 @@ def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None
         model_path=train.loss.teacher or train.model.path,
         temperature=train.sampling.temperature,
         pack_tokens=train.trainer.row_tokens,
+        fused=train.trainer.fuses(train.device),
         timeout_s=train.trainer.step_timeout_s,
         logs=None if logs is None else str(logs),
     )

@@ -8,6 +8,7 @@ wait for the GPU.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -46,13 +47,14 @@ def check_kernel(device: torch.device) -> None:
         )
 
 
+@cache
 def hopper_kernel(device: torch.device) -> Any:
     """Return FlashAttention 3 for sequences of variable length, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
         from flash_attn_interface import flash_attn_varlen_func
-    except ImportError:
+    except (ImportError, OSError):  # a build for another torch
         return None
     return flash_attn_varlen_func
 

@@ -43,6 +43,7 @@ from backends.trainer.model import (
     saved_shapes,
     trained_parameters,
 )
+from backends.trainer.replay import Replay, num_experts
 from backends.trainer.sequence_parallel import SIZES, SequenceGroup, divides, spread
 from backends.transfer.verify import checkpoint_shapes
 from pipelinerl.config.resolve import named_hardware
@@ -77,8 +78,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to myp
     def as_one(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function as one operation."""
         self._within = True
-        made = function(*args)
-        self._within = False
+        try:
+            made = function(*args)
+        finally:
+            self._within = False
         return tree_map_only(torch.Tensor, self._count, made)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -179,6 +182,25 @@ def check_trainable(model_config: Any) -> None:
         )
 
 
+def check_routers(model_config: Any) -> None:
+    """Check that the routers of a model can replay the engine's choices; else ``ConfigError``."""
+    policy = on_meta(model_config, torch.bfloat16)
+    replay, number = Replay(policy), num_experts(policy.config)
+    if number:
+        shape = (2, len(decoder_layers(policy)), policy.config.num_experts_per_tok)
+        replay.routed_NLK = torch.zeros(shape, dtype=torch.int64, device="meta")
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        boundary = torch.zeros(2, dtype=torch.int32, device="meta")
+        with torch.no_grad():
+            policy.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, **sequence_arguments(boundary, 2))
+    if not replay.replaced:
+        why = "has routers that do not choose by topk" if number else "has no experts"
+        raise ConfigError(
+            f"train.trainer.router_replay must be false for a model that {why}, model_type="
+            f"{model_config.model_type!r}, got true"
+        )
+
+
 ROUTERS = ("gate", "shared_expert_gate", "router")
 """Names of linear layers of mixtures that have no adapter."""
 
@@ -274,7 +296,8 @@ def footprint(config: RunConfig, model_config: Any, own: Own = of_deepspeed, **c
         teacher = None if loss.teacher is None else AutoConfig.from_pretrained(loss.teacher)
         reference = on_meta(teacher or model_config, torch.bfloat16)
         workspace += 2 * sum(parameter.numel() for parameter in reference.parameters())
-        workspace += pack_activations(reference, trainer.row_tokens, checkpointing=False, backward=False)
+        fused = trainer.fuses(config.train.device)
+        workspace += pack_activations(reference, trainer.row_tokens, checkpointing=False, backward=False, fused=fused)
     activations = pack_activations(
         policy,
         trainer.pack_tokens,

@@ -16,7 +16,10 @@ import logging
 import os
 import re
 import shutil
+import sysconfig
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, Literal
 
@@ -34,6 +37,10 @@ CHUNK_TOKENS = 4096
 """Tokens whose logits exist at a time, in the type of the weights, whose gradient is added up as often."""
 ROTARY = "apply_rotary_pos_emb"
 """Function of transformers that attention calls by this name."""
+LEAST_ROWS = 1024
+"""Of a compiled function (count)."""
+MOST_VARIANTS = 64
+"""Of a compiled function: widths, types, modes (count)."""
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function of one pass."""
 
@@ -123,12 +130,21 @@ def _turned(x_NAD: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
     return torch.cat((first * cos_0 - second * sin_0, second * cos_1 + first * sin_1), -1).to(x_NAD.dtype)
 
 
-def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Compile a function of tensors for any number of rows; their other sizes are constants of its kernels."""
-    run = torch.compile(function, backend=backend, dynamic=False)
+def compiled(
+    function: Callable[..., Any], backend: str = "inductor", least_rows: int = LEAST_ROWS
+) -> Callable[..., Any]:
+    """Compile a function of tensors for any number of rows; their other sizes are constants of its kernels.
+
+    Fewer than ``least_rows`` are computed as they are: the compiler would choose kernels for them, and keep these for
+    all others. More variants than the limit end the run: eager, they would take memory that nobody has counted.
+    """
+    torch._dynamo.config.recompile_limit = MOST_VARIANTS
+    run = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
 
     def on_rows(*arguments: Any) -> Any:
         own = [one.detach() if isinstance(one, torch.Tensor) else one for one in arguments]
+        if own[0].shape[0] < least_rows:
+            return function(*own)
         for one in own:
             if isinstance(one, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(one, 0)
@@ -138,11 +154,16 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
 
 
 def check_compiler(device: Literal["cpu", "gpu"]) -> None:
-    """Raise ConfigError on a machine without the compiler that ``torch.compile`` calls."""
+    """Raise ConfigError on a machine without what ``torch.compile`` needs: a compiler, for GPUs Python's headers."""
     variable, names = ("CXX", ("g++",)) if device == "cpu" else ("CC", ("gcc", "clang"))
-    if not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
-        need = f"torch.compile needs {' or '.join(names)}, or {variable}, and this machine has none"
-        raise ConfigError(f"train.trainer.fused must be false: {need}")
+    there = any(map(shutil.which, (os.environ.get(variable, ""), *names)))
+    missing = [] if there else [f"{' or '.join(names)}, or {variable}"]
+    if device == "gpu" and not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        missing.append("Python.h (python3-dev)")
+    if missing:
+        raise ConfigError(
+            f"train.trainer.fused must be false: torch.compile needs {' and '.join(missing)}, and this machine has none"
+        )
 
 
 class _OnePass(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -172,8 +193,12 @@ def _norm_method(compiler: Compiler) -> Callable[..., Any]:
             normed_RH, factor_R1 = forward(x_RH, weight_H[None], self.variance_epsilon)
             return normed_RH, (x_RH, weight_H, factor_R1)
 
+        def of_input(upstream_RH: Any, x_RH: Any, weight_H: Any, factor_R1: Any) -> Any:
+            return by_input(upstream_RH, x_RH, weight_H[None], factor_R1), None
+
         x_RH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return _OnePass.apply(function, gradient, x_RH, self.weight).view_as(hidden_states)
+        backward = gradient if self.weight.requires_grad else of_input
+        return _OnePass.apply(function, backward, x_RH, self.weight).view_as(hidden_states)
 
     return method
 
@@ -215,11 +240,16 @@ def fuse(policy: Any, compiler: Compiler = compiled) -> Softmax:
     methods = {kind: _fused_method(kind, one, compiler, rotate) for kind, one in examples.items()}
     others = [kind.__name__ for kind, method in methods.items() if not method]
     if eager := [name for name in others if re.search("Norm|MLP|Experts|Attention", name)]:
-        LOG.warning("train.trainer.fused does not know %s: no change there", ", ".join(eager))
+        _warn_once(f"train.trainer.fused does not know {', '.join(eager)}: no change there")
     for module in policy.modules():
         for name, method in methods[type(module)].items():
             setattr(module, name, MethodType(method, module))
     return Softmax(compiler(chunk_logprobs), compiler(chunk_gradient), CHUNK_TOKENS, num_kept=1)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    LOG.warning("%s", text)
 
 
 def _fused_method(kind: Any, example: Any, compiler: Compiler, rotate: Callable[..., Any]) -> dict[str, Any]:
@@ -237,8 +267,15 @@ def _fused_method(kind: Any, example: Any, compiler: Compiler, rotate: Callable[
     forward = kind.forward
     if ROTARY in getattr(getattr(forward, "__code__", None), "co_names", ()):
         given = (numbers, numbers[:, :1], angle.cos(), angle.sin())
-        if _agree(forward.__globals__[ROTARY], _rotary(lambda function: function), *given):
-            named = forward.__globals__ | {ROTARY: rotate}
+        theirs = forward.__globals__[ROTARY]
+        if _agree(theirs, _rotary(lambda function: function), *given):
+
+            def turn(*given: Any, **named: Any) -> Any:
+                """Turn whole heads; a part of each, or by settings, as it was."""
+                ours = not named and len(given) == 4 and given[2].shape[-1] == given[0].shape[-1]
+                return (rotate if ours else theirs)(*given, **named)
+
+            named = forward.__globals__ | {ROTARY: turn}
             method = FunctionType(forward.__code__, named, forward.__name__, forward.__defaults__, forward.__closure__)
             method.__kwdefaults__ = forward.__kwdefaults__
             return {"forward": method}

@@ -158,6 +158,7 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"], split: Split 
     else:
         with no_init_weights():  # nothing is written into this memory, so there is none
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model.tie_weights(recompute_mapping=False)  # not done above; all ranks must have as many parameters
     if split is not None:
         split(model, dtype)
         buffers = [dict(model.named_buffers())]  # only rank 0 has read the checkpoint
@@ -287,11 +288,15 @@ def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Pat
 
     Adapters are added to the weights of the model at the start.
     """
+    dtype = next(iter(copies.values())).dtype  # masters have another
     if adapter_weights(model.policy):
-        whole = AutoModelForCausalLM.from_pretrained(model.policy.name_or_path, dtype=model.policy.dtype)
+        whole = AutoModelForCausalLM.from_pretrained(model.policy.name_or_path, dtype=dtype)
         add_adapters(whole, model.policy.lora)
         for name, weight in adapter_weights(whole).items():
             weight.data = copies[name]
         save_folded(whole, folder)
         return
-    model.policy.save_pretrained(folder, state_dict=copies, save_original_format=False)  # they have it already
+    policy = model.policy
+    policy.save_pretrained(folder, state_dict=copies, save_original_format=False)  # they have it already
+    policy.config.dtype = dtype
+    policy.config.save_pretrained(folder)

@@ -63,7 +63,8 @@ def pack(samples: Sequence[Sample], *, pack_tokens: int, num_ranks: int) -> list
     differ by at most as much as two rows do.
 
     ``ValueError`` if a sample is longer than ``pack_tokens``, its prompt is empty, or it has not one reference
-    log-probability for each generated token, or none where another sample has them.
+    log-probability for each generated token, or not one row of routes for each token, or none where another sample has
+    them.
     """
     length_B = [sample.num_tokens for sample in samples]
     for sample, length in zip(samples, length_B, strict=True):
@@ -80,6 +81,14 @@ def pack(samples: Sequence[Sample], *, pack_tokens: int, num_ranks: int) -> list
         if given is None or given.shape != wanted:
             has = "none" if given is None else f"shape {given.shape}"
             raise ValueError(f"reference_logprob_T must have shape {wanted}, rollout {sample.rollout_id} has {has}")
+    with_routes = any(sample.routed_NLK is not None for sample in samples)
+    for sample in samples if with_routes else ():
+        num_routed = None if sample.routed_NLK is None else len(sample.routed_NLK)
+        if num_routed != sample.num_tokens:
+            raise ValueError(
+                f"routed_NLK must have a row for each of {sample.num_tokens} tokens, rollout {sample.rollout_id} has "
+                f"{num_routed or 'none'}"
+            )
     longest_first = sorted(range(len(samples)), key=lambda index: (-length_B[index], index))
     rows_per_rank = max(1, -(-sum(length_B) // (pack_tokens * num_ranks)))
     while (rows := _fill(longest_first, length_B, pack_tokens, rows_per_rank * num_ranks)) is None:

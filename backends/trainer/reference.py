@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from backends.interface import Sample
 from backends.ray.actors import explain_fault, future_of
+from backends.trainer.fused import compiled
 from backends.trainer.model import PolicyModel, load_policy, row_tensors
 from backends.trainer.packing import PackedRow, pack
 from backends.workers.main import log_to
@@ -38,6 +39,8 @@ class ReferenceSettings:
     """In Hugging Face format."""
     temperature: float
     pack_tokens: int
+    fused: bool = False
+    """As the trainer: else equal weights would differ by rounding."""
     timeout_s: float
     """After it a start or a batch counts as hung."""
     logs: str | None = None
@@ -57,7 +60,8 @@ class ReferenceModel:
         transformers.utils.logging.disable_progress_bar()
         self._device = torch.device("cpu" if settings.device == "cpu" else "cuda:0")
         policy = load_policy(settings.model_path, device=settings.device).to(self._device)
-        self._model = PolicyModel(policy, temperature=settings.temperature, value_head=False)
+        compiler = compiled if settings.fused else None
+        self._model = PolicyModel(policy, temperature=settings.temperature, value_head=False, compiler=compiler)
 
     def logprobs(self, rows: Sequence[PackedRow]) -> dict[int, NDArray[np.float32]]:
         """Return the log-probabilities of answer tokens (nats), by sample."""

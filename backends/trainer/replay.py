@@ -33,6 +33,8 @@ class ReplayedRoutes(TorchFunctionMode):  # type: ignore[misc]  # torch is Any t
     def __init__(self, routed_NK: torch.Tensor, num_experts: int) -> None:
         super().__init__()
         self._routed_NK, self._num_experts = routed_NK, num_experts
+        self.replaced = 0
+        """Choices that were replaced (count)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the indices of a choice, and its values by those at the indices."""
@@ -42,6 +44,7 @@ class ReplayedRoutes(TorchFunctionMode):  # type: ignore[misc]  # torch is Any t
         values_NE, routed_NK = args[0], self._routed_NK
         if values_NE.shape[-1] != self._num_experts or chosen.indices.shape != routed_NK.shape:
             return chosen
+        self.replaced += 1
         index_NK = torch.where(routed_NK == UNKNOWN, chosen.indices, routed_NK)
         return torch.return_types.topk((values_NE.gather(-1, index_NK), index_NK))
 
@@ -60,6 +63,8 @@ class Replay:
         self._num_experts, self._group = num_experts(policy.config), group
         self.routed_NLK: torch.Tensor | None = None
         """Of the row, int64; it stays until its backward pass is done. None: routers choose."""
+        self.replaced = 0
+        """Choices of all rows that were replaced (count)."""
         for index, layer in enumerate(decoder_layers(policy)):
             layer.forward = partial(self._forward, layer.forward, index)
 
@@ -73,5 +78,7 @@ class Replay:
     def _forward(self, forward: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
         if self.routed_NLK is None:
             return forward(*args, **kwargs)
-        with ReplayedRoutes(self.routed_NLK[:, layer], self._num_experts):
-            return forward(*args, **kwargs)
+        with ReplayedRoutes(self.routed_NLK[:, layer], self._num_experts) as routes:
+            output = forward(*args, **kwargs)
+        self.replaced += routes.replaced
+        return output

@@ -140,7 +140,7 @@ class RankState:
         return state
 
     def _progress(self) -> dict[str, Any]:
-        steps = [int(state["step"]) for state in self._adamw.state.values()]
+        steps = [int(state["step"]) for state in self._adamw.state.values() if state]
         return {"adamw_steps": max(steps, default=0), "schedule": self._schedule.state_dict()}
 
 

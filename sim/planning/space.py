@@ -437,7 +437,7 @@ def _sharing(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
     if train is None:
         return [None]
     if listed is None and SHARING.name in train.trainer.model_fields_set:
-        return [train.trainer.sequence_parallel]
+        listed = [train.trainer.sequence_parallel]
     training = space.accelerators - (0 if schedule_of(choice).colocated else choice[SPLIT.name])
     ranks = training // (choice[ENGINE.name] if schedule_of(choice).colocated else 1)
     possible = [size for size in listed or SHARED_BY if ranks % size == 0 and memory.heads_divide(size)]

@@ -92,8 +92,9 @@ class FSDP2Rank(TrainerRank):
             storage.copy_(copy)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Yield those of masters, then of moments, which come with the first step."""
+        """Yield those of masters, then of moments, which come with the first step; none is empty."""
+        masters = [master for master in self._masters if master.numel()]
         for kind in (None, *MOMENTS):
-            for master in self._masters:
-                if kind is None or self._adamw.state[master]:
+            for master in masters:
+                if kind is None or self._adamw.state.get(master):
                     yield (master if kind is None else self._adamw.state[master][kind]).untyped_storage()

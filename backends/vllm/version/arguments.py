@@ -102,6 +102,23 @@ def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: 
         )
 
 
+WITHOUT_ROUTES = (
+    "kv_transfer_config", "kv_offloading_size", "decode_context_parallel_size", "prefill_context_parallel_size",
+)  # fmt: skip
+"""Arguments with which vLLM does not return the experts of every token."""
+
+
+def check_returns_routes(arguments: Mapping[str, Any], device: Literal["cpu", "gpu"], *, caches: bool) -> None:
+    """Raise ``ConfigError`` if engines would not return the experts of tokens; ``caches``: prefixes, by default."""
+    why = f"on device='cpu', where vLLM {VERSION} does not return experts" if device == "cpu" else ""
+    if not arguments.get("enable_prefix_caching", caches):
+        why = "without the prefix cache, beside which vLLM keeps the experts"
+    if given := [name for name in WITHOUT_ROUTES if name in arguments]:
+        why = f"with {KEY}.{given[0]}"
+    if why:
+        raise ConfigError(f"train.trainer.router_replay must be false {why}, got true")
+
+
 def check_serves_adapters(model_config: Any, device: Literal["cpu", "gpu"]) -> None:
     """Raise ``ConfigError`` if vLLM's class of a model, found in its source, serves no adapters, or no kernel does."""
     if device == "cpu" and any("experts" in key for key in model_config.to_dict()):

@@ -185,8 +185,8 @@ def test_no_more_layers_are_recomputed_than_memory_needs(
 
 def test_a_reference_model_has_its_weights_and_what_its_forward_pass_takes() -> None:
     """499 predicted tokens: logits in float32, and their softmax; hidden states, all and those; three sums."""
-    small, tokens = transformers.Qwen2Config(**SMALL), "train.trainer.pack_tokens=500"
-    without, beside = (footprint(run(tokens, f"train.loss.kl_coefficient={value}"), small) for value in (0, 0.1))
+    small, tokens = transformers.Qwen2Config(**SMALL), ("train.trainer.pack_tokens=500", "train.trainer.fused=false")
+    without, beside = (footprint(run(*tokens, f"train.loss.kl_coefficient={value}"), small) for value in (0, 0.1))
     num = 2 * 1000 * 128 + 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256) + 128
     forward = 499 * 1000 * 8 + 2 * (500 + 499) * 128 + 499 * 3 * 4
     assert beside.workspace - without.workspace == pytest.approx(2 * num + forward, abs=1)
@@ -197,9 +197,9 @@ def test_a_teacher_has_its_own_weights(tmp_path: Path) -> None:
     """Three layers more than the pupil, each of its own size."""
     small, large = transformers.Qwen2Config(**SMALL), transformers.Qwen2Config(**SMALL | {"num_hidden_layers": 6})
     large.save_pretrained(tmp_path)
-    sets = ("train.trainer.pack_tokens=500", "scheduler.filter_no_signal=false")
+    sets = ("train.trainer.pack_tokens=500", "train.trainer.fused=false", "scheduler.filter_no_signal=false")
     taught = footprint(run(*sets, f"train.loss.teacher={tmp_path}"), small)
-    beside = footprint(run("train.trainer.pack_tokens=500", "train.loss.kl_coefficient=0.1"), small)
+    beside = footprint(run(*sets, "train.loss.kl_coefficient=0.1"), small)
     assert taught.workspace - beside.workspace == 2 * 3 * (128 * (2 * 128 + 128 + 3 * 256 + 2) + 256)
 
 

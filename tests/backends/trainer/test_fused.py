@@ -15,10 +15,12 @@ from refusals import message  # noqa: E402
 from torch import _dynamo  # noqa: E402
 from torch.nn.functional import rms_norm  # noqa: E402
 
+from backends.lora import add_adapters  # noqa: E402
 from backends.trainer import fused as module  # noqa: E402
 from backends.trainer.attention import register_packed_attention  # noqa: E402
 from backends.trainer.fused import check_compiler, compiled, fuse  # noqa: E402
 from backends.trainer.model import PolicyModel, recompute  # noqa: E402
+from pipelinerl.config.train import LoraConfig  # noqa: E402
 from pipelinerl.rl.losses import token_logprobs  # noqa: E402
 
 SMALL = {
@@ -83,6 +85,22 @@ def test_values_and_gradients_are_those_of_single_operations(config: Any) -> Non
     check_equal(results(new_policy(config), as_it_is), results(exact(new_policy(config))))
 
 
+def test_heads_that_are_turned_in_part_stay_as_they_are() -> None:
+    config = transformers.Phi3Config(**SMALL, partial_rotary_factor=0.75, pad_token_id=0)
+    check_equal(results(new_policy(config), as_it_is), results(exact(new_policy(config))))
+
+
+def test_weights_that_are_not_trained_have_no_gradient() -> None:
+    both = []
+    for compiler in (as_it_is, None):
+        policy = new_policy(CONFIGS["qwen3"])
+        add_adapters(policy, LoraConfig(rank=2, alpha=4))
+        found = results(policy if compiler else exact(policy), compiler)
+        assert [one is not None for one in found[6:]] == [one.requires_grad for one in policy.parameters()]
+        both.append([one for one in found if one is not None])
+    check_equal(*both)
+
+
 @pytest.fixture
 def graphs() -> Any:
     """Return how many functions were compiled."""
@@ -98,6 +116,8 @@ def test_each_function_is_compiled_once_for_all_layers_and_lengths(graphs: Any) 
     config, lengths = CONFIGS["qwen3_moe"], (11, 20, 33, 64, 9)
     expected = results(exact(new_policy(config)), lengths=lengths)
     check_equal(results(new_policy(config), partial(compiled, backend="eager"), lengths), expected)
+    assert graphs() == 0  # so few rows are not worth a kernel, and would choose it for all others
+    check_equal(results(new_policy(config), partial(compiled, backend="eager", least_rows=1), lengths), expected)
     assert graphs() == 2 * 3 + 4 * 2
 
 
@@ -144,7 +164,7 @@ def test_the_compilers_kernels_move_inputs_and_outputs_once(
 
     monkeypatch.setattr(graph.GraphLowering, "compile_to_module", counts)
     with config.patch(fx_graph_cache=False), pytest.raises(Exception, match="InterruptedError"):
-        compiled(function)(*given)
+        compiled(function, least_rows=1)(*given)
     tensors = [one for one in torch.utils._pytree.tree_leaves((given, function(*given))) if torch.is_tensor(one)]
     assert (
         1 <= found[0] / sum(one.nbytes for one in tensors) < 1 + (1 / 18 if "rotated" in function.__name__ else 1 / 96)
@@ -154,8 +174,11 @@ def test_the_compilers_kernels_move_inputs_and_outputs_once(
 def test_other_kinds_of_modules_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     """Gemma's norms add 1 to their weights, and its gates are gelu."""
     config = transformers.GemmaConfig(**SMALL, head_dim=16)
+    module._warn_once.cache_clear()
     policy, plain = new_policy(config), new_policy(config)
-    fuse(policy, as_it_is)
+    for _ in range(2):
+        fuse(policy, as_it_is)
+    assert len(caplog.records) == 1
     assert "does not know GemmaMLP, GemmaRMSNorm: " in caplog.text
     changed = {type(one).__name__ for one in policy.modules() if "forward" in vars(one)}
     assert changed == {"GemmaAttention"}

@@ -127,6 +127,14 @@ def scored(rollout_id: int, prompt: int, answer: int, scores: int) -> Sample:
     [
         ([sample(0, 1, 1), sample(1, 2, 3)], r"got pack_tokens=4, rollout 1 has 5 tokens"),
         ([sample(0, 0, 1)], r"^prompt_P must have at least one token, rollout 0 has none"),
+        (
+            [replace(sample(0, 1, 3), routed_NLK=np.zeros((4, 2, 1), np.int16)), sample(1, 1, 2)],
+            r"^routed_NLK must have a row for each of 3 tokens, rollout 1 has none$",
+        ),
+        (
+            [replace(sample(0, 1, 3), routed_NLK=np.zeros((3, 2, 1), np.int16))],
+            r"^routed_NLK must have a row for each of 4 tokens, rollout 0 has 3$",
+        ),
         ([scored(0, 1, 3, 3), sample(1, 1, 2)], r"^reference_logprob_T must have shape \(2,\), rollout 1 has none$"),
         (
             [scored(0, 1, 3, 3), scored(1, 1, 2, 3)],

@@ -14,9 +14,11 @@ pytest.importorskip("deepspeed")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
+from backends.trainer.footprint import check_routers  # noqa: E402
 from backends.trainer.fsdp2.rank import FSDP2Rank  # noqa: E402
 from backends.trainer.model import recompute  # noqa: E402
 from backends.trainer.replay import UNKNOWN, Replay, num_experts  # noqa: E402
+from pipelinerl.errors import ConfigError  # noqa: E402
 
 EXPERTS, TOP, LAYERS = 16, 3, 2
 SHAPE = {
@@ -99,6 +101,21 @@ def test_the_experts_are_those_that_are_given_also_when_a_layer_is_recomputed(ki
             one for name, one in model.named_parameters() if f"layers.{layer}." in name and "gate_up" in name
         )
         assert experts.grad.flatten(1).any(dim=1).nonzero()[:, 0].tolist() == sorted(given[0, layer].tolist())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("qwen2", {}, "has no experts"),
+        ("phimoe", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}, "has routers that do not choose by topk"),
+    ],
+)
+def test_a_model_that_cannot_replay_is_refused(kind, settings, why):
+    for one, given in CONFIGS.items():
+        check_routers(transformers.AutoConfig.for_model(one, **(SHAPE | given)))
+    config = transformers.AutoConfig.for_model(kind, **(SHAPE | settings))
+    with pytest.raises(ConfigError, match=f"^train.trainer.router_replay must be false for a model that {why}"):
+        check_routers(config)
 
 
 def test_with_the_engines_experts_the_trainer_agrees_with_it_up_to_rounding():

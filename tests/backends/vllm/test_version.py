@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,3 +145,24 @@ def test_every_token_has_its_own_log_probability() -> None:
     for others in ([4], [4, 6], [4, 5, 6]):
         with pytest.raises(BackendError, match="rollout=7 has log-probabilities of other tokens"):
             as_generated(answer([4, 5], others))
+
+
+NO_CACHE = "without the prefix cache, beside which vLLM keeps the experts"
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "caches", "why"),
+    [
+        ({}, "cpu", True, "on device='cpu', where vLLM 0.32 does not return experts"),
+        ({}, "gpu", False, NO_CACHE),
+        ({"enable_prefix_caching": False}, "gpu", True, NO_CACHE),
+        ({"kv_offloading_size": 4.0}, "gpu", True, "with train.engine.vllm.kv_offloading_size"),
+        ({}, "gpu", True, None),
+    ],
+)
+def test_engines_that_would_not_return_experts_are_refused(given: Any, device: Any, caches: bool, why: Any) -> None:
+    check = partial(arguments.check_returns_routes, given, device, caches=caches)
+    if why is None:
+        check()
+    else:
+        assert message(check) == f"train.trainer.router_replay must be false {why}, got true"

@@ -184,3 +184,6 @@ def test_the_fewest_ranks_that_hold_the_longest_rollout_share_rows() -> None:
     assert long_answers("train.trainer.pack_tokens=66000") == [" sequence_parallel=2", " sequence_parallel=2"]
     assert long_answers("train.trainer.pack_tokens=132000") == ["", ""]
     assert long_answers("train.trainer.pack_tokens=32000") == [Reason.ROW] * 2
+    # Of 20 ranks none are divided by 8, stated or not, and 7B's 28 heads neither.
+    stated = ("train.trainer.pack_tokens=33000", "train.trainer.sequence_parallel=8")
+    assert long_answers(*stated) == []

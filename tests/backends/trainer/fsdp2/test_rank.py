@@ -48,7 +48,9 @@ MIXTURE = {
 }  # fmt: skip
 RANKS = 4
 DENSE, SHARED = "dense", (1, 2, 4)
-"""The second: ranks that share the experts of the mixture."""
+"""A model whose output layer is its embedding; ranks that share the experts of a mixture."""
+WITH_VALUE = LossConfig(value_coefficient=0.5)
+"""With a parameter of one row, of which most ranks have nothing."""
 
 
 # ----------------------------------------------------------------------------------------------- one rank
@@ -92,6 +94,8 @@ def test_in_bfloat16_the_masters_are_deepspeeds_and_a_step_that_is_not_finite_ch
     assert all(largest_difference(after[kind], before[kind]) == 0 for kind in before)
     for name, parameter in parameters(rank).items():
         assert torch.equal(parameter.view(-1), after["master"][f"policy.{name}"].bfloat16()), name
+    rank.export(tmp_path / "model")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype is torch.bfloat16
 
 
 def _saved(rank: Any, folder: Path) -> dict[str, dict[str, Any]]:
@@ -103,8 +107,7 @@ def _saved(rank: Any, folder: Path) -> dict[str, dict[str, Any]]:
 def test_going_on_from_a_checkpoint_and_after_making_room_is_the_same_as_never_having_stopped(
     model_path: Path, tmp_path: Path
 ) -> None:
-    with_value = LossConfig(value_coefficient=0.5)
-    straight, resumed = (started(model_path, kind=FSDP2Rank, loss=with_value) for _ in range(2))
+    straight, resumed = (started(model_path, kind=FSDP2Rank, loss=WITH_VALUE) for _ in range(2))
     for step in range(2):
         train(straight, samples(step))
     _saved(straight, tmp_path / "checkpoint")
@@ -124,7 +127,7 @@ def test_going_on_from_a_checkpoint_and_after_making_room_is_the_same_as_never_h
 
 def _start(kind: Any, rank: int, port: int, folder: Path, shared: int) -> Any:
     trainer = TrainerConfig(zero_stage=3, pack_tokens=60, expert_parallel=shared)
-    return started(folder, kind=kind, port=port, rank=rank, num_ranks=RANKS, trainer=trainer)
+    return started(folder, kind=kind, port=port, rank=rank, num_ranks=RANKS, trainer=trainer, loss=WITH_VALUE)
 
 
 def _step(one: Any, rank: int, step: int) -> tuple[dict[int, Any], float]:
@@ -140,7 +143,13 @@ def _trained(kind: Any, rank: int, port: int, folder: Path, shared: int, name: s
     if weights is not None:
         read = read_verified(path_of(weights), weights.checksums, checkpoint_shapes(folder))
         at_start = {key: tensor.clone() for key, tensor in read.items()}
-    steps = [_step(one, rank, step) for step in range(3)]
+    steps = []
+    for step in range(3):
+        one.snapshot()
+        if kind is FSDP2Rank:  # as colocated on GPUs: the first snapshot comes before the first step
+            one._move_out()
+            one._move_back()
+        steps.append(_step(one, rank, step))
     one.snapshot()
     one.save(folder / name)
     steps.append(_step(one, rank, 3))
@@ -170,7 +179,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("four")
     for name in (DENSE, "mixture"):
-        make_model(folder / name)
+        make_model(folder / name, tied=name == DENSE)
         (folder / name / "published").mkdir()
     mixture = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MIXTURE))
     torch.nn.init.zeros_(mixture.model.layers[1].mlp.gate.weight)
@@ -231,7 +240,7 @@ def test_four_ranks_go_on_from_deepspeeds_checkpoint(folder: Path, model: str, s
 def test_one_rank_of_either_kind_goes_on_from_four(folder: Path, tmp_path: Path, model: str, shared: int) -> None:
     state = saved_state(folder / model / f"fsdp2-{shared}")
     for kind in (DeepSpeedRank, FSDP2Rank):
-        alone = started(folder / model, kind=kind, zero_stage=3)
+        alone = started(folder / model, kind=kind, zero_stage=3, loss=WITH_VALUE)
         alone.load(folder / model / f"fsdp2-{shared}")
         again = _saved(alone, tmp_path / kind.__name__)
         assert all(largest_difference(again[kind], state[kind]) == 0 for kind in state)
