@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,14 @@ def test_attention_that_crosses_a_boundary_is_seen(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(self_test, "packed_attention", crosses)
     assert self_test.attention_error(CPU, torch.float32) > ATTENTION_ERROR["gpu"]
+
+
+@pytest.fixture(autouse=True)
+def another_machine() -> Iterator[None]:
+    """Have each test ask anew what its machine has."""
+    module.hopper_kernel.cache_clear()
+    yield
+    module.hopper_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("releases", ["out", "out and sums"])
