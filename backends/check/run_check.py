@@ -22,11 +22,9 @@ from backends.check.task_rows import environment_rows, task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
 from backends.kinds import RayBackend, backend_of, own_share, with_local_model
-from backends.lora import adapter_shapes
 from backends.owner import driving
 from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
 from backends.run import drive
-from backends.transfer.verify import checkpoint_shapes
 from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_trace, doubts, hardware_toml, write_hardware
 from pipelinerl.calibration.solve import HardwareFit
 from pipelinerl.config.run import RunConfig, check_config
@@ -162,6 +160,9 @@ def check(
         model = Path(config.train_table.model.path)
         weights_gb = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
         if train.lora is not None:
+            from backends.lora import adapter_shapes
+            from backends.transfer.verify import checkpoint_shapes
+
             shapes = adapter_shapes(checkpoint_shapes(model), train.lora.rank)
             weights_gb = (4 if train.device == "cpu" else 2) * sum(map(math.prod, shapes.values())) / 1e9
         rows += _Trial(config, task, out, shared, backend, on_step, weights_gb).run()

@@ -19,9 +19,9 @@ MOST_BYTES = 300_000
 
 
 def said(book):
-    """The texts that each cell shows, without pictures and progress."""
-    outputs = [one for cell in book.cells if cell.cell_type == "code" for one in cell.outputs]
-    texts = [one.get("text", "") + one.get("data", {}).get("text/html", "") for one in outputs]
+    """The text that each cell shows, in however many pieces it came, without pictures and progress."""
+    cells = [cell.outputs for cell in book.cells if cell.cell_type == "code" and cell.outputs]
+    texts = ["".join(one.get("text", "") + one.get("data", {}).get("text/html", "") for one in cell) for cell in cells]
     return [PROGRESS.sub("", PICTURE.sub("", text)) for text in texts]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from shutil import which
 from typing import Any, Literal
 
-from backends.lora import TARGETS
 from backends.vllm.process import VLLMSettings
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean, shown
@@ -185,6 +184,8 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
     if settings.routes:
         fixed["enable_return_routed_experts"] = True
     if settings.lora is not None:
+        from backends.lora import TARGETS
+
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora.rank)
         fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": list(TARGETS)}
     return {**ours, **settings.arguments, **fixed}
