@@ -204,7 +204,7 @@ async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> 
 async def receive_only(engine: VLLMEngine, transport: WeightTransport, weights: Weights) -> None:
     """Have all workers receive and verify weights, past our own handling of failures."""
     published = {"version": weights.version, "location": weights.location, "checksums": weights.checksums}
-    await engine._vllm.receive({"ends": transport.ends, **published})
+    await engine._vllm.receive({"ends": transport.ends, "folder": engine._folder, **published})
 
 
 async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder: Path) -> None:

@@ -240,9 +240,9 @@ def test_compiled_functions_change_nothing(model_path: Path, plain: Plain, monke
 
     Without the last stage of the compiler, which calls one of C++.
     """
-    module = backends.trainer.deepspeed.rank
+    module = backends.trainer.rank
     monkeypatch.setattr(module, "check_compiler", lambda _: None)
-    monkeypatch.setattr(module, "compiled", partial(module.compiled, backend="aot_eager"))
+    monkeypatch.setattr(module, "compiled", partial(module.compiled, backend="aot_eager", least_rows=1))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=1, fused=True)
