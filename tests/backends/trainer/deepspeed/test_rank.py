@@ -242,6 +242,8 @@ def test_compiled_functions_change_nothing(model_path: Path, plain: Plain, monke
     """
     module = backends.trainer.rank
     monkeypatch.setattr(module, "check_compiler", lambda _: None)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of an engine of this process
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.setattr(module, "compiled", partial(module.compiled, backend="aot_eager", least_rows=1))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
