@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from forked_ranks import CONTEXT, forked_ranks  # noqa: E402
 from refusals import message  # noqa: E402
 
 from backends.contract.trainer import samples  # noqa: E402
@@ -145,22 +145,17 @@ def one_rank(rank: int, port: int, found: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[dict[int, dict[tuple[int, str], float]]]:
+def found() -> dict[int, dict[tuple[int, str], float]]:
     """The differences that four ranks found, by size of group and case, for each rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "transformers.models.qwen2", "torch._dynamo"])
-    results = context.Queue()
+    results = CONTEXT.Queue()
     with reserved_port("127.0.0.1") as held:
         port = held.getsockname()[1]
-    ranks = [context.Process(target=one_rank, args=(rank, port, results)) for rank in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    try:
-        yield dict(results.get(timeout=600) for _ in ranks)
-    finally:
+    arguments = [(rank, port, results) for rank in range(RANKS)]
+    with forked_ranks(one_rank, arguments, preload=[__name__, "transformers.models.qwen2", "torch._dynamo"]) as ranks:
+        found = dict(results.get(timeout=600) for _ in ranks)
         for rank in ranks:
             rank.join(timeout=60)
-            rank.kill()
+    return found
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ pytest.importorskip("deepspeed")
 transformers = pytest.importorskip("transformers")
 
 from character_model import make_model  # noqa: E402
+from forked_ranks import forked_ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_trainer import (  # noqa: E402
     MARKS,
@@ -184,21 +184,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixture = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MIXTURE))
     torch.nn.init.zeros_(mixture.model.layers[1].mlp.gate.weight)
     mixture.save_pretrained(folder / "mixture")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["deepspeed", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+    preload = ["deepspeed", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
     with pytest.MonkeyPatch.context() as patch, reserved_port("127.0.0.1") as held:
         patch.setenv("OMP_NUM_THREADS", "1")
-        port = held.getsockname()[1]
-        ranks = [context.Process(target=_one_of_four, args=(rank, port, folder)) for rank in range(RANKS)]
-        for rank in ranks:
-            rank.start()
-        try:
+        arguments = [(rank, held.getsockname()[1], folder) for rank in range(RANKS)]
+        with forked_ranks(_one_of_four, arguments, preload=preload) as ranks:
             for rank in ranks:
                 rank.join(timeout=900)
             assert [rank.exitcode for rank in ranks] == [0] * RANKS
-        finally:
-            for rank in ranks:
-                rank.kill()
     return folder
 
 
