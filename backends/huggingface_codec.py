@@ -24,6 +24,12 @@ class HuggingFaceCodec:
         self._tokenizer, self._chat = tokenizer, chat
         self._encoded = lru_cache(PROMPTS_KEPT)(partial(tokenizer.encode, add_special_tokens=False))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Numbers of all tokens, by their texts."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
+
     def encode(self, prompt: str) -> tuple[int, ...]:
         if self._chat:
             message = [{"role": "user", "content": prompt}]

@@ -97,6 +97,8 @@ class SelfTest:
 
 TRANSFER_ATTEMPTS = 2
 """Times weights are transferred until an engine that refuses them is lost; trainer and engines count alike."""
+UNKNOWN = -1
+"""In place of an expert that is not known."""
 PUBLICATIONS = 3
 """Publications in a row of which engines find the file damaged; then the run ends."""
 
@@ -233,7 +235,7 @@ class Sample:
     computed."""
 
     routed_NLK: NDArray[np.int16] | None = None
-    """The experts of each token of prompt and answer in the engine, shape [N, L, K]; -1: not known. None: of none."""
+    """The experts of each token of prompt and answer in the engine, shape [N, L, K], or ``UNKNOWN``. None: of none."""
 
     @property
     def num_tokens(self) -> int:

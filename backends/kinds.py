@@ -108,14 +108,14 @@ def _check_teacher(config: RunConfig, teacher: str) -> None:
 
     path = config.train_table.model.path
     own = model_config(path).get_text_config()
-    load_codec(config)
+    tokens = load_codec(config).vocabulary.items()
     try:
         check_trainable(model := model_config(teacher))
     except ConfigError as error:
         raise ConfigError(*(str(one).replace("train.model.path", "train.loss.teacher") for one in error.args)) from None
     other = model.get_text_config()
     try:
-        tokens, others = (AutoTokenizer.from_pretrained(one).get_vocab().items() for one in (path, teacher))
+        others = AutoTokenizer.from_pretrained(teacher).get_vocab().items()
     except Exception as error:
         raise ConfigError(f"train.loss.teacher: its tokenizer cannot be loaded: {first_line(error)}") from None
     if tokens - others:
@@ -371,9 +371,7 @@ def _make_trainer(rank: type, config: RunConfig, place: Place) -> Trainer:
         settings,
         place.options,
         placing_timeout_s=train.placement_timeout_s,
-        recomputed=(lambda memory: recomputed_layers(config, model_config(path), memory, own_share(config)))
-        if chooses
-        else None,
+        recomputed=chosen if chooses else None,
     )
 
 

@@ -1,8 +1,8 @@
 """LoRA: adapters are trained, and only they travel to the engines; the weights of the model stay as they are.
 
 A linear layer of a decoder layer, W of shape [O, I], becomes W x + (alpha / r) B (A x), with A [r, I] and B [O, r]. At
-first B is 0, so version 0 is the model itself. Experts of mixtures, shared ones too, routers, embeddings and the output
-layer have no adapter. Names and files are those of Hugging Face's PEFT, which vLLM reads.
+first B is 0, so version 0 is the model itself. These layers have no adapter: experts of mixtures, shared experts,
+routers, embeddings and the output layer. Names and files follow Hugging Face's PEFT; vLLM reads them.
 
 Source: Hu et al. 2021 (arXiv:2106.09685).
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,11 +59,16 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 def add_adapters(policy: Any, lora: LoraConfig) -> None:
     """Freeze a model's weights and add new adapters."""
     policy.requires_grad_(False)
-    policy.lora = lora  # for save_folded
+    policy.lora = lora
     generator = torch.Generator().manual_seed(SEED)
     for name, module in list(policy.named_modules()):
         if ADAPTED.fullmatch(name) and isinstance(module, torch.nn.Linear):
             policy.set_submodule(name, LoraLinear(module, lora, generator))
+
+
+def has_adapters(policy: Any) -> bool:
+    """Return whether a model has adapters."""
+    return hasattr(policy, "lora")
 
 
 def adapter_weights(policy: Any) -> dict[str, torch.nn.Parameter]:
@@ -100,20 +104,13 @@ def save_adapters(folder: Path, tensors: Mapping[str, Any], lora: LoraConfig, *,
         "bias": "none",
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    write_adapters(folder, tensors)
-
-
-def write_adapters(folder: Path, tensors: Mapping[str, Any]) -> None:
-    """Replace the adapters in a folder: a reader finds the old ones or the new ones."""
-    partial = folder / f".{os.getpid()}"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(partial))
-    partial.replace(folder / WEIGHTS_FILE)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(folder / WEIGHTS_FILE))
 
 
 def save_no_adapters(
     folder: Path, checkpoint: Mapping[str, tuple[int, ...]], lora: LoraConfig, *, model_path: str
 ) -> None:
-    """Write adapters that change nothing, as they are at first: those of one layer, whose A is 0 as well."""
+    """Write adapters that change nothing. One layer is enough for vLLM; its A and B are 0."""
     shapes = adapter_shapes(checkpoint, lora.rank)
     first = {name: torch.zeros(shapes[name]) for name in list(shapes)[:2]}
     save_adapters(folder, first, lora, model_path=model_path)

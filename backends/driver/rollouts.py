@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.interface import Generated, Sample
+from backends.interface import UNKNOWN, Generated, Sample
 from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.segments import Segment, all_tokens, extended
@@ -62,9 +62,8 @@ class RolloutData:
         self.segments = extended(self.segments, new)
         self.spans = joined(self.spans, generated.spans)
         if generated.routed_NLK is not None:
-            known = 0 if self.routed_NLK is None else len(self.routed_NLK)
-            parts = [] if self.routed_NLK is None else [self.routed_NLK]
-            self.routed_NLK = np.concatenate([*parts, generated.routed_NLK[known:]])
+            before_NLK = generated.routed_NLK[:0] if self.routed_NLK is None else self.routed_NLK
+            self.routed_NLK = np.concatenate([before_NLK, generated.routed_NLK[len(before_NLK) :]])
 
     def observe(self, tokens: tuple[int, ...]) -> None:
         """Append an observation: the next turn begins."""
@@ -84,11 +83,11 @@ class RolloutData:
         )
 
     def _routed(self) -> NDArray[np.int16] | None:
-        """Return a row for each token, of -1 where experts are not known."""
+        """Return a row for each token."""
         if self.routed_NLK is None:
             return None
         known, rows = len(self.routed_NLK), len(self.prompt_tokens) + self.num_tokens
-        routed_NLK = np.full((rows, *self.routed_NLK.shape[1:]), -1, np.int16)
+        routed_NLK = np.full((rows, *self.routed_NLK.shape[1:]), UNKNOWN, np.int16)
         routed_NLK[:known] = self.routed_NLK
         return routed_NLK
 

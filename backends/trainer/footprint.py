@@ -43,7 +43,7 @@ from backends.trainer.model import (
     saved_shapes,
     trained_parameters,
 )
-from backends.trainer.replay import Replay, num_experts
+from backends.trainer.replay import Replay
 from backends.trainer.sequence_parallel import SIZES, SequenceGroup, divides, spread
 from backends.transfer.verify import checkpoint_shapes
 from pipelinerl.config.resolve import named_hardware
@@ -185,16 +185,13 @@ def check_trainable(model_config: Any) -> None:
 def check_routers(model_config: Any) -> None:
     """Check that the routers of a model can replay the engine's choices; else ``ConfigError``."""
     policy = on_meta(model_config, torch.bfloat16)
-    replay, number = Replay(policy), num_experts(policy.config)
-    if number:
+    replay = Replay(policy)
+    if replay.num_experts:
         shape = (2, len(decoder_layers(policy)), policy.config.num_experts_per_tok)
         replay.routed_NLK = torch.zeros(shape, dtype=torch.int64, device="meta")
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        boundary = torch.zeros(2, dtype=torch.int32, device="meta")
-        with torch.no_grad():
-            policy.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, **sequence_arguments(boundary, 2))
+        _of_two_tokens(policy.base_model)
     if not replay.replaced:
-        why = "has routers that do not choose by topk" if number else "has no experts"
+        why = "has routers that do not choose by topk" if replay.num_experts else "has no experts"
         raise ConfigError(
             f"train.trainer.router_replay must be false for a model that {why}, model_type="
             f"{model_config.model_type!r}, got true"
@@ -226,12 +223,17 @@ def _logits_are_plain(policy: Any) -> bool:
     head, seen = policy.get_output_embeddings(), dict[str, Any]()
     policy.base_model.register_forward_hook(lambda _, __, output: seen.update(hidden=output.last_hidden_state))
     head.register_forward_hook(lambda _, inputs, output: seen.update(input=inputs[0], logits=output))
+    output = _of_two_tokens(policy)
+    before, after = (seen[name].untyped_storage()._cdata for name in ("hidden", "input"))
+    return getattr(head, "bias", None) is None and before == after and output.logits is seen["logits"]
+
+
+def _of_two_tokens(model: Any) -> Any:
+    """Return the output of a model on ``meta`` for two tokens."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     boundary = torch.zeros(2, dtype=torch.int32, device="meta")
     with torch.no_grad():
-        output = policy(input_ids=tokens, position_ids=tokens, use_cache=False, **sequence_arguments(boundary, 2))
-    before, after = (seen[name].untyped_storage()._cdata for name in ("hidden", "input"))
-    return getattr(head, "bias", None) is None and before == after and output.logits is seen["logits"]
+        return model(input_ids=tokens, position_ids=tokens, use_cache=False, **sequence_arguments(boundary, 2))
 
 
 def on_meta(model_config: Any, dtype: torch.dtype) -> Any:
@@ -260,10 +262,10 @@ def of_deepspeed(policy: Any, trainer: TrainerConfig, ranks: int) -> Footprint:
 def of_fsdp2(policy: Any, trainer: TrainerConfig, ranks: int) -> Footprint:
     """Return FSDP2's own share.
 
-    Whole at a time, at most: a layer and the next one, the first one's gradient, and that of the layer before, in
-    float32, on its way; and what is in no layer, with its gradient, from the forward to the end of the backward pass.
-    There it is reduced in float32, when activations and layers are gone.
-    ``activations``: tokens on their way to experts, and back.
+    In the backward pass these are whole at once: the weights of two layers, the gradient of one, and the gradient of
+    the layer before it in float32, which is being reduced. Weights outside the layers stay whole, with their gradient,
+    until the end of the pass; they are reduced in float32 when activations and layers are gone (``sending``).
+    ``activations`` hold the tokens that travel to experts and back.
     """
     each, layers = trainer.expert_parallel, decoder_layers(policy)
     parts = {id(one): each for layer in layers for experts in experts_of(layer) for one in experts.parameters()}
@@ -291,12 +293,11 @@ def footprint(config: RunConfig, model_config: Any, own: Own = of_deepspeed, **c
     policy = on_meta(model_config, torch.bfloat16)
     if config.train.lora is not None:
         add_adapters(policy, config.train.lora)
-    workspace = 0.0
+    workspace, fused = 0.0, trainer.fuses(config.train.device)
     if loss.needs_reference:  # a replica of the reference model, which keeps what its forward passes have taken
         teacher = None if loss.teacher is None else AutoConfig.from_pretrained(loss.teacher)
         reference = on_meta(teacher or model_config, torch.bfloat16)
         workspace += 2 * sum(parameter.numel() for parameter in reference.parameters())
-        fused = trainer.fuses(config.train.device)
         workspace += pack_activations(reference, trainer.row_tokens, checkpointing=False, backward=False, fused=fused)
     activations = pack_activations(
         policy,
@@ -304,7 +305,7 @@ def footprint(config: RunConfig, model_config: Any, own: Own = of_deepspeed, **c
         checkpointing=trainer.activation_checkpointing,
         value_head=loss.value_coefficient > 0,
         sequence_parallel=trainer.sequence_parallel,
-        fused=trainer.fuses(config.train.device),
+        fused=fused,
     )
     share = own(policy, trainer, ranks)  # after ``pack_activations`` has chosen the layers to recompute
     transport = config.train.chosen_transport(colocated=config.colocated)

@@ -186,19 +186,16 @@ def _norm_method(compiler: Compiler) -> Callable[..., Any]:
     forward, by_input, by_weight = compiler(norm), compiler(norm_gradient), compiler(norm_weight_gradient)
 
     def gradient(upstream_RH: Any, x_RH: Any, weight_H: Any, factor_R1: Any) -> Any:
-        return by_input(upstream_RH, x_RH, weight_H[None], factor_R1), by_weight(upstream_RH, x_RH, factor_R1)
+        own_H = by_weight(upstream_RH, x_RH, factor_R1) if weight_H.requires_grad else None
+        return by_input(upstream_RH, x_RH, weight_H[None], factor_R1), own_H
 
     def method(self: Any, hidden_states: torch.Tensor) -> Any:
         def function(x_RH: torch.Tensor, weight_H: torch.Tensor) -> Any:
             normed_RH, factor_R1 = forward(x_RH, weight_H[None], self.variance_epsilon)
             return normed_RH, (x_RH, weight_H, factor_R1)
 
-        def of_input(upstream_RH: Any, x_RH: Any, weight_H: Any, factor_R1: Any) -> Any:
-            return by_input(upstream_RH, x_RH, weight_H[None], factor_R1), None
-
         x_RH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        backward = gradient if self.weight.requires_grad else of_input
-        return _OnePass.apply(function, backward, x_RH, self.weight).view_as(hidden_states)
+        return _OnePass.apply(function, gradient, x_RH, self.weight).view_as(hidden_states)
 
     return method
 

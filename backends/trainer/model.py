@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from backends.lora import adapter_weights, add_adapters, save_folded
+from backends.lora import adapter_weights, add_adapters, has_adapters, save_folded
 from backends.trainer.attention import check_kernel, register_packed_attention, sequence_arguments
 from backends.trainer.fused import Compiler, fuse
 from backends.trainer.packing import PackedRow
@@ -216,8 +216,8 @@ def policy_weights(model: PolicyModel) -> dict[str, Any]:
     Of a model with adapters only these, by PEFT's names.
     """
     policy = model.policy
-    if adapters := adapter_weights(policy):
-        return adapters
+    if has_adapters(policy):
+        return adapter_weights(policy)
     saved = policy.state_dict().keys() - set(policy._keys_to_ignore_on_save or ())
     named = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
     return {name: weight for name, weight in named.items() if name in saved}
@@ -225,7 +225,7 @@ def policy_weights(model: PolicyModel) -> dict[str, Any]:
 
 def as_saved(model: PolicyModel, weights: dict[str, Any]) -> dict[str, Any]:
     """Return weights, layers whole, as ``save_pretrained`` writes them; in memory experts of a layer are one tensor."""
-    if getattr(model.policy, CONVERSIONS, None) == [] or adapter_weights(model.policy):
+    if getattr(model.policy, CONVERSIONS, None) == [] or has_adapters(model.policy):
         return weights
     saved: dict[str, Any] = revert_weight_conversion(model.policy, weights)
     return saved
@@ -289,7 +289,7 @@ def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Pat
     Adapters are added to the weights of the model at the start.
     """
     dtype = next(iter(copies.values())).dtype  # masters have another
-    if adapter_weights(model.policy):
+    if has_adapters(model.policy):
         whole = AutoModelForCausalLM.from_pretrained(model.policy.name_or_path, dtype=dtype)
         add_adapters(whole, model.policy.lora)
         for name, weight in adapter_weights(whole).items():

@@ -1,9 +1,9 @@
 """Router replay: each token of a mixture goes to the experts that the engine used.
 
 Engine and trainer round differently, so a router may choose other experts in training; log-probabilities then differ
-by more than rounding. A router that is replayed computes its probabilities with the weights of now, and takes of them
-those of the engine's experts: gradients reach it as before. Source: Ma et al. 2025, "Rollout Routing Replay"
-(arXiv:2510.11370).
+by more than rounding. Replay changes the choice only. The router still computes the probabilities of all experts with
+the present weights; the engine's experts get theirs. So the router keeps its gradient.
+Source: Ma et al. 2025, "Rollout Routing Replay" (arXiv:2510.11370).
 
 A router chooses by ``topk`` of one number for each expert. That call, of the right width and number, is answered with
 the engine's experts, whatever the router does before and after it; the call that chooses groups has another width.
@@ -17,24 +17,20 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from backends.interface import UNKNOWN
 from backends.trainer.model import decoder_layers
 from backends.trainer.packing import PackedRow
 from backends.trainer.sequence_parallel import SequenceGroup
 
 # Legend of shapes: N tokens of a row; L layers; K experts of a token; E experts of a layer.
 
-UNKNOWN = -1
-"""In place of an expert: the router chooses."""
-
 
 class ReplayedRoutes(TorchFunctionMode):  # type: ignore[misc]  # torch is Any to mypy
-    """Within it the choice of K of E experts is that of ``routed_NK``."""
+    """Replaces a router's choice of K of E experts by ``routed_NK``, while it is entered."""
 
-    def __init__(self, routed_NK: torch.Tensor, num_experts: int) -> None:
+    def __init__(self, replay: Replay, routed_NK: torch.Tensor) -> None:
         super().__init__()
-        self._routed_NK, self._num_experts = routed_NK, num_experts
-        self.replaced = 0
-        """Choices that were replaced (count)."""
+        self._replay, self._routed_NK = replay, routed_NK
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the indices of a choice, and its values by those at the indices."""
@@ -42,9 +38,9 @@ class ReplayedRoutes(TorchFunctionMode):  # type: ignore[misc]  # torch is Any t
         if func not in {torch.topk, torch.Tensor.topk}:
             return chosen
         values_NE, routed_NK = args[0], self._routed_NK
-        if values_NE.shape[-1] != self._num_experts or chosen.indices.shape != routed_NK.shape:
+        if values_NE.shape[-1] != self._replay.num_experts or chosen.indices.shape != routed_NK.shape:
             return chosen
-        self.replaced += 1
+        self._replay.replaced += 1
         index_NK = torch.where(routed_NK == UNKNOWN, chosen.indices, routed_NK)
         return torch.return_types.topk((values_NE.gather(-1, index_NK), index_NK))
 
@@ -60,7 +56,7 @@ class Replay:
 
     def __init__(self, policy: Any, group: SequenceGroup | None = None) -> None:
         """``group``: of ranks that share rows, of which a policy has its part."""
-        self._num_experts, self._group = num_experts(policy.config), group
+        self.num_experts, self._group = num_experts(policy.config), group
         self.routed_NLK: torch.Tensor | None = None
         """Of the row, int64; it stays until its backward pass is done. None: routers choose."""
         self.replaced = 0
@@ -78,7 +74,5 @@ class Replay:
     def _forward(self, forward: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
         if self.routed_NLK is None:
             return forward(*args, **kwargs)
-        with ReplayedRoutes(self.routed_NLK[:, layer], self._num_experts) as routes:
-            output = forward(*args, **kwargs)
-        self.replaced += routes.replaced
-        return output
+        with ReplayedRoutes(self, self.routed_NLK[:, layer]):
+            return forward(*args, **kwargs)

@@ -6,8 +6,8 @@ rank all tokens of A/k heads, and another brings the results of its tokens back.
 until k divides them.
 
 A loss needs whole sequences. So every rank gets the log-probabilities of all tokens and computes the loss of the whole
-row; a gradient flows into its own tokens only. The sum of all ranks' gradients is that of one rank alone, without a
-factor k: whoever averages over the ranks is undone as without groups.
+row. On each rank the gradient reaches that rank's tokens only. Summed over the ranks it is the gradient of one rank
+alone; no factor k appears. The code that undoes an average over ranks therefore does not change.
 
 DeepSpeed's ``UlyssesSPAttentionHF`` is not used: it gathers positions in every layer, needs three all-to-alls where one
 does, and refuses values of another width than keys, and heads of keys that are neither a multiple nor a divisor of k.
@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 
 from backends.preflight import trainer_ranks
 from backends.trainer.attention import packed_attention
+from backends.trainer.exchange import exchange
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -66,26 +67,6 @@ class SequenceGroup:
         begin = self.place * each
         missing = self.size * each - len(whole)
         return torch.cat([whole, whole.new_full((missing, *whole.shape[1:]), padding)])[begin : begin + each]
-
-    def exchanged(self, sent_knX: torch.Tensor) -> torch.Tensor:
-        """Send the i-th part to the i-th rank; return the parts received, the i-th rank's in place i."""
-        received = torch.empty_like(sent_knX)
-        if self.ranks is not None:
-            torch.distributed.all_to_all_single(received, sent_knX, group=self.ranks)
-        return received
-
-
-class _AllToAll(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """``SequenceGroup.exchanged``, whose gradient goes the way back: the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, sent_knX: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.exchanged(sent_knX.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.exchanged(gradient.contiguous()), None
 
 
 def check_sequence_parallel(config: RunConfig, model_config: Any) -> None:
@@ -137,13 +118,13 @@ def spread_attention(  # noqa: PLR0917  # transformers passes them by position
         key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
     tensors = (query, key, value)
     parts = [one[0].transpose(0, 1).reshape(tokens, size, -1) for one in tensors]  # [n, k, numbers of k-th of heads]
-    whole_NX = _AllToAll.apply(torch.cat(parts, dim=-1).transpose(0, 1), group).flatten(0, 1)
+    whole_NX = exchange(torch.cat(parts, dim=-1).transpose(0, 1), group.ranks).flatten(0, 1)
     query, key, value = (
         part.unflatten(-1, (-1, one.shape[-1])).transpose(0, 1)[None]
         for part, one in zip(whole_NX.split([one.shape[-1] for one in parts], dim=-1), tensors, strict=True)
     )
     out, _ = packed_attention(module, query, key, value, attention_mask, **settings)
-    back_knX = _AllToAll.apply(out.reshape(size, tokens, -1), group)
+    back_knX = exchange(out.reshape(size, tokens, -1), group.ranks)
     return back_knX.transpose(0, 1).reshape(1, tokens, heads, -1), None
 
 
@@ -162,17 +143,16 @@ def over_ranks(model: Callable[..., Outputs], group: SequenceGroup) -> Callable[
         predictor_M: torch.Tensor,
         answer_M: torch.Tensor,
     ) -> Outputs:
-        padding = -len(token_N) % group.size
+        token_n, position_n = (group.part(one, 0) for one in (token_N, position_N))
+        each = len(token_n)
+        padding, begin = group.size * each - len(token_N), group.place * each
         if padding:
-            token_N, position_N = (pad(one, (0, padding)) for one in (token_N, position_N))
-            boundary = pad(boundary, (0, 1), value=len(token_N))
-        each = len(token_N) // group.size
-        begin = group.place * each
+            boundary = pad(boundary, (0, 1), value=group.size * each)
         ends = torch.tensor([begin, begin + each], device=predictor_M.device)
         low, high = torch.searchsorted(predictor_M, ends).tolist()
         logprob_m, entropy_m, value_m = model(
-            token_N=token_N[begin : begin + each],
-            position_N=position_N[begin : begin + each],
+            token_N=token_n,
+            position_N=position_n,
             boundary=boundary,
             longest=max(longest, padding),
             predictor_M=predictor_M[low:high] - begin,

@@ -82,12 +82,17 @@ FILE = TransportEnds(FileSender, FileReceiver)
 
 
 def write_weights(path: Path | str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Write parameters into a file: a reader finds the old file or the new one, never a part.
-
-    Returns the SHA-256 of each parameter by name. ``BackendError`` if it cannot be written; nothing is left then.
-    """
-    path = Path(path)
+    """Write parameters as ``write_tensors`` does; return the SHA-256 of each by name."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_tensors(Path(path), on_cpu)
+    return checksums(on_cpu.items())
+
+
+def write_tensors(path: Path, on_cpu: dict[str, torch.Tensor]) -> None:
+    """Write tensors into a file: a reader finds the old file or the new one, never a part.
+
+    ``BackendError`` if it cannot be written; nothing is left then.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(on_cpu, str(partial), metadata={"format": "pt"})
@@ -96,7 +101,6 @@ def write_weights(path: Path | str, tensors: dict[str, torch.Tensor]) -> dict[st
         raise BackendError(f"cannot write {path}: {kind_and_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
-    return checksums(on_cpu.items())
 
 
 def read_verified(

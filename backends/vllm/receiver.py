@@ -13,7 +13,7 @@ So when ``update_weights`` fails on any worker, no weight has changed on any, an
 all weights in the host's memory; the GPU needs room for one parameter beside the model.
 
 A plain model takes weights by direct copies (``direct_copies.py``), or only what has changed, where the transport
-knows that; any other by vLLM's reload.
+knows that; any other by vLLM's reload. Adapters are written into a file, which vLLM reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from backends.interface import Weights
-from backends.lora import write_adapters
+from backends.lora import WEIGHTS_FILE
+from backends.transfer.file import write_tensors
 from backends.transfer.transport import DeltaReceiver, Membership, WeightReceiver, ends_of
 from backends.transfer.verify import checkpoint_shapes
 from backends.vllm.direct_copies import Swap
@@ -105,7 +106,7 @@ class VLLMReceiver(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
         (weights, tensors), self._verified = self._verified, None
         assert self._receiver is not None
         if self.vllm_config.lora_config is not None:
-            write_adapters(Path(self._folder), tensors)  # read before the next decode step
+            write_tensors(Path(self._folder) / WEIGHTS_FILE, tensors)  # vLLM reads it before the next decode step
             self._receiver.loaded(weights)
             return
         held, self._held = self._held, None

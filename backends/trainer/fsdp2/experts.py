@@ -16,6 +16,7 @@ import torch
 from torch.distributed import ProcessGroup, all_to_all_single
 
 from backends.preflight import trainer_ranks
+from backends.trainer.exchange import exchange
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -68,32 +69,12 @@ class _SharedExperts:
         arrived_GE = torch.empty_like(sent_GE)
         all_to_all_single(arrived_GE, sent_GE, group=self.group)
         sent, arrived = torch.stack([sent_GE, arrived_GE]).sum(2).tolist()  # the only wait for the device
-        hidden_AH = _Exchange.apply(hidden_states[order_P // num_chosen], sent, arrived, self.group)
+        hidden_AH = exchange(hidden_states[order_P // num_chosen], self.group, sent, arrived)
         own_E = torch.arange(self.num_experts, device=expert_P.device)
         expert_A = own_E.repeat(self.group.size()).repeat_interleave(arrived_GE.flatten(), output_size=sum(arrived))
         if not sum(arrived):  # all parameters need a gradient, as on other ranks
             hidden_AH, expert_A = torch.nn.functional.pad(hidden_AH, (0, 0, 0, 1)), own_E[:1]
         result_AH = self.compute(hidden_AH, expert_A[:, None], top_k_weights.new_ones(len(expert_A), 1))
-        result_PH = _Exchange.apply(result_AH[: sum(arrived)], arrived, sent, self.group)[order_P.argsort()]
+        result_PH = exchange(result_AH[: sum(arrived)], self.group, arrived, sent)[order_P.argsort()]
         weighted_PH = result_PH * top_k_weights.reshape(-1, 1)
         return weighted_PH.view(num_tokens, num_chosen, -1).sum(1).to(hidden_states.dtype)
-
-
-class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """Send so many rows to each rank of a group, in order, and return those that arrive."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], arrived: list[int], group: ProcessGroup) -> torch.Tensor:
-        ctx.counts, ctx.group = (sent, arrived), group
-        return _exchanged(rows, sent, arrived, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, arrived = ctx.counts
-        return _exchanged(gradient, arrived, sent, ctx.group), None, None, None
-
-
-def _exchanged(rows: torch.Tensor, sent: list[int], arrived: list[int], group: ProcessGroup) -> torch.Tensor:
-    received = rows.new_empty(sum(arrived), rows.shape[1])
-    all_to_all_single(received, rows.contiguous(), arrived, sent, group=group)
-    return received

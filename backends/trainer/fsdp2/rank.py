@@ -92,7 +92,7 @@ class FSDP2Rank(TrainerRank):
             storage.copy_(copy)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Yield those of masters, then of moments, which come with the first step; none is empty."""
+        """Yield the storages of masters, then of moments, which the first step makes. Leave empty ones out."""
         masters = [master for master in self._masters if master.numel()]
         for kind in (None, *MOMENTS):
             for master in masters:

@@ -5,8 +5,8 @@ layer in the type of training; gradients are added up over the ranks in float32.
 dimension) rank k of R has rows [k c, k c + c), c = n / R rounded up, or as far as there are any.
 
 With expert parallelism e, rank r has experts only of part j = r mod e, which has the E / e experts from j E / e; of
-these n = E / e rows FSDP2 gives it the chunk k = r div e of R / e. So a rank's piece of any parameter is a range of it,
-flattened, and the number of ranks that share a parameter tells its number of parts.
+these n = E / e rows FSDP2 gives it the chunk k = r div e of R / e. So a rank's piece of any parameter is a range of the
+flattened parameter. A parameter that R / e ranks share has e parts.
 """
 
 from __future__ import annotations
