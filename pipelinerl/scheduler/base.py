@@ -16,6 +16,9 @@ from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
     EnvironmentFailed,
     Event,
     ObservationReady,
@@ -117,7 +120,7 @@ class Scheduler(ABC):
     Args:
         settings: The ``scheduler`` table of a run file.
         optimizer_steps: Optimizer steps to make (count).
-        num_engines: Engines (count); their ids are 0 to below that.
+        num_engines: Engines at the start (count); their ids are 0 to below that. Others may join, and each leave.
         group_size: Rollouts per prompt (count).
         environments: Largest number of open rollouts with environments (count). None: rollouts have none.
         kv_cache_tokens: KV cache of an engine (tokens). None: it never fills. 0: none of it outlasts a turn.
@@ -125,8 +128,9 @@ class Scheduler(ABC):
     Attributes:
         version: Optimizer steps done.
         published: Last version published.
-        num_loading: Engines that have not yet reported ``published`` (count).
-        oldest_loaded: Oldest version of any engine.
+        num_loading: Engines that take rollouts and have not yet reported ``published`` (count).
+        joining: Engines that take none before they have reported it.
+        oldest_loaded: Oldest version of any engine that takes rollouts.
         num_ready: Rollouts in the ready queue (count).
         num_taken: Rollouts of the current optimizer step given to the trainer (count).
         trainer: State of the trainer.
@@ -152,8 +156,9 @@ class Scheduler(ABC):
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
         contexts = EngineContexts(num_engines, kv_cache_tokens) if self.environments and kv_cache_tokens != 0 else None
         self._pool = RolloutPool(slots, group_size=self.group_size, contexts=contexts)
-        self._room = max(slots.num_free, self.environments or 0) + settings.ready_queue_limit
-        self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
+        self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine, not leaving, has reported
+        self.joining: set[int] = set()
+        self._newest_engine = num_engines - 1
         self.given_up: Counter[DiscardReason] = Counter()
         self.num_given_up, self._stall_limit = 0, settings.stall_limit
 
@@ -169,12 +174,18 @@ class Scheduler(ABC):
 
     @property
     def loaded(self) -> dict[int, int]:
-        """Version that each engine has loaded, by its id."""
+        """Version that each engine that is not leaving has loaded, by its id."""
         return dict(self._loaded)
 
     @property
+    def room(self) -> int:
+        """Rollouts that may be open or ready (count): slots of engines, or environments, and the ready queue."""
+        num_slots = len(self._loaded) * self.settings.generation_batch_size
+        return max(num_slots, self.environments or 0) + self.settings.ready_queue_limit
+
+    @property
     def up_to_date(self) -> bool:
-        """Whether all engines have the newest version."""
+        """Whether all engines that take rollouts have the newest version."""
         return self.published == self.version and not self.num_loading
 
     @property
@@ -230,6 +241,8 @@ class Scheduler(ABC):
                     self.trainer = TrainerState.IDLE
                 case WeightsLoaded():
                     self._weights_loaded(event)
+                case EngineJoined() | EngineLeaving() | EngineLeft():
+                    self._engines_changed(event)
                 case RolloutAborted():
                     self._pool.abort(event.rollout_id, event.engine, event.spans)
                 case RolloutPreempted():
@@ -282,7 +295,8 @@ class Scheduler(ABC):
             self._stop(StopReason.DONE, commands)
             return
         if self.trainer is TrainerState.IDLE:
-            if self.published < self.version and not self.num_loading and self.may_publish():
+            arrived = not (self.num_loading or self.joining)
+            if arrived and self.published < self.version and self.may_publish():
                 self._publish(commands)
             else:
                 self._train(commands)
@@ -337,6 +351,7 @@ class Scheduler(ABC):
             for engine in self._loaded:
                 self._pool.slots.hold(engine)
         commands.append(PublishWeights(self.version, self.weight_update))
+        self._none_loads()
 
     def _stop(self, reason: StopReason, commands: list[Command]) -> None:
         self.stopped = reason
@@ -405,20 +420,56 @@ class Scheduler(ABC):
                 self.given_up.clear()
                 self.num_given_up = 0
 
+    def _engines_changed(self, event: EngineJoined | EngineLeaving | EngineLeft) -> None:
+        pool, engine = self._pool, event.engine
+        if isinstance(event, EngineJoined):
+            if engine <= self._newest_engine or not 0 <= event.version <= self.published:
+                raise self._impossible(event)
+            self._newest_engine = engine
+            self._loaded[engine] = event.version
+            pool.join(engine)
+            if event.version < self.published:
+                self.joining.add(engine)
+            else:
+                pool.release(engine)
+            self._none_loads()
+        elif isinstance(event, EngineLeaving):
+            version = self._loaded.pop(engine, None)
+            if version is None:
+                raise self._impossible(event)
+            pool.stop_taking(engine)
+            self._loads_no_more(engine, version)
+        else:
+            if engine not in pool.leaving or pool.slots.num_used(engine):
+                raise self._impossible(event)
+            pool.left(engine)
+
+    def _loads_no_more(self, engine: int, version: int) -> None:
+        """Record that an engine that had a version has loaded, or never will."""
+        if engine in self.joining:
+            self.joining.remove(engine)
+        else:
+            self.num_loading -= version < self.published
+        self._none_loads()
+
+    def _none_loads(self) -> None:
+        if not self.num_loading:  # one publication at a time: until then some engine has had the one before
+            self.oldest_loaded = self.published
+
     def _weights_loaded(self, event: WeightsLoaded) -> None:
-        loading = event.version == self.published and event.engine in self._loaded
-        if not loading or self._loaded[event.engine] == event.version:
+        if event.engine in self._pool.leaving and event.version <= self.published:
+            return
+        before = self._loaded.get(event.engine, event.version)
+        if event.version != self.published or before == event.version:
             raise self._impossible(event)
         self._loaded[event.engine] = event.version
-        self.num_loading -= 1
-        if not self.num_loading:
-            self.oldest_loaded = event.version  # one publication at a time: until then some engine had the one before
+        self._loads_no_more(event.engine, before)
         self._pool.release(event.engine)
 
     def _impossible(self, event: Event) -> SchedulerError:
         return SchedulerError(
             f"cannot handle {event}: version {self.version}, trainer {self.trainer.name}, "
-            f"published {self.published}, engines still loading {self.num_loading}"
+            f"published {self.published}, engines still loading {self.num_loading + len(self.joining)}"
         )
 
 
@@ -431,10 +482,10 @@ class LagBound:
     The bound ``max_lag`` on every trained token is kept by waiting (``on_stale = "train"``): the rules and their proof.
 
     Let m be ``max_lag``, B the train batch, v the version that the next batch is trained at, and e the oldest version
-    on any engine. The *bound* x of a group is a version that none of its tokens is older than: e when it is admitted,
-    later the oldest version that its engines report, which is not smaller. A group is in time for the batches at
-    versions up to x + m. A group is *live* from its admission until it is taken for training or cancelled. Let L(x) be
-    the number of live rollouts with a bound of at most x.
+    on any engine that takes rollouts. The *bound* x of a group is a version that none of its tokens is older than: e
+    when it is admitted, later the oldest version that its engines report, which is not smaller. A group is in time for
+    the batches at versions up to x + m. A group is *live* from its admission until it is taken for training or
+    cancelled. Let L(x) be the number of live rollouts with a bound of at most x.
 
         gate:  admit a group only if afterwards   L(any) <= B (e + m - v + 1)
         safe:  take a batch only if afterwards    L(x) <= B max(0, x + m - v)   for every x
@@ -455,6 +506,10 @@ class LagBound:
     version on. So all engines reach a version above v - K, and the gate admits at least B (m - K + 2) >= B live
     rollouts, since m >= K - 1 (``RunConfig`` refuses less: the batch before a publication is K - 1 versions ahead of
     the engines).
+
+    *Engines that join or leave*: one that joins takes nothing before it has the last version published, so e does not
+    fall; without one that is leaving e can only rise, and what goes on there belongs to groups admitted before, at
+    bounds of at most its version. The gate counts no engines, so claim 3 holds while one takes rollouts.
 
     *Micro-batches*: of the batch at v only what is left of it counts. So each rule subtracts what has been taken
     already.

@@ -23,9 +23,12 @@ command                the driver                                  answered by
 ``StartTraining``      runs one micro-batch, and the optimizer     ``TrainingFinished``
                        step after the last one of a step
 ``PublishWeights``     sends the trainer's weights to all engines  ``WeightsPublished`` once, then
-                                                                   ``WeightsLoaded`` from each engine
+                       that are not leaving                        ``WeightsLoaded`` from each engine
 ``Stop``               ends the run and aborts rollouts in flight  --
 =====================  ==========================================  ====================================
+
+Engines come and go by events alone: ``EngineJoined``; ``EngineLeaving``, a ``RolloutAborted`` of each rollout that has
+not finished by then, ``EngineLeft``. A failure without notice is these events at one time.
 """
 
 from __future__ import annotations
@@ -211,7 +214,7 @@ class RolloutScored:
 
 @value
 class RolloutAborted:
-    """A rollout ended early: on ``AbortRollout``, on a weight update of kind ``abort``, or on ``Stop``."""
+    """A rollout ended early: on ``AbortRollout``, an update of kind ``abort``, the loss of its engine, or ``Stop``."""
 
     rollout_id: int
     engine: int
@@ -277,6 +280,31 @@ class WeightsLoaded:
     """Seconds the engine stood still for it, up to now."""
 
 
+@value
+class EngineJoined:
+    """A new engine takes rollouts, once it has the last version published; ids rise, and none is used again."""
+
+    engine: int
+    version: int
+    """That it has loaded. Below the last one published, ``WeightsLoaded`` of that follows."""
+
+
+@value
+class EngineLeaving:
+    """An engine takes no more rollouts and no more weights; those in progress go on."""
+
+    engine: int
+
+
+@value
+class EngineLeft:
+    """An engine that was leaving is gone; no rollout is in progress on it."""
+
+    engine: int
+    lost_tokens: int | None = None
+    """Generated there and known nowhere else (tokens). None: not known."""
+
+
 Event = (
     RolloutFinished
     | TurnFinished
@@ -290,6 +318,9 @@ Event = (
     | TrainingFinished
     | WeightsPublished
     | WeightsLoaded
+    | EngineJoined
+    | EngineLeaving
+    | EngineLeft
 )
 
 
@@ -308,7 +339,7 @@ class OpenEnvironment:
 class StartRollout:
     """Generate one answer to ``prompt_id`` on ``engine``, or the next turn of it.
 
-    A rollout that a weight update aborted, or whose environment has answered, is started again under the same
+    A rollout that was aborted and is still wanted, or whose environment has answered, is started again under the same
     ``rollout_id``; the driver then submits prompt, ``kept_tokens`` generated so far, and observations.
     """
 

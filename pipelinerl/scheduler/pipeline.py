@@ -30,7 +30,8 @@ The bounded ready queue, ``on_full = wait``: a group is admitted only if then
     open + ready <= slots + ready_queue_size =: R,
 
 where the *open* ones are in flight, between two turns, or being scored; with environments, R has them in place of slots
-if they are more.
+if they are more. The slots are those of engines that are not leaving: when some leave, R falls below the sum, and
+nothing is admitted until enough has ended.
 
 So while engines are full, ``ready_queue_size`` rollouts may be ready or being scored, and each slot that stays empty
 lends its place to one more; each batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of
@@ -77,7 +78,7 @@ class PipelineScheduler(Scheduler):
         """Return whether ready queue and lag gate have room for a group."""
         settings, size = self.settings, self.group_size
         beside = 0 if self._drops_oldest else self.num_ready
-        if self._pool.num_open + beside + size > self._room:
+        if self._pool.num_open + beside + size > self.room:
             return False
         if not self._waits:
             return True

@@ -10,11 +10,12 @@ A started rollout is in one of five places::
 
     in flight --finish--> being scored --score--> scored --(train or discard)--> gone
       | |  ^
-      | |  `--start again--- interrupted (a weight update aborted it, or its environment has answered)
+      | |  `--start again--- interrupted (aborted by a weight update or a loss, or its environment has answered)
       | `--end of a turn--> with its environment --answer--> interrupted, or if the episode is over being scored
       `--abort or fail--> gone
 
-One with an environment begins with it. Of rollouts that wait for a slot those that were interrupted go first.
+One with an environment begins with it. Of rollouts that wait for a slot those that were interrupted go first. Those of
+an engine that is leaving finish there, or are aborted and interrupted, and go on elsewhere.
 
 The pool decides nothing but the engine that a rollout starts on, which its ``slots`` choose: after a turn the engine
 that may still have its KV cache, if that has a free slot. Where engines keep such caches, ``contexts`` choose the first
@@ -101,7 +102,7 @@ class EngineContexts:
     """
 
     def __init__(self, num_engines: int, kv_cache_tokens: int | None) -> None:
-        self._tokens = [0] * num_engines
+        self._tokens = dict.fromkeys(range(num_engines), 0)  # by engine; also of those that are leaving
         self._capacity = kv_cache_tokens
         self._held: dict[int, tuple[int, int]] = {}  # rollout -> its engine, its tokens
         self._longest = 0
@@ -115,8 +116,21 @@ class EngineContexts:
 
     def drop(self, rollout_id: int) -> None:
         """Count a rollout no more, if it is counted."""
-        engine, tokens = self._held.pop(rollout_id, (0, 0))
-        self._tokens[engine] -= tokens
+        if (before := self._held.pop(rollout_id, None)) is not None:
+            self._tokens[before[0]] -= before[1]
+
+    def tokens(self, rollout_id: int) -> int:
+        """Return the context of a rollout when it was counted last (tokens)."""
+        return self._held.get(rollout_id, (0, 0))[1]
+
+    def add(self, engine: int) -> None:
+        """Add an engine without rollouts."""
+        self._tokens[engine] = 0
+
+    def remove(self, engine: int) -> None:
+        """Forget an engine, and what is counted on it."""
+        del self._tokens[engine]
+        self._held = {rollout_id: held for rollout_id, held in self._held.items() if held[0] != engine}
 
     def see(self, tokens: int) -> None:
         """Note the length of a context (tokens)."""
@@ -125,16 +139,16 @@ class EngineContexts:
 
     def engine_with_room(self, slots: EngineSlots) -> int | None:
         """Return an engine with room for a new rollout, or None; there must be a free slot."""
-        if not self._fits_beside(min(self._tokens)):
+        if not self._fits_beside(min(self._tokens.values())):
             return None
-        tokens, engine = min((tokens, one) for one, tokens in enumerate(self._tokens) if slots.has_free(one))
+        tokens, engine = min((tokens, one) for one, tokens in self._tokens.items() if slots.has_free(one))
         return engine if self._fits_beside(tokens) else None
 
     def engine_to_go_on(self, home: int, slots: EngineSlots) -> int:
         """Return the engine on which a rollout waits for a slot."""
-        if slots.has_free(home) or min(self._tokens):
+        if slots.has_free(home) or min(self._tokens.values()):
             return home
-        return next((one for one, tokens in enumerate(self._tokens) if not tokens and slots.has_free(one)), home)
+        return next((one for one, tokens in self._tokens.items() if not tokens and slots.has_free(one)), home)
 
     def _fits_beside(self, tokens: int) -> bool:
         return not tokens or self._capacity is None or tokens + self._longest <= self._capacity
@@ -153,7 +167,9 @@ class RolloutPool:
         self.groups: dict[int, RolloutGroup] = {}  # admitted and neither trained on nor gone, in order of admission
         self.newest_version = 0  # last version published: no token is newer
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
-        self.fresh: dict[int, int] = {}  # rollout to begin where ``contexts`` have room -> its tokens, in this order
+        # Rollout without an engine, to start where ``contexts`` have room -> its context, its tokens; in this order.
+        self.fresh: dict[int, tuple[int, int]] = {}
+        self.leaving: set[int] = set()
         self._returning: dict[int, dict[int, int]] = defaultdict(dict)  # engine -> rollouts that wait for it, as above
         self._num_returning = 0
         self._called: list[int] = []  # engines that may have slots for them
@@ -218,8 +234,9 @@ class RolloutPool:
             if begins_on is None:
                 return
             rollout_id = next(iter(self.fresh))
-            self.contexts.hold(rollout_id, begins_on, self.fresh.pop(rollout_id))
-            commands.append(self._started_on(self.slots.take_near(begins_on), rollout_id, 0))
+            context, kept_tokens = self.fresh.pop(rollout_id)
+            self.contexts.hold(rollout_id, begins_on, context)
+            commands.append(self._started_on(self.slots.take_near(begins_on), rollout_id, kept_tokens))
 
     def _started_on(self, engine: int, rollout_id: int, kept_tokens: int) -> StartRollout:
         group_id, member = divmod(rollout_id, self.group_size)
@@ -267,8 +284,9 @@ class RolloutPool:
         context = read_tokens + kept_tokens
         if self.contexts is not None:
             self.contexts.see(context)
-            if home == NOWHERE:
-                self.fresh[rollout_id] = context
+            if home == NOWHERE or not self._takes(home):
+                self.contexts.drop(rollout_id)
+                self.fresh[rollout_id] = context, kept_tokens
                 return
             engine = self.contexts.engine_to_go_on(home, self.slots)
             self.contexts.hold(rollout_id, engine, context)
@@ -303,6 +321,39 @@ class RolloutPool:
     def _drop_context(self, rollout_id: int) -> None:
         if self.contexts is not None:
             self.contexts.drop(rollout_id)
+
+    # --------------------------------------------------------------------------------------- engines
+
+    def _takes(self, engine: int) -> bool:
+        return engine in self.slots and engine not in self.leaving
+
+    def join(self, engine: int) -> None:
+        """Add an engine, held."""
+        self.slots.add(engine)
+        if self.contexts is not None:
+            self.contexts.add(engine)
+
+    def stop_taking(self, engine: int) -> None:
+        """Start nothing more on an engine; rollouts that wait for it start where there is room."""
+        self.slots.hold(engine)
+        self.leaving.add(engine)
+        waiting = self._returning.pop(engine, {})
+        self._num_returning -= len(waiting)
+        for rollout_id, kept_tokens in waiting.items():
+            self._find_another(rollout_id, kept_tokens)
+
+    def left(self, engine: int) -> None:
+        """Remove an engine that was leaving, and on which nothing is in progress."""
+        self.leaving.remove(engine)
+        self.slots.remove(engine)
+        self._returning.pop(engine, None)
+        if self.contexts is not None:
+            self.contexts.remove(engine)
+
+    def _find_another(self, rollout_id: int, kept_tokens: int) -> None:
+        assert self.contexts is not None
+        self.fresh[rollout_id] = self.contexts.tokens(rollout_id), kept_tokens
+        self.contexts.drop(rollout_id)
 
     # --------------------------------------------------------------------------------------- ending
 
@@ -370,10 +421,12 @@ class RolloutPool:
             self._drop_context(rollout_id)
             self._forget_if_over(group)
             return
-        if self.contexts is not None:
+        if self.contexts is None:
+            self.interrupted[rollout_id] = spans.num_tokens
+        elif self._takes(engine):
             self._wait_for(engine, rollout_id, spans.num_tokens)
         else:
-            self.interrupted[rollout_id] = spans.num_tokens
+            self._find_another(rollout_id, spans.num_tokens)
 
     def fail(self, rollout_id: int, engine: int | None) -> RolloutGroup | None:
         """Record a rollout that will never be scored; return its group if not cancelled.

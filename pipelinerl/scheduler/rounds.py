@@ -113,7 +113,7 @@ class PartialRolloutScheduler(Scheduler):
 
     def may_admit(self) -> bool:
         """Return whether engines generate, and the lag gate and rollouts being scored leave room."""
-        if self._to_train or self.num_taken or self._pool.num_open + self.group_size > self._room:
+        if self._to_train or self.num_taken or self._pool.num_open + self.group_size > self.room:
             return False
         return self.lag_bound.admits(
             self.group_size, bound=self.oldest_loaded, version=self.version, left=self.settings.train_batch_size

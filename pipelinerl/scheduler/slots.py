@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heappushpop
 
+from pipelinerl.errors import SchedulerError
+
 ID_LIMIT = 1 << 16
 """Engine ids are below this."""
 
@@ -52,12 +54,12 @@ class EngineSlots:
         return engine
 
     def has_free(self, engine: int) -> bool:
-        """Return whether this engine has a free slot to give."""
-        return self._loads[engine] < self._full
+        """Return whether this engine, if it is there, has a free slot to give."""
+        return self._loads.get(engine, self._full) < self._full
 
     def take_near(self, engine: int) -> int:
         """Take a slot of this engine if it has a free one, else as ``take``, and return the engine."""
-        load = self._loads[engine]
+        load = self._loads.get(engine, self._full)
         if load >= self._full:
             return self.take()
         if self._last_freed == load:
@@ -77,9 +79,13 @@ class EngineSlots:
                 self._push(self._last_freed)
             self._last_freed = load
 
+    def __contains__(self, engine: int) -> bool:
+        return engine in self._loads
+
     def hold(self, engine: int) -> None:
-        """Withhold the slots of an engine that is not held, until it is released."""
-        assert engine not in self._held
+        """Withhold the slots of an engine until it is released."""
+        if engine in self._held:
+            return
         self._held.add(engine)
         self.num_free -= self._num_free_on(engine)
         self._loads[engine] += self._full
@@ -93,11 +99,34 @@ class EngineSlots:
             if load < self._full:
                 self._push(load)
 
+    def add(self, engine: int) -> None:
+        """Add an engine, held."""
+        assert engine not in self._loads
+        if engine >= ID_LIMIT:
+            raise SchedulerError(f"engine ids must be below {ID_LIMIT}, got {engine}")
+        self._loads[engine] = self._full + engine
+        self._held.add(engine)
+        self._make_heap()
+
+    def remove(self, engine: int) -> None:
+        """Remove an engine that is held and has no slot in use. O(engines)."""
+        self._held.remove(engine)
+        del self._loads[engine]
+        self._make_heap()
+
+    def num_used(self, engine: int) -> int:
+        """Return the slots in use of an engine (count)."""
+        return self._slots_per_engine - self._num_free_on(engine) - self._slots_per_engine * (engine in self._held)
+
     def _num_free_on(self, engine: int) -> int:
         return self._slots_per_engine - self._loads[engine] // ID_LIMIT
 
     def _push(self, load: int) -> None:
         heappush(self._heap, load)
         if len(self._heap) > self._heap_limit:
-            self._heap = [one for one in self._loads.values() if one < self._full]
-            heapify(self._heap)
+            self._make_heap()
+
+    def _make_heap(self) -> None:
+        self._heap = [one for one in self._loads.values() if one < self._full]
+        heapify(self._heap)
+        self._heap_limit, self._last_freed = 8 * len(self._loads), NO_LOAD

@@ -14,6 +14,9 @@ from hostile_ledger import HostileLedger, Place
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     DiscardReason,
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
     EnvironmentFailed,
     EnvironmentFault,
     ObservationReady,
@@ -34,7 +37,7 @@ FAILING = (Place.IN_FLIGHT, Place.ACTING, Place.SCORING)
 """Where a rollout can fail."""
 HAPPENINGS = (
     "decode", "generate last", "report", "score", "end turn", "observe", "end episode", "fail", "train", "publish",
-    "take", "load", "lose", "preempt", "lie",
+    "take", "load", "lose", "preempt", "join", "leave", "end of notice", "load late", "lie",
 )  # fmt: skip
 
 
@@ -53,10 +56,13 @@ class HostileDriver(HostileLedger):
         """Engines that may take the published weights now."""
         waits = self.weight_update is WeightUpdate.WAIT
         busy = {rollout.engine for _, _, rollout in self.running()} if waits else set()
-        return [e for e, version in enumerate(self.true_version) if version < self.published and e not in busy]
+        return [e for e in self.reported_version if self.true_version[e] < self.published and e not in busy]
 
     def engines_to_report(self):
-        return [e for e, version in enumerate(self.true_version) if version > self.reported_version[e]]
+        return [e for e, version in self.reported_version.items() if self.true_version[e] > version]
+
+    def engines_leaving(self):
+        return [engine for engine in self.true_version if engine not in self.reported_version]
 
     def decode(self, engine):
         """All rollouts on an engine get a token."""
@@ -78,12 +84,17 @@ class HostileDriver(HostileLedger):
                 rollout.ended = "aborted"
             else:
                 self.generate_last(entry)
+        group.reported += rollout.token_versions[:1]
         if rollout.ended == "finished":
             rollout.place = Place.SCORING
             self.deliver(RolloutFinished(rollout_id, rollout.engine, rollout.spans))
         else:
             rollout.place = Place.ABORTED if group.given_up else Place.INTERRUPTED
             self.ask(rollout)
+            if rollout.engine not in self.reported_version:
+                rollout.engine, left = -1, rollout.engine
+                self.deliver(RolloutAborted(rollout_id, left, rollout.spans))
+                return
             self.deliver(RolloutAborted(rollout_id, rollout.engine, rollout.spans))
 
     def turning(self):
@@ -96,6 +107,7 @@ class HostileDriver(HostileLedger):
         rollout_id, group, rollout = entry
         rollout.token_versions.append(self.true_version[rollout.engine])
         rollout.num_turns += 1
+        group.reported += rollout.token_versions[:1]
         rollout.place, rollout.home = Place.ACTING, rollout.engine
         self.deliver(TurnFinished(rollout_id, rollout.engine, rollout.spans))
         assert rollout.place is (Place.DISCARDED if group.given_up else rollout.place)
@@ -109,7 +121,9 @@ class HostileDriver(HostileLedger):
         rollout.context = rollout.read + len(rollout.token_versions)
         self.longest = max(self.longest, rollout.context)
         self.ask(rollout)
-        if rollout.engine >= 0 and self.case.keeps_caches:
+        if rollout.engine not in self.reported_version:
+            rollout.engine = -1
+        elif self.case.keeps_caches:
             rollout.engine = self.engine_to_go_on(rollout.engine)
         self.deliver(ObservationReady(rollout_id, rollout.read))
 
@@ -175,10 +189,51 @@ class HostileDriver(HostileLedger):
 
     def report_loaded(self, engine):
         self.reported_version[engine] = self.true_version[engine]
-        self.held[engine] = False
-        if not self.training and min(self.reported_version) == self.version == self.rl_step_start:
-            self.closed = False
+        self.held.discard(engine)
+        self.joining.discard(engine)
+        self.engines_changed()
         self.deliver(WeightsLoaded(engine, self.reported_version[engine], 0.0))
+
+    def join(self, version):
+        """An engine joins with some weights; it takes rollouts at once if these are the published ones."""
+        engine = self.num_joined
+        self.num_joined += 1
+        self.true_version[engine] = self.reported_version[engine] = version
+        if version < self.published:
+            self.joining.add(engine)
+            self.held.add(engine)
+        self.engines_changed()
+        self.deliver(EngineJoined(engine, version))
+
+    def leave(self, engine):
+        """An engine gets notice; those that wait for it find another."""
+        del self.reported_version[engine]
+        self.joining.discard(engine)
+        self.held.discard(engine)
+        if self.case.keeps_caches:
+            for rollout in self.waiting(engine):
+                rollout.engine = -1
+                self.ask(rollout)
+        self.engines_changed()
+        self.deliver(EngineLeaving(engine))
+
+    def end_of_notice(self, engine, kept):
+        """The rollouts that are left on an engine end with the tokens that are known; then it is gone."""
+        for entry in self.in_flight(engine):
+            rollout = entry[2]
+            if not rollout.ended:
+                rollout.ended = "interrupted"
+            if rollout.ended != "finished":
+                del rollout.token_versions[kept(len(rollout.token_versions)) :]
+            self.report(entry, obey_abort=True)
+        del self.true_version[engine]
+        self.deliver(EngineLeft(engine))
+
+    def load_late(self, engine):
+        """An engine that is leaving has loaded the weights that were on their way to it."""
+        self.true_version[engine] = self.published
+        self.deliver(WeightsLoaded(engine, self.published, 0.0))
+        assert self.stopped or self.answers[-1] == ()
 
     def impossible(self):
         """Events that cannot happen now."""
@@ -190,9 +245,18 @@ class HostileDriver(HostileLedger):
         yield RolloutFinished(10**9, None, VersionSpans((), ()))
         yield TrainingFinished(self.version + (0 if self.training and self.training.completes_step else 1), 0.0)
         yield WeightsPublished(self.published + (1 if self.publishing else 0), 0.0)
-        for engine in (-1, self.case.num_engines):
+        yield EngineJoined(self.num_joined - 1, self.published)
+        yield EngineJoined(self.num_joined, self.published + 1)
+        for engine in (-1, self.num_joined):
             yield WeightsLoaded(engine, self.published, 0.0)
-        for engine, version in enumerate(self.reported_version):
+            yield EngineLeaving(engine)
+            yield EngineLeft(engine)
+        for engine in self.engines_leaving():
+            yield EngineLeaving(engine)
+            if self.in_flight(engine):
+                yield EngineLeft(engine)
+        for engine, version in self.reported_version.items():
+            yield EngineLeft(engine)
             yield WeightsLoaded(engine, version, 0.0)
             yield WeightsLoaded(engine, self.published + 1, 0.0)
         for rollout_id, engine in self.ended[-3:]:
@@ -238,9 +302,11 @@ class HostileDriver(HostileLedger):
         """All that may happen now, by kind, each as a function to call."""
         ends = self.rollouts(Place.IN_FLIGHT)
         scorings = self.rollouts(Place.SCORING)
+        leaves = failures and not self.partial  # colocated engines come and go with the trainer
+        joins = leaves or not self.reported_version
         rewards = (lambda rollout_id: rng.randint(0, 1)) if failures else (lambda rollout_id: rollout_id)
         kinds = {
-            "decode": [lambda e=e: self.decode(e) for e in range(self.case.num_engines)],
+            "decode": [lambda e=e: self.decode(e) for e in self.true_version],
             "generate last": [lambda r=r: self.generate_last(r) for r in self.running()],
             "report": [lambda r=r: self.report(r, obey_abort=rng.random() < 0.5) for r in ends],
             "score": [lambda r=r: self.score(r, float(rewards(r[0]))) for r in scorings],
@@ -256,6 +322,12 @@ class HostileDriver(HostileLedger):
             "load": [lambda e=e: self.report_loaded(e) for e in self.engines_to_report()],
             "lose": [lambda r=r: self.lose(r) for r in self.losable()] if failures else [],
             "preempt": [lambda r=r: self.preempt(r) for r in self.running()] if failures else [],
+            "join": [lambda: self.join(max(0, self.published - rng.choice([0, 0, 1, 2])))] if joins else [],
+            "leave": [lambda e=e: self.leave(e) for e in self.reported_version] if leaves else [],
+            "end of notice": [
+                lambda e=e: self.end_of_notice(e, lambda number: rng.randint(0, number)) for e in self.engines_leaving()
+            ],
+            "load late": [lambda e=e: self.load_late(e) for e in self.engines_leaving()] if failures else [],
             "lie": [lambda: self.lie(rng.randrange(10**6))] if failures else [],
         }
         return {kind: calls for kind, calls in kinds.items() if calls}

@@ -79,12 +79,13 @@ class Group:
     members: list[Rollout] = field(default_factory=list)
     given_up: bool = False
     reason: DiscardReason | None = None
+    reported: list[int] = field(default_factory=list)  # oldest versions reported, also of tokens lost since
 
     def places(self):
         return {member.place for member in self.members}
 
     def oldest(self):
-        return min(version for member in self.members for version in member.token_versions)
+        return min(self.reported)
 
 
 @dataclass(frozen=True)
@@ -167,13 +168,17 @@ class HostileLedger:
         self.num_asked = 0  # times that a rollout has begun to wait for a slot or room
         self.longest = 0  # tokens of the longest context after an observation
         self.num_groups = 0
+        self.places = 0  # those at the last admission: engines may have left since
         self.most_placed = 0  # rollouts that may be in flight, being scored and ready until the next admission
         self.num_prompts = 0
         self.prompts_again = []  # prompts of stale groups, not yet started again
         self.ready = []  # ids of ready groups, in order of arrival
-        self.true_version = [0] * case.num_engines
-        self.reported_version = [0] * case.num_engines
-        self.held = [False] * case.num_engines
+        self.true_version = dict.fromkeys(range(case.num_engines), 0)  # also of engines that are leaving
+        self.reported_version = dict.fromkeys(range(case.num_engines), 0)  # of engines that are not leaving
+        self.joining = set()  # those of them that have joined with older weights, and take nothing yet
+        self.held = set()
+        self.oldest_loaded = 0
+        self.num_joined = case.num_engines
         self.version = 0  # optimizer steps done
         self.published = 0
         self.training = None  # the outstanding StartTraining
@@ -197,6 +202,18 @@ class HostileLedger:
         waiting = [one for _, _, one in self.rollouts(Place.INTERRUPTED) if one.engine == engine]
         return sorted(waiting, key=lambda one: one.asked)
 
+    @property
+    def loading(self):
+        """Whether some engine is to report the published weights."""
+        return any(version < self.published for version in self.reported_version.values())
+
+    def engines_changed(self):
+        """Note the oldest version of engines that take rollouts: the last one, if none does."""
+        takes = [version for engine, version in self.reported_version.items() if engine not in self.joining]
+        self.oldest_loaded = min(takes, default=self.published)
+        if not self.training and self.published == self.oldest_loaded == self.version == self.rl_step_start:
+            self.closed = False
+
     def tokens_on(self, engine):
         """Tokens of context of all rollouts of an engine."""
         begun = self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.INTERRUPTED)
@@ -217,8 +234,7 @@ class HostileLedger:
 
     def free_engines(self):
         """Engines that have a slot to give."""
-        engines = range(self.case.num_engines)
-        return [engine for engine in engines if not self.held[engine] and self.num_free(engine)]
+        return [engine for engine in self.reported_version if engine not in self.held and self.num_free(engine)]
 
     def num_free(self, engine):
         return self.config.generation_batch_size - len(self.in_flight(engine))
@@ -257,12 +273,12 @@ class HostileLedger:
 
     def allowance(self):
         """The gate of ``lag_bound``, less the rollouts that the running step has taken already."""
-        batches = min(self.reported_version) + self.config.max_lag - self.next_version() + 1
+        batches = self.oldest_loaded + self.config.max_lag - self.next_version() + 1
         return self.config.train_batch_size * batches - self.num_taken % self.config.train_batch_size
 
     def num_places(self):
         """Rollouts that may be open and ready together, when a group is admitted."""
-        slots = self.case.num_engines * self.config.generation_batch_size
+        slots = len(self.reported_version) * self.config.generation_batch_size
         return max(slots, self.case.environments or 0) + self.config.ready_queue_limit
 
     def num_placed(self):
@@ -356,7 +372,7 @@ class HostileLedger:
         if group_id == self.num_groups:
             assert member == 0
             self.check_admission(command.prompt_id)
-            bound, rl_step = min(self.reported_version), self.generating_for()
+            bound, rl_step = self.oldest_loaded, self.generating_for()
             self.groups[group_id] = Group(command.rollout_id, command.prompt_id, bound, rl_step)
             self.num_groups += 1
         group = self.groups[group_id]
@@ -415,14 +431,14 @@ class HostileLedger:
             assert prompt_id == self.num_prompts
             self.num_prompts += 1
         if self.config.kind == "one_step_off":
-            assert min(self.reported_version) == self.published == (self.handed_over_at or 0), (
-                "not all engines are ready"
-            )
+            assert self.oldest_loaded == self.published, "not all engines are ready"
+            assert self.published == (self.handed_over_at or 0)
             rl_step = self.generating_for()
             assert self.num_generated(rl_step) + self.case.group_size <= self.rl_step_rollouts(rl_step)
         if self.pipeline or self.partial:
             assert self.num_limited() + self.case.group_size <= self.num_places()
-            self.most_placed = self.num_places() + self.num_waiting_for_siblings()
+            self.places = self.num_places()
+            self.most_placed = self.places + self.num_waiting_for_siblings()
         if self.gated:
             assert self.num_live + self.case.group_size <= self.allowance()
 
@@ -483,7 +499,7 @@ class HostileLedger:
         elif not self.pipeline:
             self.check_one_step_off_batch(command)
         else:
-            assert not self.is_due() or min(self.reported_version) < self.published, "trained before it published"
+            assert not self.is_due() or self.loading, "trained before it published"
             assert group_ids == self.in_turn()[: len(group_ids)]
         for group_id in group_ids:
             group = self.groups[group_id]
@@ -518,13 +534,14 @@ class HostileLedger:
     def check_partial_batch(self, command, group_ids):
         """As many groups as the RL step needs, the first or the oldest ready ones, on up-to-date engines."""
         if not self.chosen:
-            assert self.version == self.rl_step_start == min(self.reported_version)
+            assert self.version == self.rl_step_start == self.published
+            assert not self.loading
             num_groups = self.rl_step_rollouts(self.version) // self.case.group_size
             assert len(self.ready) >= num_groups
             chosen = self.in_turn()[:num_groups]
             bounded = self.config.max_lag is not None
             self.chosen = sorted(chosen, key=lambda one: (self.groups[one].oldest() if bounded else 0, one))
-            self.held = [True] * self.case.num_engines
+            self.held = set(self.reported_version)
         assert group_ids == self.chosen[: len(group_ids)]
         del self.chosen[: len(group_ids)]
 
@@ -556,7 +573,7 @@ class HostileLedger:
     def obey_publish(self, command):
         assert self.training is None
         assert not self.publishing
-        assert min(self.reported_version) == self.published, "two publications at the same time"
+        assert not self.loading, "two publications at the same time"
         assert command == PublishWeights(self.version, self.weight_update)
         assert self.published < self.version < self.case.optimizer_steps
         if self.pipeline:
@@ -568,7 +585,8 @@ class HostileLedger:
             assert self.rl_step_rollouts(self.generating_for()), "published for nobody"
         self.published, self.publishing = self.version, True
         if self.weight_update is WeightUpdate.WAIT:
-            self.held = [True] * self.case.num_engines
+            self.held = set(self.reported_version)
+        self.engines_changed()
 
     def obey_stop(self, command):
         self.stopped = command.reason
@@ -599,7 +617,7 @@ class HostileLedger:
             assert self.closed or self.num_live == self.rl_step_rollouts(self.rl_step_start)
         elif self.config.kind == "one_step_off":
             rl_step = self.generating_for()
-            loading = min(self.reported_version) < (self.handed_over_at or 0)
+            loading = self.oldest_loaded < self.published
             assert loading or self.num_generated(rl_step) == self.rl_step_rollouts(rl_step)
         else:
             size = self.case.group_size
@@ -612,13 +630,13 @@ class HostileLedger:
         """An idle trainer has a reason; the queue keeps its limit; and nobody waits for nobody."""
         if self.partial or (self.config.on_full is OnFull.DROP_OLDEST and self.pipeline):
             assert self.partial or self.num_ready <= self.config.ready_queue_limit
-            assert self.num_open() <= self.num_places()
+            assert self.num_open() <= self.places
         elif self.pipeline:
             assert self.num_placed() <= self.most_placed
-            assert self.num_live <= self.case.group_size * self.num_places()
+            assert self.num_live <= self.case.group_size * self.places
         if self.training or self.publishing:
             return
-        loading = min(self.reported_version) < self.published
+        loading = self.loading
         pending = [group for group in self.groups.values() if not group.given_up and group.places() != {Place.SCORED}]
         if self.conventional:
             assert not self.closed or loading, "the trainer stopped in the middle of an RL step"
@@ -638,7 +656,7 @@ class HostileLedger:
                 assert self.gated, "a batch waits beside an idle trainer"
                 assert pending, "the trainer waits for a straggler that does not exist"
         outstanding = self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.SCORING)
-        assert outstanding or loading, "deadlock"
+        assert outstanding or loading or not self.reported_version, "deadlock"
 
     def check_given_up_groups_end(self):
         """What nobody wants is aborted or discarded at once, or when its score arrives."""

@@ -49,6 +49,10 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
     (ev.TrainingFinished(4, 2.25), '"event":"TrainingFinished","version":4,"train_s":2.25'),
     (ev.WeightsPublished(4, 0.5), '"event":"WeightsPublished","version":4,"publish_s":0.5'),
     (ev.WeightsLoaded(1, 4, 0.0), '"event":"WeightsLoaded","engine":1,"version":4,"pause_s":0.0'),
+    (ev.EngineJoined(4, 3), '"event":"EngineJoined","engine":4,"version":3'),
+    (ev.EngineLeaving(4), '"event":"EngineLeaving","engine":4'),
+    (ev.EngineLeft(4), '"event":"EngineLeft","engine":4,"lost_tokens":null'),
+    (ev.EngineLeft(4, 12), '"event":"EngineLeft","engine":4,"lost_tokens":12'),
 ]  # fmt: skip
 """Every event and command, and how a trace writes it."""
 

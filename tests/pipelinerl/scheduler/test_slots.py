@@ -8,6 +8,8 @@ from hypothesis import given
 
 from pipelinerl.scheduler.slots import EngineSlots
 
+MOVES = ["take", "take_near", "free", "hold", "release", "add", "remove"]
+
 
 class SlowSlots:
     """The same, by a search of all engines."""
@@ -15,13 +17,14 @@ class SlowSlots:
     def __init__(self, engines, *, slots_per_engine):
         self.free_on = dict.fromkeys(engines, slots_per_engine)
         self.held = set()
+        self.slots_per_engine = slots_per_engine
 
     @property
     def num_free(self):
         return sum(number for engine, number in self.free_on.items() if engine not in self.held)
 
     def has_free(self, engine):
-        return self.free_on[engine] > 0 and engine not in self.held
+        return self.free_on.get(engine, 0) > 0 and engine not in self.held
 
     def take(self):
         return self.take_near(min(self.free_on.keys() - self.held, key=lambda one: (-self.free_on[one], one)))
@@ -41,18 +44,26 @@ class SlowSlots:
     def release(self, engine):
         self.held.discard(engine)
 
+    def add(self, engine):
+        self.free_on[engine] = self.slots_per_engine
+        self.held.add(engine)
+
+    def remove(self, engine):
+        del self.free_on[engine]
+        self.held.remove(engine)
+
 
 @given(
     engines=st.lists(st.integers(0, 3) | st.integers(0, 70), min_size=1, max_size=5, unique=True),
     slots_per_engine=st.integers(1, 4),
     moves=st.lists(
-        st.tuples(st.sampled_from(["take", "take_near", "free", "hold", "release"]), st.integers(0, 99)),
+        st.tuples(st.sampled_from(MOVES), st.integers(0, 99)),
         min_size=40, max_size=120,
     ),
 )  # fmt: skip
 def test_a_slot_comes_from_the_engine_with_most_free_slots(engines, slots_per_engine, moves):
     fast, slow = (make(engines, slots_per_engine=slots_per_engine) for make in (EngineSlots, SlowSlots))
-    taken = []
+    taken, gone = [], []
     for move, pick in moves:
         engine = engines[pick % len(engines)]
         if move.startswith("take") and slow.num_free:
@@ -63,11 +74,24 @@ def test_a_slot_comes_from_the_engine_with_most_free_slots(engines, slots_per_en
             engine = taken.pop(pick % len(taken))
             fast.free(engine)
             slow.free(engine)
-        elif move == "release" or (move == "hold" and engine not in slow.held):
+        elif move == "add":
+            engines = [*engines, max(engines + gone) + 1]
+            fast.add(engines[-1])
+            slow.add(engines[-1])
+        elif move == "remove" and engine in slow.held and engine not in taken and len(engines) > 1:
+            assert not fast.num_used(engine)
+            fast.remove(engine)
+            slow.remove(engine)
+            gone.append(engine)
+            engines = [one for one in engines if one != engine]
+        elif move in ("hold", "release"):
             getattr(fast, move)(engine)
             getattr(slow, move)(engine)
         assert fast.num_free == slow.num_free
-        assert [fast.has_free(one) for one in engines] == [slow.has_free(one) for one in engines]
+        for one in engines + gone:
+            assert fast.has_free(one) == slow.has_free(one)
+            assert (one in fast) == (one in slow.free_on)
+        assert [fast.num_used(one) for one in engines] == [taken.count(one) for one in engines]
 
 
 @pytest.mark.parametrize("num_freed_at_once", [1, 2, 5])
