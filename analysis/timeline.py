@@ -33,6 +33,9 @@ from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
     EnvironmentFailed,
     Event,
     ObservationReady,
@@ -112,10 +115,10 @@ class Timeline:
         self.entries: list[dict[str, Any]] = []
         self._begin_s, self._end_s = begin_s, end_s
         self._counter_s = COUNTER_STEP * (min(end_s, duration_s) - begin_s)
-        self._engines = [_Lanes(list(range(FIRST_LANE, FIRST_LANE + LANES))) for _ in range(num_engines)]
+        self._engines: dict[int, _Lanes] = {}
         self._sandboxes = _Lanes(list(range(1, min(ENVIRONMENTS, num_environments) + 1)))
-        self._in_flight = [0] * num_engines
-        self._counted_s = [-math.inf] * num_engines
+        self._in_flight: dict[int, int] = {}
+        self._counted_s: dict[int, float] = {}
         self._on: dict[int, int] = {}
         self._acts_since: dict[int, float] = {}
         self._aborting: set[int] = set()
@@ -123,16 +126,21 @@ class Timeline:
         self._training_s = 0.0
         self._steps: dict[int, tuple[float, float]] = {}  # first and last second of training, by step
         self._ranks: set[int] = set()
-        self._loaded_s = [0.0] * num_engines
+        self._loaded_s: dict[int, float] = {}
         self._published: dict[int, float] = {}
         self._num_arrows = 0
         self._name(RUN, "run")
         self._name(TRAINER, "trainer", {1: "training", 2: "publishing"})
         if num_environments:
             self._name(SANDBOXES, "environments", {lane: f"environment {lane}" for lane in self._sandboxes.free})
-        for engine, lanes in enumerate(self._engines):
-            names = {WEIGHTS: "weights", **{lane: f"lane {lane - 1}" for lane in lanes.free}}
-            self._name(FIRST_ENGINE + engine, f"engine {engine}", names)
+        for engine in range(num_engines):
+            self._join(engine, 0.0)
+
+    def _join(self, engine: int, now_s: float) -> None:
+        self._engines[engine] = lanes = _Lanes(list(range(FIRST_LANE, FIRST_LANE + LANES)))
+        self._in_flight[engine], self._counted_s[engine], self._loaded_s[engine] = 0, -math.inf, now_s
+        names = {WEIGHTS: "weights", **{lane: f"lane {lane - 1}" for lane in lanes.free}}
+        self._name(FIRST_ENGINE + engine, f"engine {engine}", names)
 
     @property
     def full(self) -> bool:
@@ -230,6 +238,13 @@ class Timeline:
                 self._slice((TRAINER, 2), f"publish {version}", start_s, now_s, version=version)
             case WeightsLoaded(engine=engine, version=version, pause_s=pause_s):
                 self._loaded(engine, version, now_s, pause_s)
+            case EngineJoined(engine=engine):
+                self._join(engine, now_s)
+                self._fleet(engine, now_s, "joined")
+            case EngineLeaving(engine=engine):
+                self._fleet(engine, now_s, "leaving")
+            case EngineLeft(engine=engine):
+                self._fleet(engine, now_s, "left")
             case _:
                 assert_never(event)
 
@@ -298,6 +313,10 @@ class Timeline:
             args = {"rollouts": self._in_flight[engine]}
             self._entry("C", FIRST_ENGINE + engine, now_s, name="in flight", args=args)
 
+    def _fleet(self, engine: int, now_s: float, name: str) -> None:
+        if now_s >= self._begin_s:
+            self._entry("i", FIRST_ENGINE + engine, now_s, tid=WEIGHTS, name=name, s="p")
+
     def _mark(self, process: int, lanes: _Lanes, rollout_id: int, now_s: float, name: str) -> None:
         if rollout_id in lanes.open and now_s >= self._begin_s:
             self._entry("i", process, now_s, tid=lanes.open[rollout_id][0], name=name, s="t")
@@ -345,7 +364,7 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
         now_s = record.time_s
         try:
             timeline.record(record)
-        except IndexError:
+        except KeyError:
             raise TraceError(f"{trace.path}, line {record.line}: broken record, there is no such engine") from None
     if now_s < begin_s:
         raise ConfigError(f"--begin must be before the end of the run, {now_s:.6g} s, got {begin_s:g}")

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.records.profile_report import (
+    EnginesOverTime,
     EngineTimeline,
     FigureData,
     GenerationWindow,
@@ -160,14 +161,17 @@ class FigureRecorder:
 
     # --------------------------------------------------------------------------------------- results
 
-    def data(self, lag_histogram: LagHistogram, turns: TurnsProfile | None = None) -> FigureData:
-        """Return the data of figures, with the trained tokens by lag and the turns that the ledger counted."""
+    def data(
+        self, lag_histogram: LagHistogram, turns: TurnsProfile | None = None, fleet: EnginesOverTime | None = None
+    ) -> FigureData:
+        """Return the data of figures, with the trained tokens by lag, turns and engines that the ledger counted."""
         return FigureData(
             lag_histogram=lag_histogram,
             lag_by_position=self._lag_by_position(),
             generation_window=self._generation_window(),
             timeline=self._timeline(),
             turns=turns,
+            fleet=fleet,
         )
 
     def _lag_by_position(self) -> LagByPosition:

@@ -6,8 +6,9 @@ size does not grow with the run, and a row per optimizer step. A recorded trace 
 Lag of a token = version it is trained at - version that sampled it (optimizer steps): *in flight* until its rollout
 finished (by the trainer's version then), *in queue* from then on. All lags are weighted by tokens.
 
-An engine is *busy* while it has a rollout in progress and is not paused for a weight update. *Utilisation*: of
-generation busy over all engine-seconds of the run, of training the trainer's working seconds over those of the run.
+An engine is *there* from its joining until it has left, and *busy* while it has a rollout in progress and is not paused
+for a weight update. *Utilisation*: of generation busy over all seconds that engines are there, of training the
+trainer's working seconds over those of the run.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from enum import StrEnum
 import numpy as np
 
 from pipelinerl.records.figure_data import FigureRecorder
-from pipelinerl.records.profile_report import FigureData, PlacesOverTime, TurnsProfile
+from pipelinerl.records.profile_report import EnginesOverTime, FigureData, PlacesOverTime, TurnsProfile
 from pipelinerl.records.reports import (
     EnvironmentReport,
+    FleetReport,
     LengthReport,
     RolloutCounts,
     RolloutSeconds,
@@ -38,6 +40,9 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
     DiscardRollouts,
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
     EngineSeconds,
     EnvironmentFailed,
     EnvironmentFault,
@@ -62,7 +67,7 @@ from pipelinerl.scheduler.events import (
 
 
 class RunLedger:
-    """Keeps the ledger of one run, of engines 0 to below ``num_engines``.
+    """Keeps the ledger of one run, which begins with engines 0 to below ``num_engines``.
 
     ``longest`` bounds an answer (tokens); ``on_step`` gets each row as soon as its step is done; without
     ``environments`` rollouts have one turn. ``scorers_s``: time of all reward workers that a rollout takes.
@@ -81,7 +86,6 @@ class RunLedger:
     ) -> None:
         self._admission, self._scorers_s = admission, scorers_s
         self.profile = FigureRecorder(engine_ids=range(num_engines), colocated=colocated, longest=longest)
-        self.num_engines = num_engines
         self._colocated = colocated
         self.on_step = on_step
         self._time_s = 0.0
@@ -99,10 +103,11 @@ class RunLedger:
         self._tokens = dict.fromkeys(self._ended, 0)
         self._reasons = dict.fromkeys(DiscardReason, 0)
         self._num_interruptions = self._num_preemptions = 0
-        # By engine id.
+        # By id of an engine that is there.
         self._engine_rollouts = dict.fromkeys(range(num_engines), 0)
         self._busy_since_s = dict.fromkeys(range(num_engines), 0.0)
         self._busy_s = dict.fromkeys(range(num_engines), 0.0)
+        self.fleet = FleetLedger(num_engines)
         # Colocated, in the training phase: since when the rollouts in progress stand still.
         self._training_since_s: float | None = None
         self._trainer = TrainingLedger()
@@ -153,6 +158,15 @@ class RunLedger:
                 self._trainer.published(time_s, event.publish_s, self.profile)
             case WeightsLoaded():
                 self._loaded(event)
+            case EngineJoined():
+                self.fleet.joined(time_s, event.engine)
+                self._engine_rollouts[event.engine] = 0
+                self._busy_since_s[event.engine] = self._busy_s[event.engine] = 0.0
+            case EngineLeaving():
+                self.fleet.leaving.add(event.engine)
+            case EngineLeft():
+                self.fleet.left(time_s, event, busy_s=self._busy_s.pop(event.engine))
+                del self._engine_rollouts[event.engine], self._busy_since_s[event.engine]
 
     def command(self, time_s: float, command: Command) -> None:
         """Record a command that was given at ``time_s``."""
@@ -217,6 +231,9 @@ class RunLedger:
             self._tokens["aborted"] += num_tokens
         else:
             self._interrupted[rollout_id] = num_tokens
+            if self.fleet.leaving and event.engine in self.fleet.leaving:
+                self.fleet.num_moved += 1
+                self.fleet.moved_tokens += num_tokens
         self._aborting.discard(rollout_id)
 
     def _failed(self, event: RolloutFailed) -> None:
@@ -282,7 +299,7 @@ class RunLedger:
 
     def busy_engine_s(self) -> float:
         """Return the busy seconds of all engines, added up."""
-        busy_s = sum(self._busy_s.values())
+        busy_s = sum(self._busy_s.values()) + self.fleet.gone_busy_s
         for engine, rollouts in self._engine_rollouts.items():
             busy_s += (self._busy_until_s() - self._busy_since_s[engine]) if rollouts else 0.0
         return busy_s
@@ -300,7 +317,7 @@ class RunLedger:
         generated = self._tokens_finished + self._tokens_cut_short
         training_s, publishing_s = self._trainer.training_s, self._trainer.publishing_s
         rest_s = max(0.0, duration_s - training_s - publishing_s)
-        engine_s = duration_s * self.num_engines
+        engine_s = self.fleet.there_s(duration_s)
         environments = None if self.turns is None else self.turns.report(duration_s, finished=self._num_finished)
         return RunTotals(
             optimizer_steps=self._version,
@@ -348,6 +365,7 @@ class RunLedger:
                 given_up=sum(ended.values()) - ended["trained"],
             ),
             environments=environments,
+            fleet=self.fleet.report(duration_s, self.steps),
             complete=self._stop == "done",
         )
 
@@ -355,10 +373,84 @@ class RunLedger:
         """Return the trained tokens of lag 0, 1, 2, ... optimizer steps (counts)."""
         return self._trainer.lag.by_lag()
 
+    @property
+    def num_engines(self) -> int:
+        """Engines that are there (count)."""
+        return len(self._engine_rollouts)
+
     def figure_data(self, drift: DriftModel | None = None) -> FigureData:
         """Return the data of figures, the rows of the steps excepted; ``drift`` gives the modelled ESS by turn."""
         turns = None if self.turns is None else self.turns.profile(drift)
-        return self.profile.data(self._trainer.lag.histogram(), turns)
+        return self.profile.data(self._trainer.lag.histogram(), turns, self.fleet.over_time(self._time_s))
+
+
+# ------------------------------------------------------------------------------------------- fleet
+
+
+class FleetLedger:
+    """Engines that join and leave (mutable); those there at the start have the ids from 0 to below ``num_engines``."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.leaving: set[int] = set()
+        self.num_moved = self.moved_tokens = 0  # rollouts that had to leave an engine; the tokens that they kept
+        self.gone_busy_s = 0.0
+        self._since_s = dict.fromkeys(range(num_engines), 0.0)  # by id of an engine that is there
+        self._gone_s = 0.0
+        self._num_joined = self._num_left = 0
+        self._lost_tokens: int | None = 0
+        self._there: list[tuple[float, int]] = [(0.0, num_engines)]
+        self._every = 1
+
+    def joined(self, time_s: float, engine: int) -> None:
+        """Record an engine that joins."""
+        self._since_s[engine] = time_s
+        self._num_joined += 1
+        self._moved(time_s)
+
+    def left(self, time_s: float, event: EngineLeft, *, busy_s: float) -> None:
+        """Record an engine that has left; it was busy for so long."""
+        self.leaving.remove(event.engine)
+        self._gone_s += time_s - self._since_s.pop(event.engine)
+        self.gone_busy_s += busy_s
+        self._num_left += 1
+        if self._lost_tokens is not None:
+            self._lost_tokens = None if event.lost_tokens is None else self._lost_tokens + event.lost_tokens
+        self._moved(time_s)
+
+    def _moved(self, time_s: float) -> None:
+        """Keep the number of engines at times; of more than ``MOST_POINTS`` points every second one is dropped."""
+        if (self._num_joined + self._num_left) % self._every:
+            return
+        self._there.append((time_s, len(self._since_s)))
+        if len(self._there) == MOST_POINTS:
+            del self._there[1::2]
+            self._every *= 2
+
+    def there_s(self, duration_s: float) -> float:
+        """Return the seconds that engines were there, added up."""
+        return duration_s * len(self._since_s) - sum(self._since_s.values()) + self._gone_s
+
+    def over_time(self, duration_s: float) -> EnginesOverTime | None:
+        """Return the number of engines over time; None if none has joined or left."""
+        if not (self._num_joined or self._num_left):
+            return None
+        there = [*self._there, (duration_s, len(self._since_s))]
+        return EnginesOverTime(time_s=[time_s for time_s, _ in there], engines=[count for _, count in there])
+
+    def report(self, duration_s: float, steps: Sequence[StepRow]) -> FleetReport | None:
+        """Return the numbers of the run; None if no engine has joined or left."""
+        if not (self._num_joined or self._num_left):
+            return None
+        step_s = np.diff([0.0, *(row.time_s for row in steps)])
+        return FleetReport(
+            engines_mean=self.there_s(duration_s) / duration_s if duration_s else float(len(self._since_s)),
+            joined=self._num_joined,
+            left=self._num_left,
+            moved=self.num_moved,
+            moved_tokens=self.moved_tokens,
+            lost_tokens=self._lost_tokens,
+            step_s_p95=float(np.quantile(step_s, 0.95)) if len(steps) else None,
+        )
 
 
 # ------------------------------------------------------------------------------------------- turns

@@ -125,6 +125,17 @@ class TurnsProfile(Report):
     _rollouts_equally_long = equally_long("trained", "dropped")
 
 
+class EnginesOverTime(Report):
+    """Engines that are there, at up to 1024 points in time."""
+
+    time_s: list[float]
+    """The start, times at which engines had joined or left, the end (s)."""
+    engines: list[int]
+    """Engines from then on (count)."""
+
+    _equally_long = equally_long("time_s", "engines")
+
+
 class FigureData(Report):
     """Data of figures beyond a row per step: the content of profile.json."""
 
@@ -138,3 +149,5 @@ class FigureData(Report):
     """Engines and trainer over time."""
     turns: TurnsProfile | None = None
     """Turns. Absent where rollouts have one."""
+    fleet: EnginesOverTime | None = None
+    """Engines over time. Absent where none has joined or left."""

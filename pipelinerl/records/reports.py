@@ -56,7 +56,7 @@ class RolloutCounts(Report):
     unfinished: int
     """The rest when the run stopped (rollouts)."""
     interruptions: int
-    """Restarts after a weight update of kind ``abort`` (times)."""
+    """Restarts of rollouts that a weight update of kind ``abort``, or the loss of their engine, ended (times)."""
     preemptions: int | None = None
     """Preemptions for want of KV cache; simulated only (times)."""
 
@@ -91,7 +91,7 @@ class Utilisation(Report):
     """Shares of the time in which each side is at work (0 to 1)."""
 
     generation: float
-    """Busy engine-seconds / (engines · ``duration_s``); busy: a rollout in progress, not paused for weights (share)."""
+    """Busy engine-seconds / those that engines are there; busy: a rollout in progress, not paused (share)."""
     training: float
     """``seconds.training`` / ``duration_s`` (share)."""
 
@@ -158,6 +158,25 @@ class EnvironmentReport(Report):
     """Rollouts that outlived ``lifetime_s`` (rollouts)."""
     seconds: RolloutSeconds
     """Time of all rollouts, unfinished ones included, over rollouts finished."""
+
+
+class FleetReport(Report):
+    """Engines that have joined and left, and what became of their rollouts."""
+
+    engines_mean: float
+    """Mean number of engines that are there (count)."""
+    joined: int
+    """Engines that joined after the start (count)."""
+    left: int
+    """Engines that left: failed, reclaimed, drained (count)."""
+    moved: int
+    """Times that a rollout had to leave such an engine before its end (count)."""
+    moved_tokens: int
+    """Tokens that these rollouts kept, and that another engine prefills again (tokens)."""
+    lost_tokens: int | None = None
+    """Tokens generated and lost, not in ``tokens.generated`` (tokens). Absent where not known."""
+    step_s_p95: float | None = None
+    """95th percentile of the time from one optimizer step to the next (s)."""
 
 
 class Reached(Report):
@@ -408,6 +427,8 @@ class RunTotals(Report):
     ``discards`` if more rollouts were given up than trained on."""
     environments: EnvironmentReport | None = None
     """Environments. Absent where rollouts have one turn."""
+    fleet: FleetReport | None = None
+    """Engines that come and go. Absent where none has joined or left."""
     complete: bool
     """Whether all optimizer steps were made."""
     tokens_per_flash: float | None = None
