@@ -5,14 +5,13 @@ Theory of operation
 Both are pure functions of configuration and seed; the cluster turns them into events. They draw from named streams
 (``sim.workload``), so that a change of one law, group or place leaves the draws of the others as they are.
 
-=================================  =========  ======================================================================
-stream                             block      decides
-=================================  =========  ======================================================================
-``fleet failures NAME``            place      time to failure of each engine at this place of the group ``NAME``
-``fleet reclaims NAME``            place      when the place is taken away and offered again
-``fleet stragglers NAME``          place      which of its engines are slow
-``trainer failures``               0          times between failures of the trainer
-=================================  =========  ======================================================================
+=======================  =====  ==============================================================================
+stream                   block  decides
+=======================  =====  ==============================================================================
+``fleet engines NAME``   place  time to failure of each engine at this place of the group ``NAME``; who is slow
+``fleet reclaims NAME``  place  when the place is taken away and offered again
+``trainer failures``     0      times between failures of the trainer
+=======================  =====  ==============================================================================
 
 **Engines.** A place of a group is offered from time to time: a reserved one always; a spot one for exponential times,
 or by a recorded capacity, place ``i`` while the capacity is above ``i``. While it is offered, an engine lives there
@@ -97,20 +96,20 @@ def _lives(
     def stream(what: str) -> np.random.Generator:
         return named_stream(seed, f"fleet {what} {group.name}", place)
 
-    failures, stragglers = stream("failures"), stream("stragglers")
+    engines = stream("engines")
     mtbf_s = math.inf if group.mtbf_hours is None else 3600 * group.mtbf_hours / tensor_parallel
     offers = _offers(group, stream("reclaims")) if capacity is None else _recorded(capacity, place)
     for offered_s, until_s in offers:
         start_s = offered_s
         while start_s < until_s:
-            failed_s = start_s + mtbf_s * failures.standard_exponential()
+            failed_s = start_s + mtbf_s * engines.standard_exponential()
             end_s = min(failed_s, until_s)
             yield Life(
                 start_s=start_s,
                 notice_at_s=min(end_s, max(start_s, until_s - (group.notice_s or 0.0))),
                 end_s=end_s,
                 cause=LifeEnd.FAILED if failed_s <= until_s else LifeEnd.RECLAIMED,
-                slowdown=group.slowdown or 1.0 if stragglers.random() < group.stragglers else 1.0,
+                slowdown=group.slowdown or 1.0 if engines.random() < group.stragglers else 1.0,
             )
             start_s = end_s + group.repair_s
 
