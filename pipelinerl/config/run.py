@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.config.environment import EnvironmentConfig
+from pipelinerl.config.fleet import FleetConfig
 from pipelinerl.config.train import Temperature, TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig
@@ -320,6 +321,10 @@ class ClusterConfig(StrictModel):
     """Accelerators of one engine (count)."""
 
 
+LEAST_ATTEMPT = 0.2
+"""Shortest mean time between failures of a trainer, over that from a restart to its checkpoint: of e^5 one succeeds."""
+
+
 class RunConfig(StrictModel):
     """One run: the root of the run file."""
 
@@ -337,6 +342,8 @@ class RunConfig(StrictModel):
     """Environments, and the turns of rollouts. None: a rollout has one turn."""
     hardware: HardwareConfig
     """Speed of the cluster."""
+    fleet: FleetConfig | None = None
+    """Engines that come and go, and failures of the trainer. None: nothing fails."""
     policy: PolicyConfig | None = None
     """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
     ``group_size`` and ``length.max``, and of ``environment.turns`` only ``max`` and ``context_max``: prompts, lengths,
@@ -444,6 +451,7 @@ class RunConfig(StrictModel):
         self._check_longest()
         self._check_environment()
         self._check_step_tokens()
+        self._check_fleet()
         return self
 
     def _check_cluster(self) -> None:
@@ -528,6 +536,28 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"hardware.step_tokens must be at least scheduler.generation_batch_size={sequences}, got {most}"
             )
+
+    def _check_fleet(self) -> None:
+        if self.fleet is None:
+            return
+        engines = sum(group.engines for group in self.fleet.groups)
+        if self.fleet.groups and self.colocated:
+            raise ValueError(
+                "fleet.groups needs a schedule whose engines have accelerators of their own, got "
+                f"scheduler.kind={self.scheduler.kind!r}; fleet.trainer has failures of all its accelerators"
+            )
+        if self.fleet.groups and engines != self.num_engines:
+            raise ValueError(f"fleet.groups must have the run's {self.num_engines} engines together, got {engines}")
+        trainer = self.fleet.trainer
+        if trainer is not None and trainer.mtbf_hours is not None:
+            attempt_s = trainer.checkpoint_every_s + trainer.checkpoint_s + trainer.restart_s
+            least_s, mean_s = LEAST_ATTEMPT * attempt_s, 3600 * trainer.mtbf_hours / self.training_accelerators
+            if mean_s < least_s:
+                raise ValueError(
+                    f"fleet.trainer.mtbf_hours must leave {self.training_accelerators} accelerators a mean of at least "
+                    f"{LEAST_ATTEMPT:g} (checkpoint_every_s + checkpoint_s + restart_s) = {least_s:g} s between "
+                    f"failures, got {mean_s:g} s"
+                )
 
     def _check_environment(self) -> None:
         if self.environment is None:
@@ -694,8 +724,9 @@ PATHS = (
     ("train", "task", "settings", "held_out_path"),
     ("train", "evaluation", "settings", "path"),
     ("train", "evaluation", "settings", "held_out_path"),
+    ("fleet", "groups", "capacity"),
 )
-"""Keys that hold a path, relative to the run file."""
+"""Keys that hold a path, relative to the run file; of a list of tables, in each."""
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """Of a model at Hugging Face."""
 
@@ -704,16 +735,18 @@ def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, s
     """Make relative paths absolute, in place; return each before and after. ConfigError if one has a zero byte."""
     changes = []
     for keys in PATHS:
-        table: Any = data
+        tables: list[Any] = [data]
         for key in keys[:-1]:
-            table = table.get(key) if isinstance(table, dict) else None
-        value = table.get(keys[-1]) if isinstance(table, dict) else None
-        is_id = keys in MODELS and isinstance(value, str) and is_model_id(value, folder)
-        if isinstance(value, str) and not is_id and (keys not in NAMES_OR_PATHS or _is_path(value, folder)):
-            if "\0" in value:
-                raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {shown(value)}")
-            table[keys[-1]] = os.path.realpath(folder / value)
-            changes.append((value, table[keys[-1]]))
+            inner = [table.get(key) for table in tables if isinstance(table, dict)]
+            tables = [one for value in inner for one in (value if isinstance(value, list) else [value])]
+        for table in tables:
+            value = table.get(keys[-1]) if isinstance(table, dict) else None
+            is_id = keys in MODELS and isinstance(value, str) and is_model_id(value, folder)
+            if isinstance(value, str) and not is_id and (keys not in NAMES_OR_PATHS or _is_path(value, folder)):
+                if "\0" in value:
+                    raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {shown(value)}")
+                table[keys[-1]] = os.path.realpath(folder / value)
+                changes.append((value, table[keys[-1]]))
     return changes
 
 

@@ -76,6 +76,25 @@ EVERY_KEY: dict[str, Any] = {
             "reward_workers": 8, "preprocess_s": 0.04,
         },
     },
+    "fleet": {
+        "start_s": 90.0, "keep_tokens": False, "stream_tokens": 128,
+        "groups": [
+            {
+                "name": "ours", "kind": "reserved", "engines": 1, "price_per_hour": 2.0, "mtbf_hours": 50000.0,
+                "repair_s": 3600.0, "reclaim_hours": None, "away_s": None, "notice_s": None, "capacity": None,
+                "stragglers": 0.05, "slowdown": 1.5,
+            },
+            {
+                "name": "spot", "kind": "spot", "engines": 2, "reclaim_hours": 8.0, "away_s": 1800.0, "notice_s": 30.0,
+                "repair_s": 0.0, "stragglers": 0.0,
+            },
+            {
+                "name": "recorded", "kind": "spot", "engines": 1, "capacity": "/somewhere/spot.csv", "repair_s": 600.0,
+                "stragglers": 0.0,
+            },
+        ],
+        "trainer": {"mtbf_hours": 50000.0, "checkpoint_every_s": 1800.0, "checkpoint_s": 20.0, "restart_s": 300.0},
+    },
     "policy": {
         "task": "reverse", "size": 12, "layers": 3, "width": 24, "heads": 2, "temperature": 0.9,
         "learning_rate": 3e-4, "gradient_clip": 0.5,
@@ -121,7 +140,7 @@ EVERY_KEY: dict[str, Any] = {
         "trainer": {
             "kind": "deepspeed", "zero_stage": 3, "expert_parallel": 1, "pack_tokens": 2048, "sequence_parallel": 2,
             "activation_checkpointing": True, "fused": True, "router_replay": False, "start_timeout_s": 90.0,
-            "step_timeout_s": 60.0, "collective_timeout_s": 30.0, "restarts": 1,
+            "step_timeout_s": 61.0, "collective_timeout_s": 30.0, "restarts": 1,
         },
         "placement_timeout_s": 30.0,
         "engine": {

@@ -45,14 +45,19 @@ def test_every_key_is_read_as_written() -> None:
 
 def as_given(table: dict[str, Any]) -> dict[str, Any]:
     """Leave out the keys that exclude others, which are None."""
-    rows = {key: value for key, value in table.items() if value is not None}
-    return {key: as_given(value) if isinstance(value, dict) else value for key, value in rows.items()}
+
+    def given(value: Any) -> Any:
+        if isinstance(value, list):
+            return [given(one) for one in value]
+        return as_given(value) if isinstance(value, dict) else value
+
+    return {key: given(value) for key, value in table.items() if value is not None}
 
 
 def test_every_key_of_the_configuration_is_in_this_test() -> None:
     tables = [EVERY_KEY, *EVERY_KEY.values(), EVERY_KEY["workload"]["length"], *EVERY_KEY["hardware"].values()]
     tables += [*EVERY_KEY["train"].values(), EVERY_KEY["policy"]["warm_start"], EVERY_KEY["environment"]["turns"]]
-    tables += [*DECODES, *EVERY_KEY["compare"]["arms"]]
+    tables += [*DECODES, *EVERY_KEY["compare"]["arms"], *EVERY_KEY["fleet"].values(), *EVERY_KEY["fleet"]["groups"]]
     keys = [set(one) for one in tables if isinstance(one, dict)]
     models = list(models_of(RunConfig))
     assert CompareConfig in models  # it looks through None
@@ -85,7 +90,7 @@ def test_pipeline_splits_the_cluster_and_conventional_shares_it() -> None:
     pipeline = parse_run(data)
     assert not pipeline.colocated
     assert (pipeline.generation_accelerators, pipeline.training_accelerators, pipeline.num_engines) == (8, 12, 4)
-    del data["hardware"]["generation_gpu"]
+    del data["hardware"]["generation_gpu"], data["fleet"]["groups"]
     conventional = parse_run(with_overrides(data, ["scheduler.kind=conventional"]))
     assert conventional.colocated
     assert (conventional.generation_accelerators, conventional.training_accelerators) == (20, 20)
