@@ -43,9 +43,9 @@ class Clock(simpy.Environment):
     now = property(attrgetter("_now"), doc="Ticks since the start, a whole number.")  # read in C: it is read often
 
     def run_until(self, done: Event) -> None:
-        """Run until an event has happened, as ``run`` does, where no event fails: without its calls per event."""
+        """Run until an event has happened or nothing is left, as ``run``, where no event fails: without its calls."""
         queue = self._queue
-        while done.callbacks is not None:
+        while done.callbacks is not None and queue:
             self._now, _, _, event = heappop(queue)
             callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment] # as in SimPy
             for callback in callbacks:

@@ -34,6 +34,7 @@ from pipelinerl.config.resolve import new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
+from pipelinerl.records.reports import RunMeasurements
 from pipelinerl.records.trace import Recorder
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
@@ -60,7 +61,9 @@ from pipelinerl.scheduler.events import (
 from pipelinerl.scheduler.kinds import StallWatch, stalled
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
 from sim.engine import ClosedFormEngine
+from sim.engines import EngineFleet, capacity_report
 from sim.episodes import Environments, Episodes, check_turns
+from sim.fleet import TrainerFaults
 from sim.interface import (
     EngineHost,
     EngineSettings,
@@ -138,10 +141,12 @@ class FrontEnd:
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id; rollouts with a report on its way count."""
-        return sorted([*self._engine.end(), *self._reports.values()], key=lambda pair: pair[0].rollout_id)
+        reports, self._reports = self._reports, {}
+        return sorted([*self._engine.end(), *reports.values()], key=lambda pair: pair[0].rollout_id)
 
     def _arrived(self, wake: Wake) -> None:
-        self._host.rollout_finished(self._engine_id, *self._reports.pop(wake.tag))
+        if wake.tag in self._reports:  # else the engine has ended
+            self._host.rollout_finished(self._engine_id, *self._reports.pop(wake.tag))
 
 
 class GroupCache:
@@ -214,9 +219,11 @@ class SimulatedCluster:
         settings = _engine_settings(config, hardware, policy)
         if hardware.latency.request_s or hardware.latency.report_s:
             engine_factory = partial(FrontEnd, make=engine_factory, latency=hardware.latency)
-        self._engines = {  # by engine id
-            engine_id: engine_factory(self._clock, self, engine_id, settings) for engine_id in range(config.num_engines)
-        }
+        self._publish_ticks, self._transfer_ticks = _weight_ticks(hardware, colocated=config.colocated)
+        self._engines: dict[int, SimulatedEngine] = {}  # by engine id
+        self._fleet = self._make_engines(partial(engine_factory, self._clock, self), settings)
+        # Colocated, all until then counts as work that a failure makes to be done again.
+        self._faults, self._worked_until_s = _trainer_faults(config), 0.0
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
         # A rollout in progress is known to its engine alone: small tables stay in the processor's cache. Of a finished
         # one its tokens are kept, prompt included, four bytes until the run ends; 0: not finished.
@@ -230,7 +237,7 @@ class SimulatedCluster:
                 config.environment,
                 Episodes(config, workload),
                 answers=None if policy is None else policy.answers,
-                deliver=self._deliver,
+                deliver=self.deliver,
                 forget=self._forget,
             )
         self._aborting: set[int] = set()  # to be forgotten once their engines have ended them
@@ -243,8 +250,6 @@ class SimulatedCluster:
             seed=config.seed,
         )
         self._drawn = GroupCache(config, workload, self._delays, policy_prompt_tokens)
-        self._publish_ticks = to_ticks(hardware.weights.publish_s)
-        self._transfer_ticks = _transfer_ticks(hardware, colocated=config.colocated)
         self._to_training_ticks = to_ticks(hardware.switch.to_training_s)
         self._scoring = Scoring(hardware.latency)
         self._generating = config.colocated  # colocated only: in the generation phase
@@ -252,6 +257,24 @@ class SimulatedCluster:
         self._failure: RunFailedError | None = None
         self._interrupted = False
         self._done = self._clock.event()
+
+    def _make_engines(
+        self, make: Callable[[int, EngineSettings], SimulatedEngine], settings: EngineSettings
+    ) -> EngineFleet | None:
+        config = self._config
+        if config.fleet is None or not config.fleet.groups:
+            self._engines.update((engine, make(engine, settings)) for engine in range(config.num_engines))
+            return None
+        return EngineFleet(
+            config,
+            config.fleet,
+            clock=self._clock,
+            host=self,
+            engines=self._engines,
+            make=make,
+            settings=settings,
+            transfer_ticks=self._transfer_ticks,
+        )
 
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
@@ -262,6 +285,8 @@ class SimulatedCluster:
         for command in self._scheduler.start():
             recorder.command(0.0, command)
             self._carry_out(command)
+        if self._fleet is not None:
+            self._fleet.begin()
         self._clock.run_until(self._done)
         now_s = to_seconds(self._clock.now)
         for engine_id, engine in self._engines.items():
@@ -270,10 +295,18 @@ class SimulatedCluster:
                 self._recorder.event(now_s, aborted)
         if self._failure is not None:
             raise self._failure
+        if not self._done.triggered:
+            raise RunFailedError("no engine of fleet.groups is left, and none comes back")
         if self._stop is None:
             raise RunInterruptedError("interrupted; what was finished is kept")
         if self._stop is StopReason.STALLED:
             raise stalled(self._scheduler)
+
+    def measured(self) -> RunMeasurements | None:
+        """Return what the ledger cannot know; None if nothing comes and goes."""
+        if self._fleet is None and self._faults is None:
+            return None
+        return RunMeasurements(capacity=capacity_report(self._config, self._fleet, self._faults))
 
     def interrupt(self) -> None:
         """End the run at the next event; may be called from a signal handler."""
@@ -299,10 +332,10 @@ class SimulatedCluster:
             request.reward = self._policy.finished(rollout_id, spans)
         self._tokens[rollout_id] = request.prompt_tokens + request.length
         if not self._scoring.takes_time:
-            self._deliver(RolloutFinished(rollout_id, engine, spans, request.reward, seconds))
+            self.deliver(RolloutFinished(rollout_id, engine, spans, request.reward, seconds))
             return
         self._rewards[rollout_id] = request.reward
-        self._deliver(RolloutFinished(rollout_id, engine, spans, None, seconds))
+        self.deliver(RolloutFinished(rollout_id, engine, spans, None, seconds))
         Wake(self._clock, self._scoring.ticks(self._clock.now), CLUSTER_PRIORITY, rollout_id, self._scored)
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
@@ -312,7 +345,7 @@ class SimulatedCluster:
         if rollout_id in self._aborting:
             self._aborting.remove(rollout_id)
             self._forget(rollout_id)
-        self._deliver(RolloutAborted(rollout_id, engine, request.spans, self._take_seconds(request)))
+        self.deliver(RolloutAborted(rollout_id, engine, request.spans, self._take_seconds(request)))
 
     def _take_seconds(self, request: Request) -> EngineSeconds | None:
         """Return the seconds of a request on its engine, by use; None where rollouts have one turn."""
@@ -320,18 +353,22 @@ class SimulatedCluster:
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
         """Report a rollout that will be prefilled again."""
-        self._deliver(RolloutPreempted(rollout_id, engine, num_tokens))
+        self.deliver(RolloutPreempted(rollout_id, engine, num_tokens))
 
     def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
         """Report new weights on an engine."""
-        self._deliver(WeightsLoaded(engine, version, to_seconds(pause_ticks)))
+        self.deliver(WeightsLoaded(engine, version, to_seconds(pause_ticks)))
 
     def _scored(self, wake: Wake) -> None:
-        self._deliver(RolloutScored(wake.tag, self._rewards.pop(wake.tag)))
+        self.deliver(RolloutScored(wake.tag, self._rewards.pop(wake.tag)))
+
+    def start_of_turn(self, rollout_id: int) -> int:
+        """Return the tokens that a rollout had generated when its turn began (count)."""
+        return 0 if self._environments is None else self._environments.start_of_turn(rollout_id)
 
     # ------------------------------------------------------------------------------------- commands
 
-    def _deliver(self, event: Event) -> None:
+    def deliver(self, event: Event) -> None:
         """Report an event and carry out the answer."""
         now = self._clock.now
         if now != self._now:
@@ -364,7 +401,8 @@ class SimulatedCluster:
             case AbortRollout():
                 self._stall_watch.look(self._now_s, self._scheduler)
                 self._aborting.add(command.rollout_id)
-                self._engines[command.engine].abort(command.rollout_id)
+                if command.engine in self._engines:  # else it is being lost
+                    self._engines[command.engine].abort(command.rollout_id)
             case Stop():
                 self._stop = command.reason
                 self._end()
@@ -433,17 +471,29 @@ class SimulatedCluster:
         lengths = [tokens[rollout_id] for rollout_id in command.rollout_ids]
         assert all(lengths)  # they have finished
         train_ticks = to_ticks(self._training.seconds(lengths, completes_step=command.completes_step))
+        if self._faults is not None:
+            train_ticks = self._with_faults(self._faults, switch_ticks, train_ticks)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
-        self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
+        self._after(switch_ticks + train_ticks, lambda _: self.deliver(finished))
+
+    def _with_faults(self, faults: TrainerFaults, switch_ticks: int, train_ticks: int) -> int:
+        """Return the ticks of training with failures and checkpoints; colocated, what was generated is work, too."""
+        begin_s = to_seconds(self._now + switch_ticks)
+        generating_s = max(0.0, begin_s - self._worked_until_s) if self._config.colocated else 0.0
+        work_s = generating_s + to_seconds(train_ticks)
+        ticks = to_ticks(faults.extend(begin_s - generating_s, work_s) - generating_s)
+        self._worked_until_s = begin_s + to_seconds(ticks)
+        return ticks
 
     def _publish(self, command: PublishWeights) -> None:
         self._generating = self._config.colocated
         if self._policy is not None:
             self._policy.publish(command.version, oldest=min(engine.version for engine in self._engines.values()))
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
-        self._after(self._publish_ticks, lambda _: self._deliver(published))
+        self._after(self._publish_ticks, lambda _: self.deliver(published))
         arrival = self._now + self._transfer_ticks
-        for engine in self._engines.values():
+        engines = self._engines.values() if self._fleet is None else self._fleet.publishes(command, arrival)
+        for engine in engines:
             engine.update(command.version, command.weight_update, arrival)
 
     def _forget(self, rollout_id: int) -> None:
@@ -474,15 +524,22 @@ def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: Lear
     )
 
 
-def _transfer_ticks(hardware: ResolvedHardware, *, colocated: bool) -> int:
-    """Return the ticks from the start of a publication until engines can load its weights."""
+def _trainer_faults(config: RunConfig) -> TrainerFaults | None:
+    faults = None if config.fleet is None else config.fleet.trainer
+    if faults is None:
+        return None
+    return TrainerFaults.drawn(faults, accelerators=config.training_accelerators, seed=config.seed)
+
+
+def _weight_ticks(hardware: ResolvedHardware, *, colocated: bool) -> tuple[int, int]:
+    """Return the ticks from the start of a publication until the trainer is free, and engines can load its weights."""
     weights = hardware.weights
-    transfer_ticks = to_ticks(weights.transfer_s)
+    publish_ticks, transfer_ticks = to_ticks(weights.publish_s), to_ticks(weights.transfer_s)
     if not colocated:
-        return transfer_ticks
+        return publish_ticks, transfer_ticks
     # The same accelerators publish and generate: no engine is ready before the publication is over.
-    after_publication = to_ticks(weights.publish_s) - to_ticks(weights.pause_s)
-    return max(transfer_ticks, after_publication) + to_ticks(hardware.switch.to_generation_s)
+    after_publication = publish_ticks - to_ticks(weights.pause_s)
+    return publish_ticks, max(transfer_ticks, after_publication) + to_ticks(hardware.switch.to_generation_s)
 
 
 def _check_capacity(capacity: int | None, longest: int) -> None:

@@ -305,9 +305,9 @@ class Update:
 class WeightHistory:
     """Which version sampled at which decode step (mutable): version ``versions[i]`` from step ``steps[i]`` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
         self.steps = [0]
-        self.versions = [0]
+        self.versions = [version]
 
     def loaded(self, version: int, step: int) -> None:
         """Record that another version samples from a step on."""
@@ -480,7 +480,7 @@ class ClosedFormEngine:
     )
 
     def __init__(self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings) -> None:
-        self.version = 0
+        self.version = settings.version
         self._clock = clock
         self._host, self._rollout_finished = host, host.rollout_finished
         self._engine_id = engine_id
@@ -496,7 +496,7 @@ class ClosedFormEngine:
         self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
         self._waiting: deque[Request] = deque()
         self._chunked = ChunkedPrefill(self._batch, settings.prefill)
-        self._weights = WeightHistory()
+        self._weights = WeightHistory(settings.version)
         self._pause_end: int | None = None
         self._recomputes = False  # the next step prefills what is in the batch, whose KV cache is of older weights
         self._suspended_since: int | None = None  # tick

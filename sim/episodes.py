@@ -353,6 +353,11 @@ class Environments:
         """Return the request of a rollout, ready to submit."""
         return self._open[rollout_id][0]
 
+    def start_of_turn(self, rollout_id: int) -> int:
+        """Return the tokens that a rollout had generated when its turn began (count)."""
+        episode = self._open[rollout_id][1]
+        return episode.ends[episode.turn - 1] if episode.turn else 0
+
     def forget(self, rollout_id: int) -> None:
         """Forget a rollout, if it is here."""
         self._open.pop(rollout_id, None)

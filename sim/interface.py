@@ -28,6 +28,10 @@ class DecodeCost:
     context_ticks: int
     """Ticks per token of context."""
 
+    def slower(self, factor: float) -> DecodeCost:
+        """Return the cost of an engine that takes longer by a factor."""
+        return DecodeCost(tuple(round(factor * one) for one in self.batch_ticks), round(factor * self.context_ticks))
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
@@ -40,6 +44,10 @@ class PrefillCost:
     fixed_ticks: int
     linear_ticks: int
     square_ticks: int
+
+    def slower(self, factor: float) -> PrefillCost:
+        """Return the cost of an engine that takes longer by a factor."""
+        return PrefillCost(*(round(factor * one) for one in (self.fixed_ticks, self.linear_ticks, self.square_ticks)))
 
     def ticks(self, tokens: int, cached: int = 0) -> int:
         """Return the ticks for one sequence of ``tokens`` tokens, the first ``cached`` of which are in the cache.
@@ -97,6 +105,8 @@ class EngineSettings:
     """Whether the KV cache of a rollout is kept between two turns."""
     counts_time: bool = True
     """Whether requests count the ticks of their prefill and decode."""
+    version: int = 0
+    """Version that it begins with."""
     step_tokens: int | None = None
     """Limit of a step (tokens), one per request that decodes; prefill is cut to the rest. None: it is not cut."""
 

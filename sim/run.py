@@ -48,7 +48,7 @@ def simulate(
         with _interruptible(cluster), no_garbage_collection():
             cluster.run(recording.recorder)
     finally:
-        report = recording.finish()
+        report = recording.finish(cluster.measured())
     check_lags(config.scheduler, report.lag.max, optimizer_steps=report.optimizer_steps)
     return report
 

@@ -21,7 +21,7 @@ class StepByStepEngine:
     """An engine that wakes at every boundary. See the top of ``sim/engine.py`` for the rules."""
 
     def __init__(self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings) -> None:
-        self.version = 0
+        self.version = settings.version
         self._clock = clock
         self._host = host
         self._engine_id = engine_id

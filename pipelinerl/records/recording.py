@@ -219,7 +219,8 @@ class Recording:
         about = {**dict(identity), **dict(totals), **dict(measured or RunMeasurements())}
         if isinstance(decode, UtilisationDecode):
             about["tokens_per_flash"] = totals.tokens_per_s * decode.flash_s
-        if (rates := Prices.of(config).rates(config)).known:
+        groups = () if measured is None or measured.capacity is None else measured.capacity.groups
+        if (rates := Prices.of(config).rates(config, groups)).known:
             about["cost"] = rates.cost(totals.duration_s, tokens=totals.tokens_trained)
         lags = self.ledger.tokens_by_lag()
         if config.drift is not None and any(lags):
@@ -265,7 +266,8 @@ def _disagreements(folder: Path, compared: tuple[str, ...], recording: Recording
                 if repr(before) != repr(after):  # nan is nan
                     yield f"{STEPS_FILE}, step {now[0]}: {key} is {before}, by the trace {after}"
     if SUMMARY_FILE in compared:
-        kept, found = RunReport.read(folder / SUMMARY_FILE), recording.report()
+        kept = RunReport.read(folder / SUMMARY_FILE)
+        found = recording.report(RunMeasurements(capacity=kept.capacity))  # its cost follows from that, too
         for key in (*RunIdentity.model_fields, *RunTotals.model_fields):
             before, after = getattr(kept, key), getattr(found, key)
             if before != after and key != "ess_modelled":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -179,6 +180,53 @@ class FleetReport(Report):
     """95th percentile of the time from one optimizer step to the next (s)."""
 
 
+class FleetGroupReport(Report):
+    """A group of simulated engines."""
+
+    name: str
+    """Name of the group."""
+    engines: int
+    """Its places (count)."""
+    there_mean: float
+    """Engines that are there, mean over the run (count)."""
+    starting_mean: float
+    """Engines that start, or load weights, before they join (count)."""
+    failed_mean: float
+    """Places whose engine failed and is not back (count)."""
+    reclaimed_mean: float
+    """Places whose machine is not offered (count)."""
+    failures: int
+    """Engines that failed (count)."""
+    reclaims: int
+    """Engines that were reclaimed (count)."""
+    gpus_paid: float
+    """GPUs paid for, mean over the run: reserved ones always, spot ones while offered and not in repair (count)."""
+    usd: float | None = None
+    """Money for them (USD). Absent without a price."""
+
+
+class TrainerFaultsReport(Report):
+    """Failures and checkpoints of a simulated trainer, parts of ``seconds.training``."""
+
+    failures: int
+    """Failures (count)."""
+    checkpoint_s: float
+    """Time in checkpoints (s)."""
+    restart_s: float
+    """Time in restarts (s)."""
+    redone_s: float
+    """Time in which work was done again (s)."""
+
+
+class CapacityReport(Report):
+    """What a simulated fleet offers."""
+
+    groups: list[FleetGroupReport]
+    """Groups of engines; empty if only the trainer fails."""
+    trainer: TrainerFaultsReport | None = None
+    """Failures of the trainer. Absent if it never fails and makes no checkpoints."""
+
+
 class Reached(Report):
     """The time at which the mean reward reached a level."""
 
@@ -324,15 +372,24 @@ class Prices:
         watts, others_watts = (None if one is None else one.watts for one in (gpu, other))
         return cls(own, watts, others, others_watts, price.environment_hour, tuple(notes))
 
-    def rates(self, config: RunConfig) -> Rates:
-        """Return the resources of a run per hour: all accelerators and environments, in use or not."""
-        number = config.cluster.accelerators
-        generating = 0 if config.colocated else config.generation_accelerators
-        training = number - generating
+    def rates(self, config: RunConfig, groups: Sequence[FleetGroupReport] = ()) -> Rates:
+        """Return the resources of a run per hour: all accelerators and environments, in use or not.
+
+        ``groups``: those of a fleet, which are in place of the engines of the run.
+        """
+        training, generating = config.training_accelerators, float(config.generation_accelerators)
         environments = 0 if config.environment is None else config.environment.count * self.environment_usd
-        usd = _together((training, self.gpu_usd), (generating, self.generation_usd))
+        if config.colocated:
+            generating = 0.0
+        engines = [(generating, self.generation_usd)]
+        if groups:
+            generating = sum(one.gpus_paid for one in groups)
+            prices = [group.price_per_hour for group in config.fleet.groups] if config.fleet is not None else []
+            own = [self.generation_usd if price is None else price for price in prices]
+            engines = [(one.gpus_paid, price) for one, price in zip(groups, own, strict=True)]
+        usd = _together((training, self.gpu_usd), *engines)
         return Rates(
-            number,
+            training + generating,
             usd_per_hour=None if usd is None else usd + environments,
             watts=_together((training, self.gpu_watts), (generating, self.generation_watts)),
         )
@@ -342,8 +399,8 @@ class Prices:
 class Rates:
     """Resources of a run per hour, with board power in W; None: not known."""
 
-    gpus: int
-    """Accelerators (count)."""
+    gpus: float
+    """Accelerators; of a fleet the mean (count)."""
     usd_per_hour: float | None
     watts: float | None
 
@@ -370,7 +427,7 @@ class Rates:
         )
 
 
-def _together(*parts: tuple[int, float | None]) -> float | None:
+def _together(*parts: tuple[float, float | None]) -> float | None:
     """Return the sum of counts times values; None if the value of a count above 0 is not known."""
     there = [(number, each) for number, each in parts if number]
     figures = [number * each for number, each in there if each is not None]
@@ -478,6 +535,8 @@ class RunMeasurements(Report):
     """Time that an engine's front end worked per rollout of that engine, without decode outputs (s)."""
     decode_steps: list[DecodeSteps] | None = None
     """Decode steps of all engines, binned by number of sequences. Absent in a simulation."""
+    capacity: CapacityReport | None = None
+    """What a simulated fleet offers. Absent without ``[fleet]``."""
     ess: EssReport | None = None
     """Effective sample size. Absent without importance weights."""
     mismatch: MismatchReport | None = None

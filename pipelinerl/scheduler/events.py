@@ -33,6 +33,7 @@ not finished by then, ``EngineLeft``. A failure without notice is these events a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar, dataclass_transform
@@ -145,6 +146,14 @@ def joined(first: VersionSpans, second: VersionSpans) -> VersionSpans:
     if first.versions[-1] == second.versions[0]:
         return VersionSpans(first.versions + second.versions[1:], first.ends[:-1] + ends)
     return VersionSpans(first.versions + second.versions, first.ends + ends)
+
+
+def first_tokens(spans: VersionSpans, number: int) -> VersionSpans:
+    """Return the spans of the first ``number`` tokens, of which there are as many."""
+    num_spans = bisect_left(spans.ends, number)
+    if not number:
+        return NO_TOKENS
+    return VersionSpans(spans.versions[: num_spans + 1], (*spans.ends[:num_spans], number))
 
 
 @value

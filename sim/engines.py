@@ -1,0 +1,243 @@
+"""The engines of a simulated fleet: they join, get notice and leave by the lives of their machines.
+
+Theory of operation. Each place of a group has one engine at a time, or none, and is in one of four states, whose
+seconds are added up. An engine is ``starting`` from the return of its machine on: ``start_s``, then the newest weights
+published by then, as long as a transfer takes, and not before that version reaches the others. It joins with them and
+is ``there`` until its life ends; then the place is away, as ``failed`` or ``reclaimed``. Machines there at second 0 are
+loaded. An engine that fails has reported the tokens of its rollouts at every multiple of ``stream_tokens``; one that is
+reclaimed with notice, all of them. A rollout's last token is known only with its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.records.reports import CapacityReport, FleetGroupReport, Prices, TrainerFaultsReport
+from pipelinerl.scheduler.events import (
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
+    Event,
+    PublishWeights,
+    VersionSpans,
+    first_tokens,
+)
+from sim.clock import CLUSTER_PRIORITY, Clock, Wake, to_seconds, to_ticks
+from sim.fleet import Life, LifeEnd, TrainerFaults, lives
+from sim.interface import EngineSettings, Request, SimulatedEngine
+
+THERE, STARTING = "there", "starting"
+
+
+class FleetHost(Protocol):
+    """The cluster, as its fleet knows it."""
+
+    def deliver(self, event: Event) -> None:
+        """Report an event and carry out the answer."""
+
+    def rollout_aborted(self, engine: int, request: Request) -> None:
+        """Report a rollout that ended early; it keeps the tokens it has."""
+
+    def start_of_turn(self, rollout_id: int) -> int:
+        """Return the tokens that a rollout had generated when its turn began (count)."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A place of a group (mutable)."""
+
+    group: FleetGroupConfig
+    lives: Iterator[Life]
+    engine: int | None
+    """Its engine, if one is there or leaving."""
+    life: Life
+    state: str = LifeEnd.RECLAIMED
+    since: int = 0
+    """Tick at which the state began."""
+    ticks: dict[str, int] = field(default_factory=lambda: dict.fromkeys((THERE, STARTING, *LifeEnd), 0))
+    ended: dict[LifeEnd, int] = field(default_factory=lambda: dict.fromkeys(LifeEnd, 0))
+    """Engines that ended, by cause (counts)."""
+
+
+class EngineFleet:
+    """Brings engines and takes them away (mutable). ``engines``: those of the cluster, which it changes."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fleet: FleetConfig,
+        *,
+        clock: Clock,
+        host: FleetHost,
+        engines: dict[int, SimulatedEngine],
+        make: Callable[[int, EngineSettings], SimulatedEngine],
+        settings: EngineSettings,
+        transfer_ticks: int,
+    ) -> None:
+        self.leaving: set[int] = set()
+        self._fleet, self._clock, self._host, self._engines = fleet, clock, host, engines
+        self._make, self._settings, self._transfer_ticks = make, settings, transfer_ticks
+        self._published: PublishWeights | None = None
+        self._arrival = 0  # tick at which the last publication reaches engines
+        self._places: list[Place] = []
+        for group in fleet.groups:
+            for here in lives(group, seed=config.seed, tensor_parallel=config.cluster.tensor_parallel):
+                first = next(here, Life(math.inf, math.inf, math.inf, LifeEnd.RECLAIMED, 1.0))
+                self._places.append(Place(group, here, len(self._places), first))
+        for engine, place in enumerate(self._places):
+            engines[engine] = make(engine, self._of(place.life, version=0))
+        self._num_engines = len(self._places)
+
+    def begin(self) -> None:
+        """Begin all lives; engines without a machine at second 0 leave at once."""
+        for place in self._places:
+            if place.life.start_s:
+                self._lose(place)
+                self._await(place)
+            else:
+                self._enter(place, THERE)
+                self._plan_end(place)
+
+    def publishes(self, command: PublishWeights, arrival: int) -> Iterator[SimulatedEngine]:
+        """Note a publication that reaches engines at a tick; yield the engines that take it."""
+        self._published, self._arrival = command, arrival
+        yield from (engine for engine_id, engine in self._engines.items() if engine_id not in self.leaving)
+
+    def _of(self, life: Life, *, version: int) -> EngineSettings:
+        settings, factor = self._settings, life.slowdown
+        if factor != 1.0:
+            settings = replace(settings, decode=settings.decode.slower(factor), prefill=settings.prefill.slower(factor))
+        return replace(settings, version=version)
+
+    # ----------------------------------------------------------------------------------------- a life
+
+    def _enter(self, place: Place, state: str) -> None:
+        now = self._clock.now
+        place.ticks[place.state] += now - place.since
+        place.state, place.since = state, now
+
+    def _at(self, time_s: float, call: Callable[[], None]) -> None:
+        """Call at a second of the run, or now if that is over; never if it is infinite."""
+        if time_s < math.inf:
+            self._after(max(0, to_ticks(time_s) - self._clock.now), call)
+
+    def _after(self, ticks: int, call: Callable[[], None]) -> None:
+        Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, lambda _: call())
+
+    def _await(self, place: Place) -> None:
+        self._at(place.life.start_s, partial(self._start, place))
+
+    def _start(self, place: Place) -> None:
+        self._enter(place, STARTING)
+        self._plan_end(place)
+        self._after(to_ticks(self._fleet.start_s), partial(self._load, place, place.life))
+
+    def _load(self, place: Place, life: Life) -> None:
+        """Load the newest weights; they are the last ones published when the engine joins, or the ones before."""
+        now, published = self._clock.now, self._published
+        loaded = max(now + self._transfer_ticks, self._arrival) + self._settings.pause_ticks
+        version = 0 if published is None else published.version
+        self._after(loaded - now, partial(self._join, place, life, version))
+
+    def _join(self, place: Place, life: Life, version: int) -> None:
+        now, published = self._clock.now, self._published
+        if place.life is not life or now >= to_ticks(min(life.notice_at_s, 1e9)):
+            return  # it has ended meanwhile, or is about to
+        place.engine, self._num_engines = self._num_engines, self._num_engines + 1
+        self._engines[place.engine] = engine = self._make(place.engine, self._of(life, version=version))
+        self._enter(place, THERE)
+        self._host.deliver(EngineJoined(place.engine, version))
+        if published is not None and published.version != version:
+            engine.update(published.version, published.weight_update, max(now + self._transfer_ticks, self._arrival))
+
+    def _plan_end(self, place: Place) -> None:
+        life = place.life
+        if life.notice_at_s < life.end_s:
+            self._at(life.notice_at_s, partial(self._give_notice, place))
+        self._at(life.end_s, partial(self._end, place))
+
+    def _give_notice(self, place: Place) -> None:
+        if place.engine is not None:
+            self.leaving.add(place.engine)
+            self._host.deliver(EngineLeaving(place.engine))
+
+    def _end(self, place: Place) -> None:
+        life = place.life
+        self._lose(place)
+        self._enter(place, life.cause)
+        place.ended[life.cause] += 1
+        following = next(place.lives, None)
+        if following is not None:
+            place.life = following
+            self._await(place)
+
+    def _lose(self, place: Place) -> None:
+        """Take the engine of a place away, if it has one; its rollouts keep the tokens that are known."""
+        engine_id, place.engine = place.engine, None
+        if engine_id is None:
+            return
+        if engine_id not in self.leaving:
+            self.leaving.add(engine_id)
+            self._host.deliver(EngineLeaving(engine_id))
+        num_lost = 0
+        with_notice = place.life.cause is LifeEnd.RECLAIMED and place.life.notice_at_s < place.life.end_s
+        for request, spans in self._engines.pop(engine_id).end():
+            num_known = self._num_known(request, spans, every=1 if with_notice else self._fleet.stream_tokens)
+            num_lost += spans.num_tokens - num_known
+            request.keep(first_tokens(spans, num_known))
+            self._host.rollout_aborted(engine_id, request)
+        self.leaving.remove(engine_id)
+        self._host.deliver(EngineLeft(engine_id, num_lost))
+
+    def _num_known(self, request: Request, spans: VersionSpans, *, every: int) -> int:
+        if not self._fleet.keep_tokens:
+            return self._host.start_of_turn(request.rollout_id)
+        reported = min(spans.num_tokens, request.length - 1) // every * every
+        return max(request.spans.num_tokens, reported)
+
+    # ---------------------------------------------------------------------------------------- results
+
+    def groups(self, config: RunConfig) -> list[FleetGroupReport]:
+        """Return the numbers of each group up to now."""
+        for place in self._places:
+            self._enter(place, place.state)
+        run_s, each = to_seconds(self._clock.now), config.cluster.tensor_parallel
+        hours, price = run_s / 3600, Prices.of(config).generation_usd
+        reports = []
+        for group in self._fleet.groups:
+            places = [one for one in self._places if one.group is group]
+            seconds = {state: to_seconds(sum(one.ticks[state] for one in places)) for state in places[0].ticks}
+            mean = {state: value / run_s if run_s else 0.0 for state, value in seconds.items()}
+            paid = float(len(places)) if group.kind == "reserved" else mean[THERE] + mean[STARTING]
+            usd = price if group.price_per_hour is None else group.price_per_hour
+            reports.append(
+                FleetGroupReport(
+                    name=group.name,
+                    engines=group.engines,
+                    **{f"{state}_mean": value for state, value in mean.items()},
+                    failures=sum(one.ended[LifeEnd.FAILED] for one in places),
+                    reclaims=sum(one.ended[LifeEnd.RECLAIMED] for one in places),
+                    gpus_paid=paid * each,
+                    usd=None if usd is None else paid * each * usd * hours,
+                )
+            )
+        return reports
+
+
+def capacity_report(config: RunConfig, fleet: EngineFleet | None, faults: TrainerFaults | None) -> CapacityReport:
+    """Return what the fleet and the trainer's failures made of a run."""
+    trainer = None
+    if faults is not None:
+        trainer = TrainerFaultsReport(
+            failures=faults.num_failures,
+            checkpoint_s=faults.checkpoint_s,
+            restart_s=faults.restart_s,
+            redone_s=faults.redone_s,
+        )
+    return CapacityReport(groups=[] if fleet is None else fleet.groups(config), trainer=trainer)
