@@ -262,6 +262,8 @@ class SimulatedCluster:
         self, make: Callable[[int, EngineSettings], SimulatedEngine], settings: EngineSettings
     ) -> EngineFleet | None:
         config = self._config
+        if config.fleet is not None and config.policy is not None:
+            raise ConfigError("fleet must be left out with a [policy], whose engines and trainer never fail")
         if config.fleet is None or not config.fleet.groups:
             self._engines.update((engine, make(engine, settings)) for engine in range(config.num_engines))
             return None

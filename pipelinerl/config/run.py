@@ -546,8 +546,6 @@ class RunConfig(StrictModel):
                 "fleet.groups needs a schedule whose engines have accelerators of their own, got "
                 f"scheduler.kind={self.scheduler.kind!r}; fleet.trainer has failures of all its accelerators"
             )
-        if self.policy is not None:
-            raise ValueError("fleet must be left out with a [policy], whose engines and trainer never fail")
         if self.fleet.groups and engines != self.num_engines:
             raise ValueError(f"fleet.groups must have the run's {self.num_engines} engines together, got {engines}")
         trainer = self.fleet.trainer
