@@ -57,6 +57,19 @@ class FleetGroupConfig(StrictModel):
         return self
 
 
+class SpotOffer(StrictModel):
+    """Spot machines that can be had, for ``plan``."""
+
+    price_per_hour: float = Field(gt=0)
+    """Price of a GPU-hour (USD)."""
+    reclaim_hours: Hours
+    """Mean time until an engine is reclaimed, exponential (hours)."""
+    away_s: Seconds = 1800.0
+    """Mean time until it is offered again, exponential (s)."""
+    notice_s: Seconds = 30.0
+    """Notice before a reclaim (s)."""
+
+
 class TrainerFaultsConfig(StrictModel):
     """Failures and checkpoints of the trainer. Any failed accelerator stops it."""
 

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.config.environment import EnvironmentConfig
-from pipelinerl.config.fleet import FleetConfig
+from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
 from pipelinerl.config.train import Temperature, TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig
@@ -221,6 +221,10 @@ class PlanConfig(StrictModel):
     """Largest cost of the run by ``[price]`` (USD)."""
     risk: Literal["neutral", "averse"] = "neutral"
     """Whether the expected throughput decides, or, averse to risk, its 10th percentile."""
+    spot: SpotOffer | None = None
+    """Spot machines to compare with reserved ones. None: all are reserved."""
+    mtbf_hours: Hours | None = None
+    """Mean time between failures of an accelerator, for the comparison of fleets (hours). None: never."""
     simulate: Count = 20
     """Candidates simulated (count)."""
     simulate_steps: Count = 200
