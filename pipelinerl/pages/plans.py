@@ -122,7 +122,7 @@ def fleet_answer(report: PlanReport) -> list[str]:
     if plan.spot_price is not None:
         saved = 1 - best.usd_per_million_tokens / base.usd_per_million_tokens
         text = f"{best.reserved} reserved engines and {best.spot} spot ones are as fast for {saved:.0%} less money"
-        text = text if plan.best else "spot engines do not pay"
+        text = text if best.spot else "spot engines do not pay"
         limits = []
         if plan.flip_price is not None:
             limits.append(f"below {plan.flip_price:.2f} USD per GPU-hour ({plan.spot_price:g} given)")

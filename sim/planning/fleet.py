@@ -130,8 +130,8 @@ class FleetPlanner:
             )
         return own.model_copy(update={"groups": groups if reserved else groups[1:], "trainer": trainer})
 
-    def row(self, fleet: FleetConfig) -> FleetRow:
-        """Return the long-run numbers of a fleet."""
+    def long_run(self, fleet: FleetConfig) -> tuple[float, float, float]:
+        """Return engines that are there, tokens/s, and money (USD per hour) of a fleet, means over time."""
         numbers = {group.kind: group.engines for group in fleet.groups}
         reserved, spot = numbers.get("reserved", 0), numbers.get("spot", 0)
         shares = {group.kind: place_shares(fleet, group, tensor_parallel=self._engine) for group in fleet.groups}
@@ -150,10 +150,16 @@ class FleetPlanner:
             (spot * self._engine * both[1].paid, prices.get("spot", 0.0)),
         ]
         usd = self._training * self._price[0] + sum(number * each for number, each in paid)
-        per_million = usd / (rate * 3600 / 1e6) if rate else math.inf
+        return there, rate, usd
+
+    def row(self, fleet: FleetConfig) -> FleetRow:
+        """Return the numbers of a fleet that makes progress."""
+        numbers = {group.kind: group.engines for group in fleet.groups}
+        there, rate, usd = self.long_run(fleet)
+        per_million = usd / (rate * 3600 / 1e6)
         return FleetRow(
-            reserved=reserved,
-            spot=spot,
+            reserved=numbers.get("reserved", 0),
+            spot=numbers.get("spot", 0),
             there_mean=there,
             tokens_per_s=rate,
             usd_per_hour=usd,
@@ -171,7 +177,8 @@ class FleetPlanner:
         prefill = self._screener.resolved(config).prefill
         again_s = prefill_s(prefill, sequences=sequences, tokens=sequences * context, squares=sequences * context**2)
         per_engine = self.rate(self.engines) / self.engines
-        lost_s = sequences * fleet.stream_tokens / 2 / per_engine if per_engine else 0.0
+        lost_tokens = sequences * min(fleet.stream_tokens, answers.lengths.mean_tokens) / 2
+        lost_s = lost_tokens / per_engine if per_engine else 0.0
         return place.ends_per_s * (again_s + place.lost_share * lost_s)
 
     def trainer_share(self, fleet: FleetConfig) -> float:
@@ -190,21 +197,22 @@ class FleetPlanner:
         """Yield the reserved fleet, then for fewer reserved engines the fewest spot ones that are as fast."""
         fleet = self.fleet(None, mtbf_hours, reserved=self.engines, spots=0)
         yield (base := self.row(fleet)), fleet
+        enough = (1 - TIE) * base.tokens_per_s
         for piece in range(PIECES - 1, -1, -1) if spot is not None else ():
             reserved = round(self.engines * piece / PIECES)
             low, high = self.engines - reserved, MOST_ENGINES * self.engines - reserved
             while low < high:
                 middle = (low + high) // 2
-                row = self.row(self.fleet(spot, mtbf_hours, reserved=reserved, spots=middle))
-                low, high = (low, middle) if row.tokens_per_s >= (1 - TIE) * base.tokens_per_s else (middle + 1, high)
-            row = self.row(fleet := self.fleet(spot, mtbf_hours, reserved=reserved, spots=low))
-            if row.tokens_per_s >= (1 - TIE) * base.tokens_per_s:
-                yield row, fleet
+                fleet = self.fleet(spot, mtbf_hours, reserved=reserved, spots=middle)
+                low, high = (low, middle) if self.long_run(fleet)[1] >= enough else (middle + 1, high)
+            fleet = self.fleet(spot, mtbf_hours, reserved=reserved, spots=low)
+            if self.long_run(fleet)[1] >= enough:
+                yield self.row(fleet), fleet
 
-    def best(self, spot: SpotOffer | None, mtbf_hours: float | None) -> int:
-        """Return the place of the cheapest row per token."""
-        costs = [row.usd_per_million_tokens for row, _ in self.rows(spot, mtbf_hours)]
-        return int(np.argmin(costs))
+    def pays(self, spot: SpotOffer, mtbf_hours: float | None) -> bool:
+        """Return whether the cheapest fleet has spot engines."""
+        rows = (row for row, _ in self.rows(spot, mtbf_hours))
+        return min(rows, key=lambda row: row.usd_per_million_tokens).spot > 0
 
     def flips(self, spot: SpotOffer, mtbf_hours: float | None) -> tuple[float | None, float | None]:
         """Return the largest spot price (USD per hour) and the shortest mean time until a reclaim (hours) that pay.
@@ -213,7 +221,7 @@ class FleetPlanner:
         """
         base, *others = (row for row, _ in self.rows(spot, mtbf_hours))
         prices = []
-        for row in others:
+        for row in (one for one in others if one.spot):
             paid = (
                 row.usd_per_hour - self._training * self._price[0] - row.reserved * self._engine * self._price[1]
             ) / (spot.price_per_hour)
@@ -222,7 +230,7 @@ class FleetPlanner:
         price = max([one for one in prices if one > 0], default=None)
 
         def pays(hours: float) -> bool:
-            return self.best(spot.model_copy(update={"reclaim_hours": hours}), mtbf_hours) > 0
+            return self.pays(spot.model_copy(update={"reclaim_hours": hours}), mtbf_hours)
 
         low, high = HOURS
         if pays(low) or not pays(high):
