@@ -30,9 +30,10 @@ from itertools import repeat
 from typing import assert_never
 
 from pipelinerl.config.environment import PrefixCaching
-from pipelinerl.config.resolve import new_scheduler, resolved_hardware
+from pipelinerl.config.resolve import named_hardware, new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
+from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
 from pipelinerl.records.reports import RunMeasurements
 from pipelinerl.records.trace import Recorder
@@ -197,7 +198,6 @@ class SimulatedCluster:
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
         workload = Workload(config.workload, seed=config.seed)
-        self._policy = policy
         policy_prompt_tokens = None if config.policy is None else checked_task(config).prompt_tokens
         if config.environment is not None:
             longest = config.longest_rollout_tokens
@@ -207,6 +207,7 @@ class SimulatedCluster:
             longest = policy_prompt_tokens + config.workload.length.max
         if config.policy is None:
             _check_capacity(config.hardware.kv_cache_tokens, longest)
+        self._policy, self._longest = policy, longest
         hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
         # Nothing is asked per rollout that the configuration answers.
@@ -274,9 +275,21 @@ class SimulatedCluster:
             host=self,
             engines=self._engines,
             make=make,
-            settings=settings,
+            settings=lambda group: settings if group.gpu is None else self._settings_of(group.gpu),
             transfer_ticks=self._transfer_ticks,
         )
+
+    def _settings_of(self, gpu: str) -> EngineSettings:
+        """Return the settings of engines of another kind of GPU."""
+        find_gpu(gpu, key="fleet.groups.gpu")
+        given = self._config.hardware
+        if named_hardware(given) is None or given.decode is not None or given.kv_cache_tokens is not None:
+            raise ConfigError(
+                "fleet.groups.gpu needs hardware.gpu and hardware.model, without hardware.decode and "
+                f"hardware.kv_cache_tokens, got gpu={gpu!r}"
+            )
+        other = self._config.model_copy(update={"hardware": given.model_copy(update={"generation_gpu": gpu})})
+        return _engine_settings(other, resolved_hardware(other, longest_tokens=self._longest), self._policy)
 
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.

@@ -77,12 +77,13 @@ class EngineFleet:
         host: FleetHost,
         engines: dict[int, SimulatedEngine],
         make: Callable[[int, EngineSettings], SimulatedEngine],
-        settings: EngineSettings,
+        settings: Callable[[FleetGroupConfig], EngineSettings],
         transfer_ticks: int,
     ) -> None:
         self.leaving: set[int] = set()
         self._fleet, self._clock, self._host, self._engines = fleet, clock, host, engines
-        self._make, self._settings, self._transfer_ticks = make, settings, transfer_ticks
+        self._make, self._transfer_ticks = make, transfer_ticks
+        self._settings = {group.name: settings(group) for group in fleet.groups}
         self._published: PublishWeights | None = None
         self._arrival = 0  # tick at which the last publication reaches engines
         self._places: list[Place] = []
@@ -91,7 +92,7 @@ class EngineFleet:
                 first = next(here, Life(math.inf, math.inf, math.inf, LifeEnd.RECLAIMED, 1.0))
                 self._places.append(Place(group, here, len(self._places), first))
         for engine, place in enumerate(self._places):
-            engines[engine] = make(engine, self._of(place.life, version=0))
+            engines[engine] = make(engine, self._of(place, version=0))
         self._num_engines = len(self._places)
 
     def begin(self) -> None:
@@ -109,8 +110,8 @@ class EngineFleet:
         self._published, self._arrival = command, arrival
         yield from (engine for engine_id, engine in self._engines.items() if engine_id not in self.leaving)
 
-    def _of(self, life: Life, *, version: int) -> EngineSettings:
-        settings, factor = self._settings, life.slowdown
+    def _of(self, place: Place, *, version: int) -> EngineSettings:
+        settings, factor = self._settings[place.group.name], place.life.slowdown
         if factor != 1.0:
             settings = replace(settings, decode=settings.decode.slower(factor), prefill=settings.prefill.slower(factor))
         return replace(settings, version=version)
@@ -141,7 +142,8 @@ class EngineFleet:
     def _load(self, place: Place, life: Life) -> None:
         """Load the newest weights; they are the last ones published when the engine joins, or the ones before."""
         now, published = self._clock.now, self._published
-        loaded = max(now + self._transfer_ticks, self._arrival) + self._settings.pause_ticks
+        pause_ticks = self._settings[place.group.name].pause_ticks
+        loaded = max(now + self._transfer_ticks, self._arrival) + pause_ticks
         version = 0 if published is None else published.version
         self._after(loaded - now, partial(self._join, place, life, version))
 
@@ -150,7 +152,7 @@ class EngineFleet:
         if place.life is not life or now >= to_ticks(min(life.notice_at_s, 1e9)):
             return  # it has ended meanwhile, or is about to
         place.engine, self._num_engines = self._num_engines, self._num_engines + 1
-        self._engines[place.engine] = engine = self._make(place.engine, self._of(life, version=version))
+        self._engines[place.engine] = engine = self._make(place.engine, self._of(place, version=version))
         self._enter(place, THERE)
         self._host.deliver(EngineJoined(place.engine, version))
         if published is not None and published.version != version:
@@ -215,7 +217,8 @@ class EngineFleet:
             seconds = {state: to_seconds(sum(one.ticks[state] for one in places)) for state in places[0].ticks}
             mean = {state: value / run_s if run_s else 0.0 for state, value in seconds.items()}
             paid = float(len(places)) if group.kind == "reserved" else mean[THERE] + mean[STARTING]
-            usd = price if group.price_per_hour is None else group.price_per_hour
+            own = None if group.gpu is not None else price
+            usd = own if group.price_per_hour is None else group.price_per_hour
             reports.append(
                 FleetGroupReport(
                     name=group.name,
@@ -224,6 +227,7 @@ class EngineFleet:
                     failures=sum(one.ended[LifeEnd.FAILED] for one in places),
                     reclaims=sum(one.ended[LifeEnd.RECLAIMED] for one in places),
                     gpus_paid=paid * each,
+                    usd_per_gpu_hour=usd,
                     usd=None if usd is None else paid * each * usd * hours,
                 )
             )

@@ -22,8 +22,10 @@ class FleetGroupConfig(StrictModel):
     """``spot`` engines can be reclaimed."""
     engines: Accelerators
     """Engines; all groups together have those of the run (count)."""
+    gpu: str | None = None
+    """Kind of GPU, as ``hardware.gpu``, of whose engines the hardware is derived. None: that of the other engines."""
     price_per_hour: float | None = Field(default=None, gt=0)
-    """Price of a GPU-hour (USD). None: that of ``[price]``."""
+    """Price of a GPU-hour (USD). None: that of ``[price]``, or with ``gpu`` not known."""
     mtbf_hours: Hours | None = None
     """Mean time between failures of an accelerator, without notice (hours). None: never."""
     repair_s: Seconds = 600.0

@@ -80,9 +80,9 @@ EVERY_KEY: dict[str, Any] = {
         "start_s": 90.0, "keep_tokens": False, "stream_tokens": 128,
         "groups": [
             {
-                "name": "ours", "kind": "reserved", "engines": 1, "price_per_hour": 2.0, "mtbf_hours": 50000.0,
-                "repair_s": 3600.0, "reclaim_hours": None, "away_s": None, "notice_s": None, "capacity": None,
-                "stragglers": 0.05, "slowdown": 1.5,
+                "name": "ours", "kind": "reserved", "engines": 1, "gpu": "H20", "price_per_hour": 2.0,
+                "mtbf_hours": 50000.0, "repair_s": 3600.0, "reclaim_hours": None, "away_s": None, "notice_s": None,
+                "capacity": None, "stragglers": 0.05, "slowdown": 1.5,
             },
             {
                 "name": "spot", "kind": "spot", "engines": 2, "reclaim_hours": 8.0, "away_s": 1800.0, "notice_s": 30.0,
