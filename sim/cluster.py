@@ -342,6 +342,7 @@ class SimulatedCluster:
         """Report a rollout that ended early."""
         rollout_id = request.rollout_id
         self._aborted[rollout_id] = request
+        request.num_known = request.spans.num_tokens
         if rollout_id in self._aborting:
             self._aborting.remove(rollout_id)
             self._forget(rollout_id)

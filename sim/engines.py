@@ -199,7 +199,7 @@ class EngineFleet:
         if not self._fleet.keep_tokens:
             return self._host.start_of_turn(request.rollout_id)
         reported = min(spans.num_tokens, request.length - 1) // every * every
-        return max(request.spans.num_tokens, reported)
+        return max(request.num_known, reported)
 
     # ---------------------------------------------------------------------------------------- results
 
