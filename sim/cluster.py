@@ -357,6 +357,7 @@ class SimulatedCluster:
         """Report a rollout that ended early."""
         rollout_id = request.rollout_id
         self._aborted[rollout_id] = request
+        request.num_known = request.spans.num_tokens
         if rollout_id in self._aborting:
             self._aborting.remove(rollout_id)
             self._forget(rollout_id)
@@ -380,6 +381,11 @@ class SimulatedCluster:
     def start_of_turn(self, rollout_id: int) -> int:
         """Return the tokens that a rollout had generated when its turn began (count)."""
         return 0 if self._environments is None else self._environments.start_of_turn(rollout_id)
+
+    def fail(self, error: RunFailedError) -> None:
+        """End the run, which has failed."""
+        self._failure = error
+        self._end()
 
     # ------------------------------------------------------------------------------------- commands
 
@@ -474,8 +480,7 @@ class SimulatedCluster:
             try:
                 self._policy.train(command)
             except RunFailedError as error:
-                self._failure = error
-                self._end()
+                self.fail(error)
                 return
         switch_ticks = self._to_training_ticks if self._generating else 0
         if self._generating and self._config.scheduler.schedule.carries_over:
@@ -496,7 +501,7 @@ class SimulatedCluster:
         begin_s = to_seconds(self._now + switch_ticks)
         generating_s = max(0.0, begin_s - self._worked_until_s) if self._config.colocated else 0.0
         work_s = generating_s + to_seconds(train_ticks)
-        ticks = to_ticks(faults.extend(begin_s - generating_s, work_s) - generating_s)
+        ticks = max(train_ticks, to_ticks(faults.extend(begin_s - generating_s, work_s) - generating_s))
         self._worked_until_s = begin_s + to_seconds(ticks)
         return ticks
 
@@ -507,7 +512,7 @@ class SimulatedCluster:
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
         self._after(self._publish_ticks, lambda _: self.deliver(published))
         arrival = self._now + self._transfer_ticks
-        engines = self._engines.values() if self._fleet is None else self._fleet.publishes(command, arrival)
+        engines = self._engines.values() if self._fleet is None else self._fleet.publishes(command)
         for engine in engines:
             engine.update(command.version, command.weight_update, arrival)
 

@@ -2,8 +2,8 @@
 
 Theory of operation. Each place of a group has one engine at a time, or none, and is in one of four states, whose
 seconds are added up. An engine is ``starting`` from the return of its machine on: ``start_s``, then the newest weights
-published by then, as long as a transfer takes, and not before that version reaches the others. It joins with them and
-is ``there`` until its life ends; then the place is away, as ``failed`` or ``reclaimed``. Machines there at second 0 are
+published by then, as long as a transfer and a pause take. It joins with them and is ``there`` until its life ends; then
+the place is away, as ``failed`` or ``reclaimed``. Machines there at second 0 are
 loaded. An engine that fails has reported the tokens of its rollouts at every multiple of ``stream_tokens``; one that is
 reclaimed with notice, all of them. A rollout's last token is known only with its end.
 """
@@ -18,6 +18,7 @@ from typing import Protocol
 
 from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import RunFailedError
 from pipelinerl.records.reports import CapacityReport, FleetGroupReport, Prices, TrainerFaultsReport
 from pipelinerl.scheduler.events import (
     EngineJoined,
@@ -28,6 +29,7 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
     first_tokens,
 )
+from pipelinerl.scheduler.slots import ID_LIMIT
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.fleet import Life, LifeEnd, TrainerFaults, lives
 from sim.interface import EngineSettings, Request, SimulatedEngine
@@ -46,6 +48,9 @@ class FleetHost(Protocol):
 
     def start_of_turn(self, rollout_id: int) -> int:
         """Return the tokens that a rollout had generated when its turn began (count)."""
+
+    def fail(self, error: RunFailedError) -> None:
+        """End the run, which has failed."""
 
 
 @dataclass(slots=True)
@@ -85,7 +90,6 @@ class EngineFleet:
         self._make, self._transfer_ticks = make, transfer_ticks
         self._settings = {group.name: settings(group) for group in fleet.groups}
         self._published: PublishWeights | None = None
-        self._arrival = 0  # tick at which the last publication reaches engines
         self._places: list[Place] = []
         for group in fleet.groups:
             for here in lives(group, seed=config.seed, tensor_parallel=config.cluster.tensor_parallel):
@@ -93,7 +97,7 @@ class EngineFleet:
                 self._places.append(Place(group, here, len(self._places), first))
         for engine, place in enumerate(self._places):
             engines[engine] = make(engine, self._of(place, version=0))
-        self._num_engines = len(self._places)
+        self._num_engines = self._num_started = len(self._places)
 
     def begin(self) -> None:
         """Begin all lives; engines without a machine at second 0 leave at once."""
@@ -105,9 +109,9 @@ class EngineFleet:
                 self._enter(place, THERE)
                 self._plan_end(place)
 
-    def publishes(self, command: PublishWeights, arrival: int) -> Iterator[SimulatedEngine]:
-        """Note a publication that reaches engines at a tick; yield the engines that take it."""
-        self._published, self._arrival = command, arrival
+    def publishes(self, command: PublishWeights) -> Iterator[SimulatedEngine]:
+        """Note a publication; yield the engines that take it."""
+        self._published = command
         yield from (engine for engine_id, engine in self._engines.items() if engine_id not in self.leaving)
 
     def _of(self, place: Place, *, version: int) -> EngineSettings:
@@ -135,28 +139,31 @@ class EngineFleet:
         self._at(place.life.start_s, partial(self._start, place))
 
     def _start(self, place: Place) -> None:
+        self._num_started += 1
+        if self._num_started == ID_LIMIT:
+            self._host.fail(
+                RunFailedError(f"engines of fleet.groups have started {ID_LIMIT:,} times; they end too soon")
+            )
         self._enter(place, STARTING)
         self._plan_end(place)
         self._after(to_ticks(self._fleet.start_s), partial(self._load, place, place.life))
 
     def _load(self, place: Place, life: Life) -> None:
-        """Load the newest weights; they are the last ones published when the engine joins, or the ones before."""
-        now, published = self._clock.now, self._published
+        """Load the newest weights; others may be on their way when the engine joins."""
+        version = 0 if self._published is None else self._published.version
         pause_ticks = self._settings[place.group.name].pause_ticks
-        loaded = max(now + self._transfer_ticks, self._arrival) + pause_ticks
-        version = 0 if published is None else published.version
-        self._after(loaded - now, partial(self._join, place, life, version))
+        self._after(self._transfer_ticks + pause_ticks, partial(self._join, place, life, version))
 
     def _join(self, place: Place, life: Life, version: int) -> None:
         now, published = self._clock.now, self._published
-        if place.life is not life or now >= to_ticks(min(life.notice_at_s, 1e9)):
+        if place.life is not life or (life.notice_at_s < math.inf and now >= to_ticks(life.notice_at_s)):
             return  # it has ended meanwhile, or is about to
         place.engine, self._num_engines = self._num_engines, self._num_engines + 1
         self._engines[place.engine] = engine = self._make(place.engine, self._of(place, version=version))
         self._enter(place, THERE)
         self._host.deliver(EngineJoined(place.engine, version))
         if published is not None and published.version != version:
-            engine.update(published.version, published.weight_update, max(now + self._transfer_ticks, self._arrival))
+            engine.update(published.version, published.weight_update, now + self._transfer_ticks)
 
     def _plan_end(self, place: Place) -> None:
         life = place.life
@@ -201,7 +208,7 @@ class EngineFleet:
         if not self._fleet.keep_tokens:
             return self._host.start_of_turn(request.rollout_id)
         reported = min(spans.num_tokens, request.length - 1) // every * every
-        return max(request.spans.num_tokens, reported)
+        return max(request.num_known, reported)
 
     # ---------------------------------------------------------------------------------------- results
 

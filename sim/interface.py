@@ -119,6 +119,7 @@ class Request:
         "first_load",
         "goes_on",
         "length",
+        "num_known",
         "num_left",
         "prefill_ticks",
         "prompt_tokens",
@@ -138,6 +139,7 @@ class Request:
         self.length = length  # tokens it will have when finished
         self.reward = reward
         self.goes_on = False  # whether another turn follows when it has finished
+        self.num_known = 0  # tokens it had, in whole turns or kept after an abort, when it came to its engine
         self.spans = NO_TOKENS  # tokens it had when it joined the batch
         self.num_left = length  # tokens it still had to generate then
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
@@ -164,7 +166,7 @@ class Request:
     def observe(self, num_tokens: int, length: int) -> None:
         """Add an observation of ``num_tokens``; the next turn ends at ``length`` generated tokens in all."""
         ends = self.spans.ends
-        num_own = ends[-1] if ends else 0  # as ``keep``, without two calls per turn
+        self.num_known = num_own = ends[-1] if ends else 0  # as ``keep``, without two calls per turn
         self.prompt_tokens = prompt_tokens = self.prompt_tokens + num_tokens
         self.length = length
         self.num_left = length - num_own

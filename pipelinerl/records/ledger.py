@@ -231,7 +231,7 @@ class RunLedger:
             self._tokens["aborted"] += num_tokens
         else:
             self._interrupted[rollout_id] = num_tokens
-            if self.fleet.leaving and event.engine in self.fleet.leaving:
+            if self.fleet.leaving and event.engine in self.fleet.leaving and self._stop is None:
                 self.fleet.num_moved += 1
                 self.fleet.moved_tokens += num_tokens
         self._aborting.discard(rollout_id)

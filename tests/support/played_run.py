@@ -9,6 +9,7 @@ from pipelinerl.config.run import RunConfig, parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import RolloutFinished, StartTraining
 from sim.cluster import SimulatedCluster
+from sim.engine import ClosedFormEngine
 
 
 class Keeping(RunLedger):
@@ -34,7 +35,7 @@ class Keeping(RunLedger):
 class Played(Keeping):
     """A simulated run."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, **cluster):
         super().__init__(
             num_engines=config.num_engines,
             colocated=config.colocated,
@@ -42,7 +43,8 @@ class Played(Keeping):
             environments=config.environment and config.environment.count,
         )
         self.config = config
-        SimulatedCluster(config).run(self)
+        self.cluster = SimulatedCluster(config, **cluster)
+        self.cluster.run(self)
 
     def of(self, *kinds):
         """Times and entries of some kinds."""
@@ -61,11 +63,11 @@ class Played(Keeping):
 
 def play(
     steps, *, batch, slots, length, engines=1, group_size=1, prompt_tokens=0, success_rate=0.5, hardware=None, seed=0,
-    environment=None, **scheduler,
+    environment=None, fleet=None, make=ClosedFormEngine, **scheduler,
 ):  # fmt: skip
     """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both.
 
-    All other keys are those of the scheduler.
+    All other keys are those of the scheduler. ``make`` makes an engine.
     """
     tables = {
         "seed": seed,
@@ -82,9 +84,11 @@ def play(
     }
     if environment is not None:
         tables["environment"] = environment
+    if fleet is not None:
+        tables["fleet"] = fleet
     if tables["scheduler"].get("kind") == "conventional":
         tables["cluster"] = {"accelerators": engines}
-    return Played(parse_run(tables))
+    return Played(parse_run(tables), engine_factory=make)
 
 
 def environment(*, count, turns=3, context_max=10**6, observation=0, **keys):
