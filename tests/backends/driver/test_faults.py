@@ -206,6 +206,29 @@ def test_a_failure_is_one_line_of_a_few_hundred_characters_however_long_its_mess
     assert 100 < max(map(len, caplog.messages)) < 500
 
 
+def test_parts_that_are_starting_when_another_fails_have_ended_before_anything_is_shut_down(out):
+    ended, seen = [], []
+
+    class Late(FakeEngine):
+        async def start(self):
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.append(self)
+
+    class Failing(FakeTrainer):
+        async def start(self):
+            await asyncio.sleep(0)
+            raise BackendError("no trainer")
+
+        async def shutdown(self):
+            seen.append(len(ended))
+
+    with pytest.raises(BackendError, match="no trainer"):
+        run(config := config_of(), out, parts_of(config, engine=Late, trainer=Failing(train_batch_size=8)))
+    assert seen == [2]
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(out, kind):
     config = config_of(kind=kind, train={"evaluation": {"problems": 8}})
