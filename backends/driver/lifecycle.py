@@ -250,6 +250,8 @@ class Driver:
     # --------------------------------------------------------------------------------------- end
 
     async def _until_stopped(self) -> None:
+        if self._state.version == self._config.optimizer_steps:  # it was interrupted before its last event
+            await self._before_end()
         await self._loop.start(resumed=self._checkpoint is not None)
         await self._tasks.ended.wait()
         await self._wind_up()

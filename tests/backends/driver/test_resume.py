@@ -182,6 +182,14 @@ def test_a_run_that_was_interrupted_or_complete_goes_on_as_a_longer_one(out, cap
     assert Trace(out / TRACE_FILE).config.optimizer_steps == 6  # replay learns of more from an event
 
 
+def test_a_run_that_was_interrupted_in_its_last_step_and_completed_goes_on_as_a_longer_one(out):
+    config = config_of(steps=4)
+    interrupted(config, out, parts_of(config, trainer=Killer(train_batch_size=8, train_s=0.05, at=3, do=interrupt)))
+    assert read_newest(out, config).state.version == 4
+    run_checked(config, out, resume=True)
+    run_checked(config_of(steps=6), out, resume=True)
+
+
 def test_a_disk_that_refuses_to_move_the_summary_of_the_part_before_costs_a_line(out, monkeypatch):
     config, rename = config_of(), Path.rename
     interrupted(config, out)
