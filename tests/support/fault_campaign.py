@@ -99,6 +99,10 @@ def attempt(world: World):
             summary = drive(config, parts=world.parts(), task=task, lock=lock, checkpoint=checkpoint)
     except SuddenEnd:
         pass
+    except KeyboardInterrupt:
+        if not world.gone:
+            world.log.append(f"{world.now_s:.3f} ends: at once")
+            return None
     except PipelineRLError as error:
         if not world.gone:
             world.log.append(f"{world.now_s:.3f} ends: {type(error).__name__} {error}")

@@ -148,13 +148,20 @@ class World:
             case Kind.DISK_FULL:
                 self.disk_full = True
             case Kind.CTRL_C:
-                if signal.getsignal(signal.SIGINT) is not signal.default_int_handler and not self.pressed:
-                    self.pressed = True
-                    signal.raise_signal(signal.SIGINT)
+                self.press()
             case Kind.SUDDEN_END:
                 self.end_suddenly()
             case _:
                 self.armed[fault.kind] += fault.number
+
+    def press(self) -> None:
+        """Press Ctrl-C, which ends the driver at once if it is the second time."""
+        if self.pressed and not self.stopping:
+            self.stopping = True
+            raise KeyboardInterrupt
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler and not self.pressed:
+            self.pressed = True
+            signal.raise_signal(signal.SIGINT)
 
     def takes(self, kind: Kind) -> bool:
         """Return whether a fault of this kind is to come now."""
