@@ -37,7 +37,7 @@ from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
 from pipelinerl.records.reports import RunMeasurements
 from pipelinerl.records.trace import Recorder
-from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.scheduler.base import Scheduler, TrainerState
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -96,6 +96,8 @@ class Scoring:
         return begins - now + self._ticks
 
 
+LEND_BELOW = 0.5
+"""Ready rollouts, over a micro-batch, below which a trainer that begins to wait lends its accelerators (ratio)."""
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 
 
@@ -483,6 +485,8 @@ class SimulatedCluster:
                 self.fail(error)
                 return
         switch_ticks = self._to_training_ticks if self._generating else 0
+        if self._fleet is not None:
+            switch_ticks += self._fleet.take_back()
         if self._generating and self._config.scheduler.schedule.carries_over:
             for engine in self._engines.values():
                 engine.suspend()
@@ -494,7 +498,7 @@ class SimulatedCluster:
         if self._faults is not None:
             train_ticks = self._with_faults(self._faults, switch_ticks, train_ticks)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
-        self._after(switch_ticks + train_ticks, lambda _: self.deliver(finished))
+        self._after(switch_ticks + train_ticks, lambda _: self._trainer_is_free(finished))
 
     def _with_faults(self, faults: TrainerFaults, switch_ticks: int, train_ticks: int) -> int:
         """Return the ticks of training with failures and checkpoints; colocated, what was generated is work, too."""
@@ -505,12 +509,20 @@ class SimulatedCluster:
         self._worked_until_s = begin_s + to_seconds(ticks)
         return ticks
 
+    def _trainer_is_free(self, event: TrainingFinished | WeightsPublished) -> None:
+        """Report that the trainer has finished; lend its accelerators if it has nothing to do, and little is ready."""
+        self.deliver(event)
+        scheduler = self._scheduler
+        waits = scheduler.trainer is TrainerState.IDLE and scheduler.stopped is None
+        if waits and self._fleet is not None and scheduler.num_ready < LEND_BELOW * scheduler.settings.micro_batch:
+            self._fleet.lend()
+
     def _publish(self, command: PublishWeights) -> None:
         self._generating = self._config.colocated
         if self._policy is not None:
             self._policy.publish(command.version, oldest=min(engine.version for engine in self._engines.values()))
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
-        self._after(self._publish_ticks, lambda _: self.deliver(published))
+        self._after(self._publish_ticks, lambda _: self._trainer_is_free(published))
         arrival = self._now + self._transfer_ticks
         engines = self._engines.values() if self._fleet is None else self._fleet.publishes(command)
         for engine in engines:

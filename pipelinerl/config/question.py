@@ -40,6 +40,7 @@ OPTIONS = {
     "spot_price": "plan.spot.price_per_hour",
     "spot_mtbf": "plan.spot.reclaim_hours",
     "mtbf": "plan.mtbf_hours",
+    "lend": "plan.lend_switch_s",
 }
 """The key that each option of the command sets."""
 UNITS = {OPTIONS["accelerators"]: " GPUs", OPTIONS["mean_length"]: " tokens"}
@@ -50,8 +51,8 @@ MOST_CASES = 24
 """Cases of one question (count)."""
 PER_KIND = ("price", "accelerators")
 """Options that take a value per kind of GPU, by name."""
-IN_HOURS = ("spot_mtbf", "mtbf")
-"""Options that are hours, with or without an ``h`` at the end."""
+WITH_UNIT = {"spot_mtbf": "h", "mtbf": "h", "lend": "s"}
+"""Options that may have their unit at the end: hours and seconds."""
 PHASES = 4
 """Plans of a run whose answers grow, each at the mean of an equal part of the run (count)."""
 LENGTH_RATIO = 8
@@ -170,8 +171,8 @@ def ask(
 
 def _values(name: str, text: str) -> list[tuple[str, str]]:
     values = list(dict.fromkeys(one.strip() for one in text.split(","))) if name in SEVERAL else [text.strip()]
-    if name in IN_HOURS:
-        values = [one.removesuffix("h").rstrip() for one in values]
+    if name in WITH_UNIT:
+        values = [one.removesuffix(WITH_UNIT[name]).rstrip() for one in values]
     if name == "mean_length" and (growth := _growth(text)) is not None:
         first, last = growth
         values = [f"{first + (last - first) * (part + 0.5) / PHASES:.6g}" for part in range(PHASES)]

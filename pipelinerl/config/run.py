@@ -33,6 +33,7 @@ from pipelinerl.util.strict_model import (
     Accelerators,
     Count,
     CountOrZero,
+    Seconds,
     StrictModel,
     Tokens,
     TokensOrZero,
@@ -225,6 +226,9 @@ class PlanConfig(StrictModel):
     """Spot machines to compare with reserved ones. None: all are reserved."""
     mtbf_hours: Hours | None = None
     """Mean time between failures of an accelerator, for the comparison of fleets (hours). None: never."""
+    lend_switch_s: Seconds | None = None
+    """Time of a switch if the trainer lends its accelerators while it waits: ``fleet.groups[].switch_s`` (s). None:
+    not compared."""
     simulate: Count = 20
     """Candidates simulated (count)."""
     simulate_steps: Count = 200
@@ -544,7 +548,7 @@ class RunConfig(StrictModel):
     def _check_fleet(self) -> None:
         if self.fleet is None:
             return
-        engines = sum(group.engines for group in self.fleet.groups)
+        engines = sum(group.engines for group in self.fleet.groups if group.kind != "lent")
         if self.fleet.groups and self.colocated:
             raise ValueError(
                 "fleet.groups needs a schedule whose engines have accelerators of their own, got "
@@ -552,6 +556,12 @@ class RunConfig(StrictModel):
             )
         if self.fleet.groups and engines != self.num_engines:
             raise ValueError(f"fleet.groups must have the run's {self.num_engines} engines together, got {engines}")
+        lent, most = self.fleet.lent, self.training_accelerators // self.cluster.tensor_parallel
+        if lent is not None and lent.engines > most:
+            raise ValueError(
+                f"fleet.groups must lend at most the {most} engines that the accelerators that train have room for, "
+                f"got {lent.engines}"
+            )
         trainer = self.fleet.trainer
         if trainer is not None and trainer.mtbf_hours is not None:
             attempt_s = trainer.checkpoint_every_s + trainer.checkpoint_s + trainer.restart_s

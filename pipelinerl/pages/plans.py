@@ -131,6 +131,11 @@ def fleet_answer(report: PlanReport) -> list[str]:
             limits.append(f"from {hours} on ({plan.reclaim_hours:g} h given)")
         pay = f"; they pay {' and '.join(limits)}, if reclaims are independent" if limits else ""
         lines.append(sentence(text + pay))
+    if plan.lend_gain is not None:
+        lines.append(
+            f"Lending the trainer's GPUs while it waits gives {plan.lend_gain - 1:+.0%} throughput, with switches of "
+            f"{duration(plan.lend_switch_s or 0.0)}."
+        )
     if plan.checkpoint_every_s is not None:
         lines.append(
             f"A checkpoint every {duration(plan.checkpoint_every_s)} costs least: the trainer makes progress "
@@ -145,7 +150,7 @@ def fleets(report: PlanReport) -> Section:
         f"{row.reserved} reserved, {row.spot} spot: {row.there_mean:.1f} there, {row.tokens_per_s:,.0f} tokens/s, "
         f"{short(row.usd_per_hour)} USD per hour, {short(row.usd_per_million_tokens)} per million trained tokens "
         f"({short(row.band.low)} to {short(row.band.high)})"
-        for row in (report.fleet.rows if report.fleet is not None else [])
+        for row in (report.fleet.rows if report.fleet is not None and report.fleet.spot_price is not None else [])
     ]
     return Section("fleets of engines that are as fast in the long run", lines, Place.LIST)
 

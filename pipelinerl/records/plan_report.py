@@ -414,6 +414,10 @@ class FleetPlan(Report):
     """Best time between two checkpoints of the trainer (s). Absent if it never fails."""
     trainer_share: float
     """Share of its time in which the trainer makes progress."""
+    lend_switch_s: float | None = None
+    """Time of a switch if the trainer lends its accelerators (s). Absent unless asked for."""
+    lend_gain: float | None = None
+    """Throughput if it does, over that if not, both simulated (ratio)."""
 
 
 class PhasesReport(Report):
@@ -475,7 +479,7 @@ class PlanReport(Report):
     """When to switch plans as answers grow, the same in every phase's plan. Absent if they do not grow, or no plan is
     known to keep to the limits in the whole run."""
     fleet: FleetPlan | None = None
-    """Fleets compared. Absent unless ``plan.spot`` or ``plan.mtbf_hours`` asks."""
+    """Fleets compared. Absent unless ``plan.spot``, ``plan.mtbf_hours`` or ``plan.lend_switch_s`` asks."""
     made: str | None = None
     """Date, version and command. Absent if no command made it."""
 

@@ -60,7 +60,7 @@ from sim.planning.explain import (
     why_infeasible,
     why_none_kept,
 )
-from sim.planning.fleet import FleetPlanner, fleet_run, plan_fleet
+from sim.planning.fleet import FleetPlanner, fleet_run, lending, plan_fleet
 from sim.planning.screen import Candidate, Screened, Screener, own_candidate, screen_all, within_limits
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
 from sim.planning.space import BATCH_SIZES, SearchSpace, all_choices, check_lists
@@ -343,12 +343,12 @@ class _Search:
             splits=split_curve(self.space, best.candidate, self.screener, drawn.draws),
             stages=stages_of(self.space, best.candidate, self.screener),
         )
-        return self._with_fleet(report, best.candidate), best.candidate
+        return self._with_fleet(report, best, runner), best.candidate
 
-    def _with_fleet(self, report: PlanReport, best: Candidate) -> PlanReport:
+    def _with_fleet(self, report: PlanReport, outcome: Outcome, runner: Runner) -> PlanReport:
         """Return the report with the fleets that ``[plan]`` asks for, if the engines of the best can come and go."""
-        plan, prices = self.plan, self.prices
-        if plan.spot is None and plan.mtbf_hours is None:
+        plan, prices, best = self.plan, self.prices, outcome.candidate
+        if plan.spot is None and plan.mtbf_hours is None and plan.lend_switch_s is None:
             return report
         if best.config.colocated:
             return report.model_copy(update={"warnings": [*report.warnings, NO_FLEET]})
@@ -361,7 +361,13 @@ class _Search:
             band=report.recommended.band,
             price=(prices.gpu_usd, prices.generation_usd),
         )
-        return report.model_copy(update={"fleet": plan_fleet(planner, plan.spot, plan.mtbf_hours)})
+        fleet = plan_fleet(planner, plan.spot, plan.mtbf_hours)
+        if plan.lend_switch_s is not None:
+            job = self.job(best)
+            for lent in runner.run([replace(job, candidate=lending(best, plan.lend_switch_s))]):
+                gain = {"lend_switch_s": plan.lend_switch_s, "lend_gain": lent.tokens_per_s / outcome.tokens_per_s}
+                fleet = fleet.model_copy(update=gain)
+        return report.model_copy(update={"fleet": fleet})
 
     def _rank(self, drawn: DrawnCandidates, label: str) -> float:
         return drawn.band(label).low if self.plan.risk == "averse" else drawn.shares[label]

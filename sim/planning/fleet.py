@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -259,6 +259,16 @@ def plan_fleet(planner: FleetPlanner, spot: SpotOffer | None, mtbf_hours: float 
         checkpoint_every_s=None if fleet.trainer is None else fleet.trainer.checkpoint_every_s,
         trainer_share=planner.trainer_share(fleet),
     )
+
+
+def lending(candidate: Candidate, switch_s: float) -> Candidate:
+    """Return a candidate whose trainer lends all accelerators that make whole engines while it waits."""
+    config = candidate.config
+    lent = config.training_accelerators // config.cluster.tensor_parallel
+    own = FleetGroupConfig(name="own", engines=config.num_engines)
+    groups = [own, *([FleetGroupConfig(name="lent", kind="lent", engines=lent, switch_s=switch_s)] if lent else [])]
+    fleet = FleetConfig(groups=groups)
+    return replace(candidate, config=config.model_copy(update={"fleet": fleet}), label=f"{candidate.label} lending")
 
 
 def fleet_run(config: RunConfig, plan: FleetPlan) -> RunConfig:
