@@ -39,7 +39,8 @@ class FleetGroupConfig(StrictModel):
     notice_s: Seconds | None = None
     """spot: notice before a reclaim (s). None: none."""
     capacity: str | None = None
-    """spot: CSV file ``second,engines``, in place of ``reclaim_hours`` and ``away_s``; its last row stays."""
+    """spot: CSV file ``second,engines``, or the folder of a run whose engines came and went, in place of
+    ``reclaim_hours`` and ``away_s``; its last row stays."""
     switch_s: Seconds | None = None
     """lent: from the end of training until the engines load weights, and from the next batch until it trains (s)."""
     stragglers: float = Field(default=0.0, ge=0, le=1)
