@@ -141,6 +141,7 @@ def check_end(world: World, error: PipelineRLError) -> None:
         case RunInterruptedError():
             assert fired[Kind.CTRL_C]
             assert str(error).startswith("interrupted before") or world.kept == world.trainer.version, "steps are lost"
+            assert world.now_s - world.pressed_s <= longest_end_s(world), "Ctrl-C waits"
         case TrainerLostError():
             assert fired[Kind.LOSE_TRAINER]
             assert world.kept is None or fired[Kind.LOSE_TRAINER] > restarts
@@ -158,6 +159,12 @@ def check_end(world: World, error: PipelineRLError) -> None:
             assert fired[Kind.CTRL_C]
         case _:
             raise AssertionError(f"no fault explains {type(error).__name__}: {error}") from error
+
+
+def longest_end_s(world: World) -> float:
+    """Seconds from Ctrl-C to the end: calls of the trainer, two checkpoints, the memory handed over; no engine."""
+    calls = {"train": 1, "publish": 1, "snapshot": 2, "save": 6, "export": 1, "sleep": 2, "shutdown": 2}
+    return 3.0 * sum(number * world.case.mean_s[call] for call, number in calls.items())
 
 
 def check_trace(world: World) -> None:

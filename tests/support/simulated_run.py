@@ -66,9 +66,9 @@ class Clock(selectors.DefaultSelector):
         if timeout:
             world.now_s += timeout
         world.turns += 1
-        if world.gone and not world.stopping:
+        if (world.gone or world.at_once) and not world.stopping:
             world.stopping = True
-            raise SuddenEnd
+            raise SuddenEnd if world.gone else KeyboardInterrupt
         still = world.now_s - world.step_s > PATIENCE_S or world.turns > MOST_TURNS
         if (still or timeout is None) and not world.stopping:
             world.stopping = True
@@ -97,7 +97,7 @@ class World:
         """Begin anew, as a new process does."""
         self.num_attempts += 1
         self.armed, self.fired, self.no_starts = Counter(), Counter(), set()
-        self.gone = self.stopping = self.disk_full = self.pressed = self.trainer_has_memory = False
+        self.gone = self.at_once = self.stopping = self.disk_full = self.pressed = self.trainer_has_memory = False
         self.step_s, self.turns, self.leaked = self.now_s, 0, []
         slots = self.config.scheduler.generation_batch_size
         self.engines = [Engine(self, one, num_slots=slots) for one in range(self.config.num_engines)]
@@ -156,11 +156,10 @@ class World:
 
     def press(self) -> None:
         """Press Ctrl-C, which ends the driver at once if it is the second time."""
-        if self.pressed and not self.stopping:
-            self.stopping = True
-            raise KeyboardInterrupt
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler and not self.pressed:
-            self.pressed = True
+        if self.pressed:
+            self.at_once = True
+        elif signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            self.pressed, self.pressed_s = True, self.now_s
             signal.raise_signal(signal.SIGINT)
 
     def takes(self, kind: Kind) -> bool:
