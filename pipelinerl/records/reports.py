@@ -206,7 +206,7 @@ class FleetGroupReport(Report):
 
 
 class TrainerFaultsReport(Report):
-    """Failures and checkpoints of a simulated trainer, parts of ``seconds.training``."""
+    """Failures and checkpoints of a simulated trainer: in ``seconds.training``, or while it waits."""
 
     failures: int
     """Failures (count)."""
