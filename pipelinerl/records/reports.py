@@ -485,7 +485,7 @@ class RunTotals(Report):
     environments: EnvironmentReport | None = None
     """Environments. Absent where rollouts have one turn."""
     fleet: FleetReport | None = None
-    """Engines that come and go. Absent where none has joined or left."""
+    """Engines that come and go. Absent where all stay."""
     complete: bool
     """Whether all optimizer steps were made."""
     tokens_per_flash: float | None = None
