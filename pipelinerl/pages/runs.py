@@ -143,7 +143,7 @@ def _numbers_of_fleet(report: RunReport) -> Iterator[tuple[str, str]]:
     for group in capacity.groups:
         usd = "" if group.usd is None else f", {short(group.usd)} USD"
         ended = f"{group.failures:,} failures, {group.reclaims:,} reclaims"
-        yield f"  group {group.name}", f"{group.there_mean:,.1f} of {group.engines:,} there, {ended}{usd}"
+        yield f"group {group.name}", f"{group.there_mean:,.1f} of {group.engines:,} there, {ended}{usd}"
     if trainer := capacity.trainer:
         parts = {"checkpoints": trainer.checkpoint_s, "restarts": trainer.restart_s, "work redone": trainer.redone_s}
         shares = ", ".join(f"{name} {value / (report.duration_s or 1.0):.1%}" for name, value in parts.items())

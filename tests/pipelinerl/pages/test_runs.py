@@ -69,7 +69,7 @@ def test_the_table_of_a_run_says_what_its_fleet_did(summary: RunReport) -> None:
         ("  rollouts moved", "1,200, 250 tokens lost"),
         ("goodput", "48.0% of all generated tokens trained"),
         ("p95 of an optimizer step", duration(90.0)),
-        ("  group spot", "2.4 of 4 there, 3 failures, 5 reclaims, 12 USD"),
+        ("group spot", "2.4 of 4 there, 3 failures, 5 reclaims, 12 USD"),
         ("trainer's failures", "2; of its time checkpoints 10.0%, restarts 20.0%, work redone 30.0%"),
     ]
     real = fleet.model_copy(update={"lost_tokens": None, "step_s_p95": None})
