@@ -57,9 +57,9 @@ def test_the_time_of_one_train_step_is_the_sum_of_its_parts() -> None:
     assert train_step_s(run) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("fleet", [(), ("fleet.groups=[{ name = 'a', engines = 2, mtbf_hours = 0.01 }]",)])
+@pytest.mark.parametrize("fleet", [(), ("fleet.groups=[{ name = 'a', engines = 2, stragglers = 1.0, slowdown = 2.0 }]",)])
 def test_the_time_of_one_rollout_batch_is_that_of_its_decode_steps(fleet: tuple[str, ...]) -> None:
-    """Also of engines that would fail."""
+    """Also of engines that would be slow, or fail."""
     run = run_of(
         RUN,
         "workload.length={ kind = 'fixed', max = 300 }",
