@@ -33,6 +33,7 @@ from analysis.chart import (
     PURPLE,
     SKY,
     VERMILLION,
+    YELLOW,
     Axis,
     Chart,
     Mark,
@@ -297,6 +298,79 @@ def rollout_time(runs: Sequence[Run]) -> Chart:
         {PARTS[key][0]: PARTS[key][1] for key in known},
         title="Where the time of a rollout goes",
         x=Axis(label="time of a rollout", unit="s"),
+    )
+
+
+def fleet_over_time(runs: Sequence[Run]) -> list[Chart]:
+    """Return engines that are there, and trained tokens/s of each optimizer step, of runs where engines come and go.
+
+    None of both without such runs.
+    """
+    shown = [(run, style, run.figure_data.fleet) for run, style in styled(runs) if run.figure_data.fleet]
+    scale, unit = handy_time(max((run.steps.time_s[-1] for run, *_ in shown), default=0.0))
+    engines, speeds = list[Series](), list[Series]()
+    for run, style, fleet in shown:
+        at = _array(fleet.time_s) / scale
+        engines.append(Series(label=run.name, mark=Mark.STEPS, x=at, y=fleet.engines, color=style.color))
+        seconds = np.diff(run.steps.time_s, prepend=0.0)
+        speed = np.divide(run.steps.tokens, seconds, out=np.full(len(seconds), math.nan), where=seconds > 0)
+        speeds.append(line(run.name, run.steps.time_s / scale, speed, style))
+    if not shown:
+        return []
+    time = Axis(label="time", unit=unit)
+    return [
+        Chart(
+            title="Engines that are there",
+            x=time,
+            y=Axis(label="there\n", unit="engines", values="0", ticks=4),
+            series=engines,
+        ),
+        Chart(
+            title="Trained tokens per second of each optimizer step",
+            x=time,
+            y=Axis(label="trained\n", unit="tokens/s", handy=True, values="0,0"),
+            series=speeds,
+        ),
+    ]
+
+
+STATES = {
+    "there": ("engines there", SKY),
+    "starting": ("starting", YELLOW),
+    "failed": ("failed", VERMILLION),
+    "reclaimed": ("reclaimed", PALE),
+}
+"""Name and colour of each state of a place of a group."""
+TRAINER_PARTS = {"work": GREEN, "checkpoints": MUTED, "restarts": INK, "work redone": PURPLE}
+
+
+def fleet_seconds(runs: Sequence[Run]) -> Chart | None:
+    """Return where the time of groups of engines, and of a trainer that fails, goes: a bar each. None without any."""
+    rows = list[tuple[str, dict[str, float]]]()
+    for run in runs:
+        if (capacity := run.report.capacity) is None:
+            continue
+        of_run = f"{run.name}: " if len(runs) > 1 else ""
+        for group in capacity.groups:
+            states = {name: getattr(group, f"{key}_mean") / (group.engines or 1) for key, (name, _) in STATES.items()}
+            rows.append((f"{of_run}{group.name}, {group.engines:,} engines", states))
+        if (trainer := capacity.trainer) is not None:
+            extra = (trainer.checkpoint_s, trainer.restart_s, trainer.redone_s)
+            seconds = (max(0.0, run.report.seconds.training - sum(extra)), *extra)
+            run_s = run.report.duration_s or 1.0
+            shares = {name: one / run_s for name, one in zip(TRAINER_PARTS, seconds, strict=True)}
+            rows.append((f"{of_run}trainer", shares))
+    if not rows:
+        return None
+    colors = dict(STATES.values()) | TRAINER_PARTS
+    known = [name for name in colors if any(name in shares for _, shares in rows)]
+    return bars(
+        [name for name, _ in rows],
+        {name: np.array([100 * shares.get(name, 0.0) for _, shares in rows]) for name in known},
+        colors,
+        title="Where the time of engines and trainer goes",
+        caption="The rest of the trainer's time it waits or publishes.",
+        x=Axis(label="share of the time", unit="%", values="0.0"),
     )
 
 

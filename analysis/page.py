@@ -19,7 +19,14 @@ from jinja2 import Environment
 
 import pipelinerl
 from analysis.chart import PALE, Axis, Chart, Mark, Series
-from analysis.figures import lag_by_position, mean_lag_by_step, samples_against_time, time_split
+from analysis.figures import (
+    fleet_over_time,
+    fleet_seconds,
+    lag_by_position,
+    mean_lag_by_step,
+    samples_against_time,
+    time_split,
+)
 from analysis.learning import ess, reward
 from analysis.read import Run
 from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
@@ -45,6 +52,7 @@ def run_charts(runs: Sequence[Run], comparison: ComparisonReport | None = None) 
     if comparison is not None and len(comparison.scenarios) > 1:
         charts.append(speedup_by_scenario(comparison))
     charts += [samples_against_time(runs), mean_lag_by_step(runs), lag_by_position(runs), time_split(runs)]
+    charts += [*fleet_over_time(runs), *filter(None, [fleet_seconds(runs)])]
     if any(run.metrics for run in runs):
         charts.append(reward(runs)[0])
     if any(run.has_ess for run in runs):

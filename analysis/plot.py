@@ -147,6 +147,10 @@ def _run_figures(runs: Sequence[Run], with_timeline: Sequence[Run]) -> dict[str,
         made["generation_phase"] = drawn(figures.generation_phase(runs), height=2.6, rows=2, sharex=True)
     if all(run.report.environments for run in runs):
         made["rollout_time"] = drawn(figures.rollout_time(runs), height=0.9 + 0.3 * len(runs))
+    if charts := figures.fleet_over_time(runs):
+        made["fleet_over_time"] = drawn(charts, height=2.6, title="Engines and speed over time", rows=2, sharex=True)
+    if chart := figures.fleet_seconds(runs):
+        made["fleet_seconds"] = drawn(chart, width=PAGE_IN, height=0.6 + 0.3 * len(chart.y.rows))
     if any(run.has_ess for run in runs):
         made["ess"] = learning.ess_figure(runs)
     if any(run.metrics for run in runs):

@@ -35,6 +35,7 @@ def rollout_batch_s(config: RunConfig) -> float:
     steps = scheduler.optimizer_steps_per_rl_step if config.colocated else 1
     alone = config.model_copy(
         update={
+            "fleet": None,
             "optimizer_steps": BATCHES * steps,
             "cluster": config.cluster.model_copy(update={"accelerators": config.generation_accelerators}),
             "scheduler": SchedulerConfig(

@@ -89,7 +89,7 @@ class TrainerFaultsConfig(StrictModel):
     mtbf_hours: Hours | None = None
     """Mean time between failures of an accelerator (hours). None: never."""
     checkpoint_every_s: PositiveSeconds
-    """From the first work that no checkpoint has until the next checkpoint (s)."""
+    """From the first work after a checkpoint to the next one (s)."""
     checkpoint_s: Seconds = 0.0
     """Time of a checkpoint, in which the trainer stands still (s)."""
     restart_s: Seconds = 0.0
@@ -100,9 +100,9 @@ class FleetConfig(StrictModel):
     """Engines that come and go, and failures of the trainer."""
 
     start_s: Seconds = 60.0
-    """From the return of an engine's machine until it can load weights (s)."""
+    """From a machine's return until its engine can load weights (s)."""
     keep_tokens: bool = True
-    """Rollouts of a lost engine go on from the tokens known; false: their turn begins anew."""
+    """Rollouts of a lost engine keep the tokens known; false: their turn begins anew."""
     stream_tokens: Tokens = 64
     """Engines report tokens every so many; one that fails loses those since (tokens)."""
     groups: list[FleetGroupConfig] = []

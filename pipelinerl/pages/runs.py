@@ -102,6 +102,7 @@ def _numbers_of_run(report: RunReport) -> Iterator[tuple[str, str]]:
         seconds = ", ".join(f"{name} {value:,.1f}" for name, value in one.seconds.parts.items())
         yield "environments", f"{one.in_use_mean:,.0f} of {one.count:,} in use, {one.turns_mean:.1f} turns a rollout"
         yield "  seconds of a rollout", seconds
+    yield from _numbers_of_fleet(report)
     if report.cost:
         yield "cost", cost_line(report.cost).replace("; ", ";\n")
     if report.reward:
@@ -126,6 +127,27 @@ def _numbers_of_run(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "held-out problems", ", ".join(f"{when} {rate:.1%}" for when, rate in rates if rate is not None)
     if not report.complete:
         yield "complete", "no: the run ended early"
+
+
+def _numbers_of_fleet(report: RunReport) -> Iterator[tuple[str, str]]:
+    if one := report.fleet:
+        lost = one.lost_tokens
+        yield "engines", f"{one.engines_mean:,.1f} there in the mean, {one.joined:,} joined, {one.left:,} left"
+        yield "  rollouts moved", f"{one.moved:,}" + ("" if lost is None else f", {lost:,} tokens lost")
+        if lost is not None and (generated := report.tokens.generated + lost):
+            yield "goodput", f"{report.tokens.trained / generated:.1%} of all generated tokens trained"
+        if one.step_s_p95 is not None:
+            yield "p95 of an optimizer step", duration(one.step_s_p95)
+    if (capacity := report.capacity) is None:
+        return
+    for group in capacity.groups:
+        usd = "" if group.usd is None else f", {short(group.usd)} USD"
+        ended = f"{group.failures:,} failures, {group.reclaims:,} reclaims"
+        yield f"group {group.name}", f"{group.there_mean:,.1f} of {group.engines:,} there, {ended}{usd}"
+    if trainer := capacity.trainer:
+        parts = {"checkpoints": trainer.checkpoint_s, "restarts": trainer.restart_s, "work redone": trainer.redone_s}
+        shares = ", ".join(f"{name} {value / (report.duration_s or 1.0):.1%}" for name, value in parts.items())
+        yield "trainer's failures", f"{trainer.failures:,}; of its time {shares}"
 
 
 def comparison_page(comparison: ComparisonReport, folder: Path | None = None) -> Page:

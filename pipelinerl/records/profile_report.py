@@ -150,4 +150,4 @@ class FigureData(Report):
     turns: TurnsProfile | None = None
     """Turns. Absent where rollouts have one."""
     fleet: EnginesOverTime | None = None
-    """Engines over time. Absent where none has joined or left."""
+    """Engines over time. Absent where all stay."""

@@ -211,7 +211,7 @@ class FleetGroupReport(Report):
 
 
 class TrainerFaultsReport(Report):
-    """Failures and checkpoints of a simulated trainer, parts of ``seconds.training``."""
+    """Failures and checkpoints of a simulated trainer: in ``seconds.training``, or while it waits."""
 
     failures: int
     """Failures (count)."""
@@ -488,7 +488,7 @@ class RunTotals(Report):
     environments: EnvironmentReport | None = None
     """Environments. Absent where rollouts have one turn."""
     fleet: FleetReport | None = None
-    """Engines that come and go. Absent where none has joined or left."""
+    """Engines that come and go. Absent where all stay."""
     complete: bool
     """Whether all optimizer steps were made."""
     tokens_per_flash: float | None = None

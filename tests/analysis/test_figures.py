@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_runs import BATCH, SLOTS, with_figure_data, write_run
+from made_up_runs import BATCH, SLOTS, with_figure_data, with_fleet, write_run
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
@@ -113,6 +113,38 @@ def test_samples_against_time_rises_by_a_batch_at_the_end_of_each_step(runs: lis
     for line, run in zip(axes.lines, runs, strict=True):
         assert_allclose(line.get_xdata(), np.append(0, run.steps.time_s) / 60)
         assert_allclose(line.get_ydata(), BATCH * np.arange(201) / 1000)
+
+
+def test_a_fleet_shows_its_engines_and_the_speed_of_each_step(runs: list[Run]) -> None:
+    """The run without a fleet is left out. 260 s are minutes; the first step begins at 0."""
+    engines, speed = figures.fleet_over_time([with_fleet(runs[0]), runs[1]])
+    [there], [line] = engines.series, speed.series
+    steps = runs[0].steps
+    assert_allclose(there.x * 60, [0, 60, 120, steps.time_s[-1]])
+    assert_allclose(there.y, [4, 3, 4, 4])
+    assert_allclose(line.x * 60, steps.time_s)
+    assert_allclose(line.y[:2], steps.tokens[:2] / [steps.time_s[0], steps.time_s[1] - steps.time_s[0]])
+    assert figures.fleet_over_time(runs) == []
+
+
+def test_steps_at_one_instant_have_no_speed(runs: list[Run]) -> None:
+    steps = runs[0].steps.copy()
+    steps.time_s[1] = steps.time_s[0]
+    _, speed = figures.fleet_over_time([replace(with_fleet(runs[0]), steps=steps)])
+    assert np.isnan(speed.series[0].y).tolist() == [False, True, *[False] * (len(steps) - 2)]
+
+
+def test_the_time_of_groups_and_trainer_adds_up(runs: list[Run]) -> None:
+    """Of 4 places, 2.4 + 0.2 + 0.4 + 1; of the trainer's work 60 s are for its failures."""
+    chart = figures.fleet_seconds([with_fleet(runs[0])])
+    assert chart is not None
+    assert chart.y.rows == ["spot, 4 engines", "trainer"]
+    spot, trainer = np.array([one.x - one.other for one in chart.series]).T
+    seconds, run_s = runs[0].report.seconds, runs[0].report.duration_s
+    assert_allclose(spot, [60, 5, 10, 25, 0, 0, 0, 0], atol=1e-9)
+    assert_allclose(trainer[:4], 0)
+    assert_allclose(trainer[4:] * run_s / 100, [seconds.training - 60, 10, 20, 30])
+    assert figures.fleet_seconds(runs) is None
 
 
 def test_timeline_shows_an_engine_the_mean_of_the_others_and_every_block_and_update(runs: list[Run]) -> None:

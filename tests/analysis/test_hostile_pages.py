@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from browser import needs_browser, open_tab, opened, wait_until
 from hostile_names import HIDDEN, NAMES, in_every_text, visible
-from made_up_runs import write_run
+from made_up_runs import CAPACITY, with_fleet, write_run
 from needs import need
 from tiny_comparison import BASE
 from tiny_plan import planned
@@ -31,6 +31,7 @@ from pipelinerl.pages.runs import comparison_page, environments_page, run_page  
 from pipelinerl.records.comparison_report import ComparisonReport  # noqa: E402
 from pipelinerl.records.environments_report import EnvironmentsReport  # noqa: E402
 from pipelinerl.records.plan_report import PlanReport  # noqa: E402
+from pipelinerl.records.reports import CapacityReport  # noqa: E402
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow, ValidationReport  # noqa: E402
 from sim.validation.predict import validation_report  # noqa: E402
 
@@ -74,6 +75,7 @@ def run(root: Path) -> tuple[Page, list[Chart]]:
 def runs(root: Path, names: Sequence[str] = NAMES) -> tuple[Page, list[Chart]]:
     folders = [run_folder(root, name) for name in names]
     read = read_runs(folders)
+    read = [with_fleet(one, in_every_text(CapacityReport, CAPACITY.to_dict())) for one in read]
     return run_page({run.name: run.report for run in read}, folders), run_charts(read)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from made_up_runs import METRICS, with_figure_data, write_real_run, write_run
+from made_up_runs import METRICS, with_figure_data, with_fleet, write_real_run, write_run
 
 from analysis import figures
 from analysis.plot import save_figures
@@ -73,6 +73,19 @@ def test_metrics_add_their_figures_and_leave_the_others_alone(
     )
     assert {Path(name).stem for name in after.keys() - before.keys()} == added
     assert before == {name: after[name] for name in before}
+
+
+@pytest.mark.slow
+def test_a_fleet_adds_its_figures(runs: list[Run], tmp_path: Path) -> None:
+    """Alone among several runs, too; a fleet whose engines stay, and a trainer that fails, have the second only."""
+    save_figures(runs[:2], tmp_path / "before")
+    before = {path.name for path in (tmp_path / "before").iterdir()}
+    for name, run, added in (
+        ("fleet", with_fleet(runs[0]), {"fleet_over_time", "fleet_seconds"}),
+        ("stays", replace(with_fleet(runs[0]), figure_data=runs[0].figure_data), {"fleet_seconds"}),
+    ):
+        paths = save_figures([run, runs[1]], tmp_path / name)
+        assert {path.stem for path in paths if path.name not in before} == added
 
 
 def test_a_run_without_window_and_timeline_has_the_other_figures(runs: list[Run], tmp_path: Path) -> None:

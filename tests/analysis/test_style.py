@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_runs import CURVES, case_study, with_metrics, write_run
+from made_up_runs import CURVES, case_study, with_fleet, with_metrics, write_run
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from analysis import figures, learning
-from analysis.chart import METHOD_HUES, drawn, handy_time, hue, series_styles, tone
+from analysis.chart import METHOD_HUES, PAGE_IN, drawn, handy_time, hue, series_styles, tone
 from analysis.read import Run, read_run
 from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.records.comparison_report import ComparisonReport
@@ -28,6 +28,10 @@ FIGURES: dict[str, Callable[[list[Run], ComparisonReport], Figure]] = {
     "throughput_against_max_lag": lambda runs, _: drawn(throughput_against_max_lag(case_study(runs[0]), CURVES)),
     "generation_phase": lambda runs, _: drawn(figures.generation_phase(runs), rows=2, sharex=True),
     "samples_against_time": lambda runs, _: drawn(figures.samples_against_time(runs)),
+    "fleet_over_time": lambda runs, _: drawn(
+        figures.fleet_over_time([*map(with_fleet, runs)]), title="Engines and speed", rows=2, sharex=True
+    ),
+    "fleet_seconds": lambda runs, _: drawn(figures.fleet_seconds([*map(with_fleet, runs)]), width=PAGE_IN),
     "timeline": lambda runs, _: figures.timeline(runs[0]),
     "time_split": lambda runs, _: figures.time_split_figure(runs),
     "speedup_by_scenario": lambda _, comparison: drawn(speedup_by_scenario(comparison)),

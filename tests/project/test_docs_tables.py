@@ -62,10 +62,10 @@ def test_keys_of_the_examples_are_in_the_table():
     assert len(examples) > 1
     for path in examples:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        compare = data.pop("compare", {})
-        keys = [*flat(data), *(f"compare.{key}" for key in compare if key not in ("arms", "scenarios"))]
-        for variants in ("arms", "scenarios"):
-            keys += [f"compare.{variants}[].{key}" for variant in compare.get(variants, []) for key in variant]
+        tables = ("compare.arms", "compare.scenarios", "fleet.groups")
+        values = flat(data)
+        keys = [key for key in values if key not in tables]
+        keys += [f"{table}[].{key}" for table in tables for one in values.get(table, []) for key in one]
         keys = [re.sub(r"^(train\.task\.settings)\..*", r"\1", key) for key in keys]  # a task's own
         assert set(keys) <= known, path.name
 

@@ -18,9 +18,9 @@ from sim.compare import compare, plan_cells
 from sim.run import simulate
 from sim.workload import Workload
 
-QUICKSTART, APPENDIX_A, QWEN7B, QWEN7B_LONG, BY_NAME = (
+QUICKSTART, APPENDIX_A, QWEN7B, QWEN7B_LONG, BY_NAME, SPOT = (
     EXAMPLES / f"{name}.toml"
-    for name in ("quickstart", "appendix_a", "qwen7b_128_h100", "qwen7b_128_h100_long", "h100_by_name")
+    for name in ("quickstart", "appendix_a", "qwen7b_128_h100", "qwen7b_128_h100_long", "h100_by_name", "spot")
 )
 CONVENTIONAL = "scheduler.kind=conventional"
 
@@ -249,6 +249,23 @@ def test_a_better_gpu_is_faster():
     assert h20.utilisation.training > 0.75 > h100.utilisation.training
 
 
+# ------------------------------------------------------------------------------- spot engines
+
+
+def test_the_example_of_spot_engines_is_the_main_run_with_published_failures():
+    """419 of 16,384 GPUs in 54 days; 128 GPUs fail once in 16.5 days. All else is that of the paper's transport."""
+    spot, main = load_run(SPOT), load_run(QWEN7B, as_compared(QWEN7B))
+    fleet = spot.fleet
+    (hours,) = {one.mtbf_hours for one in (*fleet.groups, fleet.trainer)}
+    assert hours == pytest.approx(16_384 * 54 * 24 / 419, rel=1e-3)
+    assert hours / 128 / 24 == pytest.approx(16.5, rel=0.01)
+    assert (spot.cluster, spot.workload) == (main.cluster, main.workload)
+    parts = ("decode", "prefill", "kv_cache_tokens", "training", "weights", "latency")
+    assert [getattr(spot.hardware, part) for part in parts] == [getattr(main.hardware, part) for part in parts]
+    sizes = ("train_batch_size", "generation_batch_size", "filter_no_signal", "kind")
+    assert [getattr(spot.scheduler, key) for key in sizes] == [getattr(main.scheduler, key) for key in sizes]
+
+
 # ---------------------------------------------------------------------------------- all of them
 
 
@@ -269,7 +286,9 @@ def test_changed_numbers_arrive_sooner_than_all_and_cost_no_tokens(sets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [QUICKSTART, APPENDIX_A, QWEN7B, QWEN7B_LONG, BY_NAME], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example", [QUICKSTART, APPENDIX_A, QWEN7B, QWEN7B_LONG, BY_NAME, SPOT], ids=lambda path: path.stem
+)
 def test_every_arm_of_an_example_is_a_run_that_replays(example, tmp_path):
     """Cut to three steps, in the first scenario: others differ in hardware and lengths only."""
     cells = plan_cells(load_run(example))

@@ -6,6 +6,8 @@ what is offered at the place of engine 1 is a recorded capacity.
 
 import math
 from collections import Counter
+from itertools import accumulate
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -341,7 +343,10 @@ SOON = {"mtbf_hours": 0.01}
 
 @st.composite
 def runs(draw):
-    """Engines last for seconds, some with all times the same, so that much happens at the same instant."""
+    """Return a run file and recorded capacities by the name of their group.
+
+    Engines last for seconds. Some runs have multiples of one time only, so that much happens at the same instant.
+    """
 
     def one_of(*values):
         return draw(st.sampled_from(values))
@@ -350,10 +355,16 @@ def runs(draw):
         table = {"name": name, "engines": engines, "repair_s": one_of(0.0, 0.2, 1.0)}
         table |= one_of({}, {"stragglers": 0.5, "slowdown": one_of(1.37, 2.0)}) | one_of({}, SOON)
         if one_of(False, True):
-            table |= {"kind": "spot", "reclaim_hours": 0.01, "away_s": one_of(0.0, 0.3, 2.0)}
-            table |= one_of({}, {"notice_s": 0.1}, {"notice_s": 3.0})
+            table |= {"kind": "spot"} | one_of({}, {"notice_s": 0.1 * slow}, {"notice_s": 3.0})
+            if one_of(False, True):
+                return table | {"reclaim_hours": 0.01, "away_s": one_of(0.0, 0.3, 2.0)}
+            gaps = draw(st.lists(st.integers(1, 20), max_size=30))
+            seconds = [0.05 * slow * at for at in accumulate([0, *gaps])]
+            capacities[name] = [(at, draw(st.integers(0, engines))) for at in seconds]
+            capacities[name].append((seconds[-1] + 1.0, engines))
         return table
 
+    capacities = {}
     engines, slow = draw(st.integers(1, 4)), one_of(1, 30, 100)
     first = draw(st.integers(1, engines))
     groups = [group("a", first), *([group("b", engines - first)] if first < engines else [])]
@@ -377,7 +388,6 @@ def runs(draw):
         "cluster": {"accelerators": engines + 1, "generation_accelerators": engines},
         "scheduler": {"train_batch_size": one_of(4, 8, 16), "generation_batch_size": one_of(1, 3, 6)},
         "workload": {"group_size": 2, "prompt_tokens": one_of(0, 5), "length": one_of(uniform(40), fixed(12))},
-        "hardware": hardware | one_of({}, {"step_tokens": 6}),
         "fleet": {
             "start_s": one_of(0.0, 0.1, 10.0),
             "keep_tokens": one_of(True, True, False),
@@ -395,11 +405,11 @@ def runs(draw):
         hardware["kv_cache_tokens"] = one_of(160, 600)
     else:
         hardware |= one_of({}, {"kv_cache_tokens": 50})
-    return parse_run({**tables, "hardware": hardware | one_of({}, {"step_tokens": 6})})
+    return {**tables, "hardware": hardware | one_of({}, {"step_tokens": 6})}, capacities
 
 
 class Run(Keeping):
-    """A simulated run; ``failed``: its failure in a line."""
+    """A simulated run."""
 
     def __init__(self, config: RunConfig, make):
         super().__init__(
@@ -425,8 +435,13 @@ class Counting(StepByStepEngine):
         super()._end_step()
 
 
-def check_twins(config):
+def check_twins(tables, capacities, folder):
     """Both engines give the same run, and each engine's tokens are kept or lost."""
+    for group in tables["fleet"]["groups"]:
+        if rows := capacities.get(group["name"]):
+            group["capacity"] = str(folder / f"{group['name']}.csv")
+            Path(group["capacity"]).write_text("second,engines\n" + "".join(f"{at},{n}\n" for at, n in rows))
+    config = parse_run(tables)
     decoded, kept_tokens, lost, begun = Counter(), Counter(), Counter(), {}
     run = Run(config, ClosedFormEngine)
     slow = Run(config, lambda *args: Counting(*args, decoded=decoded))
@@ -457,14 +472,19 @@ def check_twins(config):
         assert sum(group.there_mean for group in groups) == pytest.approx(totals.fleet.engines_mean, rel=1e-9)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("capacities")
+
+
 @settings(derandomize=True, deadline=None, max_examples=8)
-@given(config=runs())
-def test_a_few_fleets_are_the_same_with_both_engines_and_account_for_every_token(config):
-    check_twins(config)
+@given(run=runs())
+def test_a_few_fleets_are_the_same_with_both_engines_and_account_for_every_token(run, folder):
+    check_twins(*run, folder)
 
 
 @pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=50)
-@given(config=runs())
-def test_fleets_are_the_same_with_both_engines_and_account_for_every_token(config):
-    check_twins(config)
+@given(run=runs())
+def test_fleets_are_the_same_with_both_engines_and_account_for_every_token(run, folder):
+    check_twins(*run, folder)

@@ -12,6 +12,8 @@ import numpy as np
 
 from analysis.read import Run
 from analysis.throughput import RateCurves
+from pipelinerl.records.profile_report import EnginesOverTime
+from pipelinerl.records.reports import CapacityReport, FleetGroupReport, TrainerFaultsReport
 from pipelinerl.records.steps import COLUMNS
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
@@ -170,6 +172,24 @@ def with_metrics(runs: list[Run]) -> list[Run]:
     metrics |= {"ess/token_truncated": rng.uniform(0.9, 1, 200)}
     metrics |= {f"ess/lag_{lag}": np.full(200, 1 - lag / 50) for lag in range(9)}
     return [replace(run, metrics=metrics) for run in runs]
+
+
+CAPACITY = CapacityReport(
+    groups=[
+        FleetGroupReport(
+            name="spot", engines=4, there_mean=2.4, starting_mean=0.2, failed_mean=0.4, reclaimed_mean=1.0, failures=3,
+            reclaims=5, gpus_paid=2.6, usd=12.0,
+        )
+    ],
+    trainer=TrainerFaultsReport(failures=2, checkpoint_s=10.0, restart_s=20.0, redone_s=30.0),
+)  # fmt: skip
+
+
+def with_fleet(run: Run, capacity: CapacityReport = CAPACITY) -> Run:
+    """Return a run whose engines come and go: 4 of them, 3 from 60 s on, 4 again from 120 s on."""
+    fleet = EnginesOverTime(time_s=[0.0, 60.0, 120.0, run.report.duration_s], engines=[4, 3, 4, 4])
+    report = run.report.model_copy(update={"capacity": capacity})
+    return replace(run, report=report, figure_data=run.figure_data.model_copy(update={"fleet": fleet}))
 
 
 def with_figure_data(run: Run, **parts: dict[str, Any]) -> Run:

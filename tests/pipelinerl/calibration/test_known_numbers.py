@@ -57,13 +57,16 @@ def test_the_time_of_one_train_step_is_the_sum_of_its_parts() -> None:
     assert train_step_s(run) == pytest.approx(expected)
 
 
-def test_the_time_of_one_rollout_batch_is_that_of_its_decode_steps() -> None:
+@pytest.mark.parametrize("fleet", [(), ("fleet.groups=[{name='a', engines=2, stragglers=1.0, slowdown=2.0}]",)])
+def test_the_time_of_one_rollout_batch_is_that_of_its_decode_steps(fleet: tuple[str, ...]) -> None:
+    """Also of engines that would be slow, or fail."""
     run = run_of(
         RUN,
         "workload.length={ kind = 'fixed', max = 300 }",
         "hardware.decode={ kind = 'affine', step_s = 0.01 }",
         "hardware.prefill.token_s=0",
         "hardware.latency={ reward_s = 0.3 }",
+        *fleet,
     )
     assert rollout_batch_s(run) == pytest.approx(300 * 0.01 + 0.3)  # 16 sequences per engine at once
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 from command_line import Command, sets
+from made_up_runs import CAPACITY
 from tiny_comparison import run
 
 from pipelinerl.pages.page import Page, duration
 from pipelinerl.pages.runs import check_page, comparison_page, run_page
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, ScenarioReport
-from pipelinerl.records.reports import Bottleneck, RunReport
+from pipelinerl.records.reports import Bottleneck, FleetReport, RunReport
 from sim.run import simulate
 
 
@@ -48,6 +49,31 @@ def test_the_table_of_a_run_has_its_numbers_and_says_if_it_is_incomplete(summary
     assert {key: whole[key] for key in expected} == expected
     assert f"training {summary.seconds.training / summary.duration_s:.0%}" in whole["trainer's time"]
     assert f"{summary.rollouts.started:,} started" in whole["rollouts"]
+
+
+def test_the_table_of_a_run_says_what_its_fleet_did(summary: RunReport) -> None:
+    """Of 1000 generated tokens and 250 lost ones 600 are trained on; a real run does not know what is lost."""
+    fleet = FleetReport(
+        engines_mean=2.5, joined=3, left=4, moved=1200, moved_tokens=70, lost_tokens=250, step_s_p95=90.0
+    )
+    tokens = summary.tokens.model_copy(update={"generated": 1000, "trained": 600})
+
+    def numbers(**changed: Any) -> list[tuple[str, str]]:
+        page = run_page({"run": summary.model_copy(update={"tokens": tokens, "duration_s": 100.0, **changed})})
+        rows = [(key, text) for key, text in page.tables[0].rows]
+        return rows[[key for key, _ in rows].index("rollouts") + 1 :]
+
+    assert numbers() == []
+    assert numbers(fleet=fleet, capacity=CAPACITY) == [
+        ("engines", "2.5 there in the mean, 3 joined, 4 left"),
+        ("  rollouts moved", "1,200, 250 tokens lost"),
+        ("goodput", "48.0% of all generated tokens trained"),
+        ("p95 of an optimizer step", duration(90.0)),
+        ("group spot", "2.4 of 4 there, 3 failures, 5 reclaims, 12 USD"),
+        ("trainer's failures", "2; of its time checkpoints 10.0%, restarts 20.0%, work redone 30.0%"),
+    ]
+    real = fleet.model_copy(update={"lost_tokens": None, "step_s_p95": None})
+    assert numbers(fleet=real)[1:] == [("  rollouts moved", "1,200")]
 
 
 @pytest.mark.parametrize("bottleneck", Bottleneck)

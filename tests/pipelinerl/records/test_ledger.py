@@ -3,9 +3,10 @@
 import pickle
 
 import pytest
-from ledger_histories import FIRST_STEP, STORY, ended, keys, ledger_of, play_to, spans, start, summary_of
+from ledger_histories import FIRST_STEP, STORY, ended, figures_of, keys, ledger_of, play_to, spans, start, summary_of
 
 import pipelinerl.records.figure_data
+import pipelinerl.records.ledger
 import pipelinerl.records.step_ledger
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import (
@@ -13,6 +14,9 @@ from pipelinerl.scheduler.events import (
     AbortRollout,
     DiscardReason,
     DiscardRollouts,
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
     PublishWeights,
     RolloutAborted,
     RolloutFailed,
@@ -339,6 +343,63 @@ def test_an_engine_is_busy_while_it_works_on_a_rollout(history, busy_s):
     """Ten seconds long each, so that busy seconds are tenths; the publication is only there to end the history."""
     ledger = ledger_of([*history, (10.0, WeightsPublished(1, 0.0))])
     assert ledger.summary().to_dict()["utilisation"]["generation"] == busy_s / 10
+
+
+# ------------------------------------------------------------------------------------------ engines that come and go
+
+LOSS = [
+    (0.0, start(0, 0), start(1, 1)),
+    (2.0, EngineLeaving(1)),
+    (4.0, RolloutAborted(1, 1, spans((0, 3))), EngineLeft(1, 2)),
+    (5.0, EngineJoined(2, 0), start(1, 2, 3)),
+    (7.0, *ended(1, (0, 8), engine=2)),
+    (10.0, WeightsPublished(1, 0.0)),
+]
+"""Engine 1 leaves for 2 s, until 4 s; engine 2 is there from 5 s on, and takes its rollout until 7 s."""
+
+
+def test_an_engine_counts_while_it_is_there():
+    """There: 10 + 4 + 5 engine-seconds. Busy: 10 + 4 + 2. Of the 8 tokens of rollout 1 another 2 were lost."""
+    summary = summary_of(LOSS, num_engines=2)
+    assert summary["utilisation"]["generation"] == 16 / 19
+    assert summary["fleet"] == {
+        "engines_mean": 1.9, "joined": 1, "left": 1, "moved": 1, "moved_tokens": 3, "lost_tokens": 2,
+    }  # fmt: skip
+    assert keys(summary, "tokens") == {"generated": 8, "unfinished": 8}
+    assert figures_of(LOSS, num_engines=2)["fleet"] == {"time_s": [0.0, 4.0, 5.0, 10.0], "engines": [2, 1, 2, 2]}
+
+
+def test_engines_that_all_stay_are_no_fleet():
+    assert "fleet" not in summary_of(STORY, num_engines=2)
+    assert "fleet" not in figures_of(STORY, num_engines=2)
+
+
+@pytest.mark.parametrize(
+    ("aborted", "moved"),
+    [([AbortRollout(1, 1)], 0), ([Stop(StopReason.DONE)], 0), ([], 1)],
+    ids=["cancelled", "at the end", "else"],
+)
+def test_a_rollout_moves_if_it_goes_on(aborted, moved):
+    """Engines that do not count what they lose leave that open."""
+    history = [*LOSS[:2], (3.0, *aborted), (4.0, RolloutAborted(1, 1, spans((0, 3))), EngineLeft(1))]
+    fleet = ledger_of(history, num_engines=2).summary().fleet
+    assert (fleet.moved, fleet.moved_tokens, fleet.lost_tokens) == (moved, 3 * moved, None)
+
+
+def test_the_time_of_a_step_has_a_tail():
+    """Steps of 8, 6 and 5 s: nine tenths of the way from 6 to 8."""
+    fleet = ledger_of([(0.0, EngineJoined(2, 0)), *STORY], num_engines=2).summary().fleet
+    assert fleet.step_s_p95 == pytest.approx(7.8)
+
+
+def test_engines_over_time_are_a_bounded_number_of_points(monkeypatch):
+    """One engine joins each second: 1 + t after t seconds."""
+    monkeypatch.setattr(pipelinerl.records.ledger, "MOST_POINTS", 8)
+    history = [(float(second), EngineJoined(second, 0)) for second in range(1, 100)]
+    fleet = ledger_of(history).figure_data().fleet
+    assert len(fleet.time_s) <= 8
+    assert fleet.engines == [1 + time_s for time_s in fleet.time_s]
+    assert (fleet.time_s[0], fleet.time_s[-1]) == (0, 99)
 
 
 @pytest.mark.parametrize("colocated", [False, True])
