@@ -178,6 +178,9 @@ def searched(
             "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "
             f"workload.length as a run with it has them, got policy.task='{config.policy.task}'"
         )
+    if config.fleet is not None and config.fleet.groups:
+        names = ", ".join(group.name for group in config.fleet.groups)
+        raise ConfigError(f"plan searches numbers of engines that stay: remove fleet.groups, got groups {names}")
     if how.out is not None:
         check_vacant(how.out)
     runner = Runner(how)

@@ -65,7 +65,7 @@ NOT_SEARCHED = {
     "train.transport": "`delta` stops neither side for long; the others are for where it cannot be had",
     "train.engine.gpu_memory_utilization": "set it as high as your engines bear",
     "hardware": "given, and drawn where it is not measured",
-    "fleet": "given",
+    "fleet": "given, without groups",
 }
 """Keys, or whole tables of them, that no axis searches, with the reason."""
 

@@ -111,6 +111,27 @@ def test_a_preempted_rollout_keeps_the_tokens_reported(spot):
     assert run.of(EngineLeft) == [(7.5, EngineLeft(1, 7 + 5 - 2 * 4))]
 
 
+def test_an_engine_that_fails_after_its_notice_loses_what_it_has_not_reported():
+    """It has notice from the start, a day before it would be reclaimed, and fails. A token lasts a second."""
+    soon = {"kind": "spot", "reclaim_hours": 1.0, "away_s": 0.0, "notice_s": 86_400.0, "mtbf_hours": 0.01}
+    groups = [{"name": "reserved", "engines": 1}, {"name": "spot", "engines": 1, **soon}]
+    run = play(1, batch=2, slots=1, length=fixed(300), engines=2, fleet={"stream_tokens": 7, "groups": groups})
+    (began_s, began), (ended_s, ended) = run.of(EngineLeaving)[0], run.of(EngineLeft)[0]
+    (aborted,) = [one for at, one in run.of(RolloutAborted) if at == ended_s]
+    assert (began_s, began.engine, ended.engine) == (0.0, 1, 1)
+    known, decoded = aborted.spans.num_tokens, math.floor(ended_s)
+    assert (known, ended.lost_tokens) == (decoded // 7 * 7, decoded % 7)
+    assert ended.lost_tokens
+
+
+def test_an_engine_with_notice_loads_no_version_published_since(spot):
+    """From 15 s on; each engine publishes a version every 10 s."""
+    run = play(8, batch=1, slots=1, length=fixed(10), engines=2, fleet=spot([(0, 1), (40, 0)], notice_s=25.0))
+    last_s = {engine: max(at for at, one in run.of(WeightsLoaded) if one.engine == engine) for engine in (0, 1)}
+    assert last_s[1] < 15
+    assert last_s[0] > 40
+
+
 def test_a_request_on_its_way_is_lost_without_a_token(spot):
     run = two_rollouts(spot([(0, 1), (1, 0)]), hardware={"latency": {"dispatch_s": 2.0}})
     assert run.of(*CHANGES)[1:3] == [(1.0, RolloutAborted(1, 1, NO_TOKENS)), (1.0, EngineLeft(1, 0))]
@@ -252,6 +273,7 @@ def test_an_engine_is_there_for_its_share_of_the_time():
     error = math.sqrt(variance / cycles) / (m + r)
     cut = (d + m + r) / run_s
     assert report.there_mean / num_engines == pytest.approx(share, abs=Z * error + cut)
+    assert report.gpus_paid == num_engines  # they are reserved
     assert abs(report.failures - cycles) < Z * math.sqrt(cycles) + num_engines
     assert Z * error + cut < 0.05  # it would see a start or a repair that is left out
 

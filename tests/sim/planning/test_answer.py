@@ -336,3 +336,12 @@ def test_some_candidates_are_there_for_clusters_of_every_size(number: int) -> No
     del tables["plan"]["generation_batch_size"], tables["plan"]["publish_every"]
     tables["cluster"].pop("generation_accelerators")
     assert best_screened(tables)
+
+
+def test_a_plan_has_no_groups_of_engines(tmp_path: Path) -> None:
+    """Their number is what it searches."""
+    config = tiny_run("fleet.groups=[{ name = 'a', engines = 2 }]")
+    assert message(plan, config, HowToPlan(out=tmp_path / "plan")) == (
+        "plan searches numbers of engines that stay: remove fleet.groups, got groups a"
+    )
+    assert not (tmp_path / "plan").exists()
