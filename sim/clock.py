@@ -45,8 +45,11 @@ class Clock(simpy.Environment):
     def run_until(self, done: Event) -> None:
         """Run until an event has happened or nothing is left, as ``run``, where no event fails: without its calls."""
         queue = self._queue
-        while done.callbacks is not None and queue:
-            self._now, _, _, event = heappop(queue)
+        while done.callbacks is not None:
+            try:
+                self._now, _, _, event = heappop(queue)
+            except IndexError:
+                return
             callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment] # as in SimPy
             for callback in callbacks:
                 callback(event)

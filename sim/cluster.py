@@ -30,13 +30,14 @@ from itertools import repeat
 from typing import assert_never
 
 from pipelinerl.config.environment import PrefixCaching
-from pipelinerl.config.resolve import new_scheduler, resolved_hardware
+from pipelinerl.config.resolve import named_hardware, new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
+from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
 from pipelinerl.records.reports import RunMeasurements
 from pipelinerl.records.trace import Recorder
-from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.scheduler.base import Scheduler, TrainerState
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -95,6 +96,8 @@ class Scoring:
         return begins - now + self._ticks
 
 
+LEND_BELOW = 0.5
+"""Ready rollouts, over a micro-batch, below which a trainer that begins to wait lends its accelerators (ratio)."""
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 
 
@@ -197,7 +200,6 @@ class SimulatedCluster:
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
         workload = Workload(config.workload, seed=config.seed)
-        self._policy = policy
         policy_prompt_tokens = None if config.policy is None else checked_task(config).prompt_tokens
         if config.environment is not None:
             longest = config.longest_rollout_tokens
@@ -207,6 +209,7 @@ class SimulatedCluster:
             longest = policy_prompt_tokens + config.workload.length.max
         if config.policy is None:
             _check_capacity(config.hardware.kv_cache_tokens, longest)
+        self._policy, self._longest = policy, longest
         hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
         # Nothing is asked per rollout that the configuration answers.
@@ -262,6 +265,8 @@ class SimulatedCluster:
         self, make: Callable[[int, EngineSettings], SimulatedEngine], settings: EngineSettings
     ) -> EngineFleet | None:
         config = self._config
+        if config.fleet is not None and config.policy is not None:
+            raise ConfigError("fleet must be left out with a [policy], whose engines and trainer never fail")
         if config.fleet is None or not config.fleet.groups:
             self._engines.update((engine, make(engine, settings)) for engine in range(config.num_engines))
             return None
@@ -272,9 +277,21 @@ class SimulatedCluster:
             host=self,
             engines=self._engines,
             make=make,
-            settings=settings,
+            settings=lambda group: settings if group.gpu is None else self._settings_of(group.gpu),
             transfer_ticks=self._transfer_ticks,
         )
+
+    def _settings_of(self, gpu: str) -> EngineSettings:
+        """Return the settings of engines of another kind of GPU."""
+        find_gpu(gpu, key="fleet.groups.gpu")
+        given = self._config.hardware
+        if named_hardware(given) is None or given.decode is not None or given.kv_cache_tokens is not None:
+            raise ConfigError(
+                "fleet.groups.gpu needs hardware.gpu and hardware.model, without hardware.decode and "
+                f"hardware.kv_cache_tokens, got gpu={gpu!r}"
+            )
+        other = self._config.model_copy(update={"hardware": given.model_copy(update={"generation_gpu": gpu})})
+        return _engine_settings(other, resolved_hardware(other, longest_tokens=self._longest), self._policy)
 
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
@@ -468,6 +485,8 @@ class SimulatedCluster:
                 self.fail(error)
                 return
         switch_ticks = self._to_training_ticks if self._generating else 0
+        if self._fleet is not None:
+            switch_ticks += self._fleet.take_back()
         if self._generating and self._config.scheduler.schedule.carries_over:
             for engine in self._engines.values():
                 engine.suspend()
@@ -479,7 +498,7 @@ class SimulatedCluster:
         if self._faults is not None:
             train_ticks = self._with_faults(self._faults, switch_ticks, train_ticks)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
-        self._after(switch_ticks + train_ticks, lambda _: self.deliver(finished))
+        self._after(switch_ticks + train_ticks, lambda _: self._trainer_is_free(finished))
 
     def _with_faults(self, faults: TrainerFaults, switch_ticks: int, train_ticks: int) -> int:
         """Return the ticks of training with failures and checkpoints; colocated, what was generated is work, too."""
@@ -490,12 +509,20 @@ class SimulatedCluster:
         self._worked_until_s = begin_s + to_seconds(ticks)
         return ticks
 
+    def _trainer_is_free(self, event: TrainingFinished | WeightsPublished) -> None:
+        """Report that the trainer has finished; lend its accelerators if it has nothing to do, and little is ready."""
+        self.deliver(event)
+        scheduler = self._scheduler
+        waits = scheduler.trainer is TrainerState.IDLE and scheduler.stopped is None
+        if waits and self._fleet is not None and scheduler.num_ready < LEND_BELOW * scheduler.settings.micro_batch:
+            self._fleet.lend()
+
     def _publish(self, command: PublishWeights) -> None:
         self._generating = self._config.colocated
         if self._policy is not None:
             self._policy.publish(command.version, oldest=min(engine.version for engine in self._engines.values()))
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
-        self._after(self._publish_ticks, lambda _: self.deliver(published))
+        self._after(self._publish_ticks, lambda _: self._trainer_is_free(published))
         arrival = self._now + self._transfer_ticks
         engines = self._engines.values() if self._fleet is None else self._fleet.publishes(command)
         for engine in engines:

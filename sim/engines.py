@@ -6,6 +6,9 @@ published by then, as long as a transfer and a pause take. It joins with them an
 the place is away, as ``failed`` or ``reclaimed``. Machines there at second 0 are
 loaded. An engine that fails has reported the tokens of its rollouts at every multiple of ``stream_tokens``; one that is
 reclaimed with notice, all of them. A rollout's last token is known only with its end.
+
+Lent engines join when the trainer begins to wait with little ready; when it has a batch they leave, with all their
+tokens known, and it trains after the switch.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from sim.clock import CLUSTER_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.fleet import Life, LifeEnd, TrainerFaults, lives
 from sim.interface import EngineSettings, Request, SimulatedEngine
 
-THERE, STARTING = "there", "starting"
+THERE, STARTING, TRAINING = "there", "starting", "training"
+WITH_TRAINER = Life(0.0, 0.0, 0.0, LifeEnd.RECLAIMED, 1.0)
 
 
 class FleetHost(Protocol):
@@ -65,7 +69,7 @@ class Place:
     state: str = LifeEnd.RECLAIMED
     since: int = 0
     """Tick at which the state began."""
-    ticks: dict[str, int] = field(default_factory=lambda: dict.fromkeys((THERE, STARTING, *LifeEnd), 0))
+    ticks: dict[str, int] = field(default_factory=lambda: dict.fromkeys((THERE, STARTING, TRAINING, *LifeEnd), 0))
     ended: dict[LifeEnd, int] = field(default_factory=lambda: dict.fromkeys(LifeEnd, 0))
     """Engines that ended, by cause (counts)."""
 
@@ -82,39 +86,70 @@ class EngineFleet:
         host: FleetHost,
         engines: dict[int, SimulatedEngine],
         make: Callable[[int, EngineSettings], SimulatedEngine],
-        settings: EngineSettings,
+        settings: Callable[[FleetGroupConfig], EngineSettings],
         transfer_ticks: int,
     ) -> None:
         self.leaving: set[int] = set()
         self._fleet, self._clock, self._host, self._engines = fleet, clock, host, engines
-        self._make, self._settings, self._transfer_ticks = make, settings, transfer_ticks
+        self._make, self._transfer_ticks = make, transfer_ticks
+        self._settings = {group.name: settings(group) for group in fleet.groups}
         self._published: PublishWeights | None = None
         self._places: list[Place] = []
+        self._lent: list[Place] = []
         for group in fleet.groups:
+            if group.kind == "lent":
+                self._lent = [Place(group, iter(()), None, WITH_TRAINER, TRAINING) for _ in range(group.engines)]
+                continue
             for here in lives(group, seed=config.seed, tensor_parallel=config.cluster.tensor_parallel):
                 first = next(here, Life(math.inf, math.inf, math.inf, LifeEnd.RECLAIMED, 1.0))
                 self._places.append(Place(group, here, len(self._places), first))
         for engine, place in enumerate(self._places):
-            engines[engine] = make(engine, self._of(place.life, version=0))
+            engines[engine] = make(engine, self._of(place, version=0))
         self._num_engines = self._num_started = len(self._places)
 
     def begin(self) -> None:
         """Begin all lives; engines without a machine at second 0 leave at once."""
         for place in self._places:
             if place.life.start_s:
-                self._lose(place)
+                self._lose(place, with_notice=True)
                 self._await(place)
             else:
                 self._enter(place, THERE)
                 self._plan_end(place)
+        self.lend()
+
+    def lend(self) -> None:
+        """Have the trainer's accelerators generate, if they do not."""
+        for place in self._lent:
+            if place.life is WITH_TRAINER:
+                place.life = Life(0.0, math.inf, math.inf, LifeEnd.RECLAIMED, 1.0)
+                self._enter(place, STARTING)
+                self._after(self._switch_ticks(place), partial(self._load, place, place.life))
+
+    def take_back(self) -> int:
+        """Have them train again; return the ticks until they can."""
+        if not self._lent or self._lent[0].life is WITH_TRAINER:
+            return 0
+        self._after(0, self._end_lending)
+        return self._switch_ticks(self._lent[0])
+
+    def _end_lending(self) -> None:
+        for place in self._lent:
+            place.life = WITH_TRAINER
+            self._enter(place, TRAINING)
+            self._lose(place, with_notice=True)
+
+    @staticmethod
+    def _switch_ticks(place: Place) -> int:
+        return to_ticks(place.group.switch_s or 0.0)
 
     def publishes(self, command: PublishWeights) -> Iterator[SimulatedEngine]:
         """Note a publication; yield the engines that take it."""
         self._published = command
         yield from (engine for engine_id, engine in self._engines.items() if engine_id not in self.leaving)
 
-    def _of(self, life: Life, *, version: int) -> EngineSettings:
-        settings, factor = self._settings, life.slowdown
+    def _of(self, place: Place, *, version: int) -> EngineSettings:
+        settings, factor = self._settings[place.group.name], place.life.slowdown
         if factor != 1.0:
             settings = replace(settings, decode=settings.decode.slower(factor), prefill=settings.prefill.slower(factor))
         return replace(settings, version=version)
@@ -150,14 +185,15 @@ class EngineFleet:
     def _load(self, place: Place, life: Life) -> None:
         """Load the newest weights; others may be on their way when the engine joins."""
         version = 0 if self._published is None else self._published.version
-        self._after(self._transfer_ticks + self._settings.pause_ticks, partial(self._join, place, life, version))
+        pause_ticks = self._settings[place.group.name].pause_ticks
+        self._after(self._transfer_ticks + pause_ticks, partial(self._join, place, life, version))
 
     def _join(self, place: Place, life: Life, version: int) -> None:
         now, published = self._clock.now, self._published
         if place.life is not life or (life.notice_at_s < math.inf and now >= to_ticks(life.notice_at_s)):
             return  # it has ended meanwhile, or is about to
         place.engine, self._num_engines = self._num_engines, self._num_engines + 1
-        self._engines[place.engine] = engine = self._make(place.engine, self._of(life, version=version))
+        self._engines[place.engine] = engine = self._make(place.engine, self._of(place, version=version))
         self._enter(place, THERE)
         self._host.deliver(EngineJoined(place.engine, version))
         if published is not None and published.version != version:
@@ -176,7 +212,7 @@ class EngineFleet:
 
     def _end(self, place: Place) -> None:
         life = place.life
-        self._lose(place)
+        self._lose(place, with_notice=life.cause is LifeEnd.RECLAIMED and life.notice_at_s < life.end_s)
         self._enter(place, life.cause)
         place.ended[life.cause] += 1
         following = next(place.lives, None)
@@ -184,7 +220,7 @@ class EngineFleet:
             place.life = following
             self._await(place)
 
-    def _lose(self, place: Place) -> None:
+    def _lose(self, place: Place, *, with_notice: bool) -> None:
         """Take the engine of a place away, if it has one; its rollouts keep the tokens that are known."""
         engine_id, place.engine = place.engine, None
         if engine_id is None:
@@ -193,7 +229,6 @@ class EngineFleet:
             self.leaving.add(engine_id)
             self._host.deliver(EngineLeaving(engine_id))
         num_lost = 0
-        with_notice = place.life.cause is LifeEnd.RECLAIMED and place.life.notice_at_s < place.life.end_s
         for request, spans in self._engines.pop(engine_id).end():
             num_known = self._num_known(request, spans, every=1 if with_notice else self._fleet.stream_tokens)
             num_lost += spans.num_tokens - num_known
@@ -212,17 +247,19 @@ class EngineFleet:
 
     def groups(self, config: RunConfig) -> list[FleetGroupReport]:
         """Return the numbers of each group up to now."""
-        for place in self._places:
+        everywhere = [*self._places, *self._lent]
+        for place in everywhere:
             self._enter(place, place.state)
         run_s, each = to_seconds(self._clock.now), config.cluster.tensor_parallel
         hours, price = run_s / 3600, Prices.of(config).generation_usd
         reports = []
         for group in self._fleet.groups:
-            places = [one for one in self._places if one.group is group]
+            places = [one for one in everywhere if one.group is group]
             seconds = {state: to_seconds(sum(one.ticks[state] for one in places)) for state in places[0].ticks}
             mean = {state: value / run_s if run_s else 0.0 for state, value in seconds.items()}
-            paid = float(len(places)) if group.kind == "reserved" else mean[THERE] + mean[STARTING]
-            usd = price if group.price_per_hour is None else group.price_per_hour
+            paid = {"reserved": float(len(places)), "spot": mean[THERE] + mean[STARTING], "lent": 0.0}[group.kind]
+            own = None if group.gpu is not None else price
+            usd = own if group.price_per_hour is None else group.price_per_hour
             reports.append(
                 FleetGroupReport(
                     name=group.name,
@@ -231,6 +268,7 @@ class EngineFleet:
                     failures=sum(one.ended[LifeEnd.FAILED] for one in places),
                     reclaims=sum(one.ended[LifeEnd.RECLAIMED] for one in places),
                     gpus_paid=paid * each,
+                    usd_per_gpu_hour=usd,
                     usd=None if usd is None else paid * each * usd * hours,
                 )
             )

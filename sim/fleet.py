@@ -38,6 +38,8 @@ from pydantic import Field
 
 from pipelinerl.config.fleet import FleetGroupConfig, TrainerFaultsConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.profile_report import FigureData
+from pipelinerl.records.run_folder import PROFILE_FILE
 from pipelinerl.util.strict_model import MOST_ACCELERATORS, StrictModel
 from pipelinerl.util.table import read_table
 from sim.workload import named_stream
@@ -138,10 +140,16 @@ def _recorded(capacity: list[CapacityRow], place: int) -> Iterator[tuple[float, 
 
 
 def read_capacity(path: Path) -> list[CapacityRow]:
-    """Return the rows of a recorded capacity, a CSV file with the columns ``second, engines``.
+    """Return the rows of a recorded capacity: a CSV file with the columns ``second, engines``, or the folder of a run.
 
-    Raises ConfigError at the first fault: file, line, column, rule, value.
+    Raises ConfigError at the first fault: file, line, column, rule, value; if no engine of the run has come or gone.
     """
+    if path.is_dir():
+        there = FigureData.read(path / PROFILE_FILE).fleet
+        if there is None:
+            raise ConfigError(f"fleet.groups.capacity must be a run whose engines came and went, got {path}")
+        last = dict(zip(there.time_s, there.engines, strict=True))  # of several changes at one time
+        return [CapacityRow(second=second, engines=engines) for second, engines in last.items()]
     rows: list[CapacityRow] = []
     for where, row in read_table(path, "fleet.groups.capacity").rows(CapacityRow, filled=True):
         if not rows and row.second:

@@ -120,8 +120,6 @@ class EnginePool:
         """Start all engines; one that fails twice is given up. ``EngineLostError`` if all do."""
         handles = list(self)
         lost = await _start(handles)
-        if self.closing:  # the trainer has failed meanwhile
-            return
         if 0 < len(lost) < len(handles):  # if all fail, a second start would, too
             for handle, error in lost.items():
                 LOG.warning("engine %d is started once more: %s", handle.engine_id, error)

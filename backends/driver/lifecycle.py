@@ -24,7 +24,7 @@ from backends.driver.loop import EventLoop
 from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
 from backends.driver.state import fresh_state
-from backends.driver.tasks import RunTasks
+from backends.driver.tasks import RunTasks, all_of
 from backends.driver.weight_sync import WeightSync
 from backends.interface import Parts, Weights
 from backends.owner import DriverLock
@@ -217,12 +217,12 @@ class Driver:
             return await self._sync.snapshot(published) if weights_first else None
 
         if colocated:  # one after the other: each takes the memory that the other has left
-            await asyncio.gather(self._start_trainer(), self._preprocessing.start())
+            await all_of(self._start_trainer(), self._preprocessing.start())
             await self._pool.start()
             if weights_first:
                 await self._sync.load_trained(published)
         else:
-            weights, *_ = await asyncio.gather(trainer(), self._preprocessing.start(), self._pool.start())
+            weights, *_ = await all_of(trainer(), self._preprocessing.start(), self._pool.start())
             if weights is not None:
                 await self._sync.load(weights)
         if engines_wait:
@@ -250,6 +250,8 @@ class Driver:
     # --------------------------------------------------------------------------------------- end
 
     async def _until_stopped(self) -> None:
+        if self._state.version == self._config.optimizer_steps:  # it was interrupted before its last event
+            await self._before_end()
         await self._loop.start(resumed=self._checkpoint is not None)
         await self._tasks.ended.wait()
         await self._wind_up()

@@ -293,8 +293,10 @@ class EventLoop:
             self._turns.environments.release(rollout_id)
 
     def _aborted(self, rollout_id: int, engine: int, seconds: EngineSeconds | None = None) -> None:
+        if self.frozen:  # its end has been recorded, and it may be forgotten
+            return
         spans = self._state.rollouts[rollout_id].spans
-        if rollout_id in self._state.aborting and not self.frozen:
+        if rollout_id in self._state.aborting:
             self._forget(rollout_id)
         self._deliver(RolloutAborted(rollout_id, engine, spans, seconds))
 

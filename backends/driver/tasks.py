@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from pipelinerl.errors import RunInterruptedError
@@ -37,6 +37,18 @@ class DriverLoop(asyncio.SelectorEventLoop):
 
     def _tick(self) -> None:
         self.call_later(TICK_S, self._tick)
+
+
+async def all_of(*works: Awaitable[Any]) -> list[Any]:
+    """Return the results of work done together; if some of it raises, or this is cancelled, the rest ends first."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class RunTasks:

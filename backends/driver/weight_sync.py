@@ -33,7 +33,7 @@ from typing import Any
 
 from backends.driver.engines import EngineHandle, EnginePool, gathered
 from backends.driver.metrics import StepMetrics
-from backends.driver.tasks import RunTasks
+from backends.driver.tasks import RunTasks, all_of
 from backends.interface import PUBLICATIONS, TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
 from backends.transfer.transport import is_mismatch, is_refusal
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
@@ -164,7 +164,7 @@ class WeightSync:
         """Load a snapshot into all engines, outside of the schedule."""
         weights = await self._send(weights)
         updates = (self._update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self._pool.engine_ids)
-        await asyncio.gather(*updates)
+        await all_of(*updates)
 
     async def bring_back(self, handle: EngineHandle) -> None:
         """Make a restarted engine load the newest weights; then it is up."""
@@ -252,7 +252,7 @@ class WeightSync:
             self._pool.confirm(engine_id)
             on_loaded(WeightsLoaded(engine_id, weights.version, pause_s))
 
-        await asyncio.gather(*(update(engine_id) for engine_id in self._pool.engine_ids))
+        await all_of(*(update(engine_id) for engine_id in self._pool.engine_ids))
         for engine_id in lost:
             report(engine_id, 0.0)
 

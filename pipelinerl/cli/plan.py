@@ -50,6 +50,19 @@ def plan(
     risk: Annotated[
         str | None, typer.Option(metavar="KIND", help="neutral: rank by mean throughput; averse: by the worst tenth.")
     ] = None,
+    spot_price: Annotated[
+        str | None, typer.Option(metavar="USD", help="Price of a spot GPU-hour: compare with spot engines.")
+    ] = None,
+    spot_mtbf: Annotated[
+        str | None, typer.Option(metavar="HOURS", help="Mean time until a spot engine is reclaimed: 8h.")
+    ] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="HOURS", help="Mean time between failures of a GPU: 50000h.")
+    ] = None,
+    lend: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS", help="Lend the waiting trainer's GPUs; a switch takes so long: 20s."),
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(metavar="OTHER", help="Explain the differences to another run file, plan.json or folder."),
@@ -83,6 +96,7 @@ def plan(
         "software": software, "sync": sync, "train_batch_size": train_batch_size,
         "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_lag": max_lag,
         "max_mean_lag": max_mean_lag, "price": price, "risk": risk,
+        "spot_price": spot_price, "spot_mtbf": spot_mtbf, "mtbf": mtbf, "lend": lend,
     }  # fmt: skip
     question = ask(asked, run, overrides, seed, hardware=hardware)
     file = run or save or (out or Path()) / "question.toml"

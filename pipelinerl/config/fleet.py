@@ -9,8 +9,10 @@ from pydantic import Field, model_validator
 from pipelinerl.util.strict_model import Accelerators, PositiveSeconds, Seconds, StrictModel, Tokens
 
 Hours = Annotated[float, Field(ge=0.01)]
-SPOT_ONLY = ("reclaim_hours", "away_s", "notice_s", "capacity")
-"""Keys that only groups of ``kind='spot'`` have."""
+ONLY = {"spot": ("reclaim_hours", "away_s", "notice_s", "capacity"), "lent": ("switch_s",)}
+"""Keys that only groups of a kind have."""
+NOT_LENT = ("gpu", "price_per_hour", "mtbf_hours", "slowdown")
+"""Keys that lent groups do not have: they are the trainer's accelerators."""
 
 
 class FleetGroupConfig(StrictModel):
@@ -18,12 +20,14 @@ class FleetGroupConfig(StrictModel):
 
     name: str = Field(min_length=1)
     """Its name in tables and figures."""
-    kind: Literal["reserved", "spot"] = "reserved"
-    """``spot`` engines can be reclaimed."""
+    kind: Literal["reserved", "spot", "lent"] = "reserved"
+    """``spot`` engines can be reclaimed; ``lent`` ones are on accelerators of the trainer while it waits for data."""
     engines: Accelerators
-    """Engines; all groups together have those of the run (count)."""
+    """Engines; all groups but lent ones together have those of the run (count)."""
+    gpu: str | None = None
+    """Kind of GPU, as ``hardware.gpu``, of whose engines the hardware is derived. None: that of the other engines."""
     price_per_hour: float | None = Field(default=None, gt=0)
-    """Price of a GPU-hour (USD). None: that of ``[price]``."""
+    """Price of a GPU-hour (USD). None: that of ``[price]``, or with ``gpu`` not known."""
     mtbf_hours: Hours | None = None
     """Mean time between failures of an accelerator, without notice (hours). None: never."""
     repair_s: Seconds = 600.0
@@ -35,7 +39,10 @@ class FleetGroupConfig(StrictModel):
     notice_s: Seconds | None = None
     """spot: notice before a reclaim (s). None: none."""
     capacity: str | None = None
-    """spot: CSV file ``second,engines``, in place of ``reclaim_hours`` and ``away_s``; its last row stays."""
+    """spot: CSV file ``second,engines``, or the folder of a run whose engines came and went, in place of
+    ``reclaim_hours`` and ``away_s``; its last row stays."""
+    switch_s: Seconds | None = None
+    """lent: from the end of training until the engines load weights, and from the next batch until it trains (s)."""
     stragglers: float = Field(default=0.0, ge=0, le=1)
     """Share of started engines that are slow (no unit)."""
     slowdown: float | None = Field(default=None, ge=1, le=1000)
@@ -43,10 +50,16 @@ class FleetGroupConfig(StrictModel):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Self:
-        given = {name: getattr(self, name) for name in SPOT_ONLY if getattr(self, name) is not None}
-        if self.kind != "spot" and given:
-            name, value = next(iter(given.items()))
-            raise ValueError(f"{name} needs kind='spot', got {name}={value!r}, kind={self.kind!r}")
+        given = {name: value for name, value in self if value is not None}
+        for kind, names in ONLY.items():
+            for name in names:
+                if self.kind != kind and name in given:
+                    raise ValueError(f"{name} needs kind={kind!r}, got {name}={given[name]!r}, kind={self.kind!r}")
+        if self.kind == "lent":
+            if wrong := [name for name in NOT_LENT if name in given]:
+                raise ValueError(f"{wrong[0]} must be left out with kind='lent', got {given[wrong[0]]!r}")
+            if self.switch_s is None:
+                raise ValueError("switch_s is missing; kind='lent' needs it")
         for name in ("reclaim_hours", "away_s"):
             if self.capacity is not None and name in given:
                 raise ValueError(f"{name} must be left out with capacity, which has these times, got {given[name]:g}")
@@ -55,6 +68,19 @@ class FleetGroupConfig(StrictModel):
         if self.stragglers and self.slowdown is None:
             raise ValueError(f"slowdown is missing; stragglers={self.stragglers:g} needs it")
         return self
+
+
+class SpotOffer(StrictModel):
+    """Spot machines that can be had, for ``plan``."""
+
+    price_per_hour: float = Field(gt=0)
+    """Price of a GPU-hour (USD)."""
+    reclaim_hours: Hours
+    """Mean time until an engine is reclaimed, exponential (hours)."""
+    away_s: Seconds = 1800.0
+    """Mean time until it is offered again, exponential (s)."""
+    notice_s: Seconds = 30.0
+    """Notice before a reclaim (s)."""
 
 
 class TrainerFaultsConfig(StrictModel):
@@ -84,9 +110,16 @@ class FleetConfig(StrictModel):
     trainer: TrainerFaultsConfig | None = None
     """Failures of the trainer. None: it never fails, and checkpoints take no time."""
 
+    @property
+    def lent(self) -> FleetGroupConfig | None:
+        """The group of lent engines, if there is one."""
+        return next((group for group in self.groups if group.kind == "lent"), None)
+
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise ValueError(f"groups must have different names, got {names}")
+        if sum(group.kind == "lent" for group in self.groups) > 1:
+            raise ValueError(f"groups must have one of kind='lent' at most, got {names}")
         return self

@@ -37,6 +37,10 @@ OPTIONS = {
     "max_mean_lag": "plan.mean_lag_limit",
     "price": "price.gpu_hour",
     "risk": "plan.risk",
+    "spot_price": "plan.spot.price_per_hour",
+    "spot_mtbf": "plan.spot.reclaim_hours",
+    "mtbf": "plan.mtbf_hours",
+    "lend": "plan.lend_switch_s",
 }
 """The key that each option of the command sets."""
 UNITS = {OPTIONS["accelerators"]: " GPUs", OPTIONS["mean_length"]: " tokens"}
@@ -47,6 +51,8 @@ MOST_CASES = 24
 """Cases of one question (count)."""
 PER_KIND = ("price", "accelerators")
 """Options that take a value per kind of GPU, by name."""
+WITH_UNIT = {"spot_mtbf": "h", "mtbf": "h", "lend": "s"}
+"""Options that may have their unit at the end: hours and seconds."""
 PHASES = 4
 """Plans of a run whose answers grow, each at the mean of an equal part of the run (count)."""
 LENGTH_RATIO = 8
@@ -165,6 +171,8 @@ def ask(
 
 def _values(name: str, text: str) -> list[tuple[str, str]]:
     values = list(dict.fromkeys(one.strip() for one in text.split(","))) if name in SEVERAL else [text.strip()]
+    if name in WITH_UNIT:
+        values = [one.removesuffix(WITH_UNIT[name]).rstrip() for one in values]
     if name == "mean_length" and (growth := _growth(text)) is not None:
         first, last = growth
         values = [f"{first + (last - first) * (part + 0.5) / PHASES:.6g}" for part in range(PHASES)]

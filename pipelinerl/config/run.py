@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.config.environment import EnvironmentConfig
-from pipelinerl.config.fleet import FleetConfig
+from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
 from pipelinerl.config.train import Temperature, TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig
@@ -33,6 +33,7 @@ from pipelinerl.util.strict_model import (
     Accelerators,
     Count,
     CountOrZero,
+    Seconds,
     StrictModel,
     Tokens,
     TokensOrZero,
@@ -221,6 +222,13 @@ class PlanConfig(StrictModel):
     """Largest cost of the run by ``[price]`` (USD)."""
     risk: Literal["neutral", "averse"] = "neutral"
     """Whether the expected throughput decides, or, averse to risk, its 10th percentile."""
+    spot: SpotOffer | None = None
+    """Spot machines to compare with reserved ones. None: all are reserved."""
+    mtbf_hours: Hours | None = None
+    """Mean time between failures of an accelerator, for the comparison of fleets (hours). None: never."""
+    lend_switch_s: Seconds | None = None
+    """Time of a switch if the trainer lends its accelerators while it waits: ``fleet.groups[].switch_s`` (s). None:
+    not compared."""
     simulate: Count = 20
     """Candidates simulated (count)."""
     simulate_steps: Count = 200
@@ -540,16 +548,20 @@ class RunConfig(StrictModel):
     def _check_fleet(self) -> None:
         if self.fleet is None:
             return
-        engines = sum(group.engines for group in self.fleet.groups)
+        engines = sum(group.engines for group in self.fleet.groups if group.kind != "lent")
         if self.fleet.groups and self.colocated:
             raise ValueError(
                 "fleet.groups needs a schedule whose engines have accelerators of their own, got "
                 f"scheduler.kind={self.scheduler.kind!r}; fleet.trainer has failures of all its accelerators"
             )
-        if self.policy is not None:
-            raise ValueError("fleet must be left out with a [policy], whose engines and trainer never fail")
         if self.fleet.groups and engines != self.num_engines:
             raise ValueError(f"fleet.groups must have the run's {self.num_engines} engines together, got {engines}")
+        lent, most = self.fleet.lent, self.training_accelerators // self.cluster.tensor_parallel
+        if lent is not None and lent.engines > most:
+            raise ValueError(
+                f"fleet.groups must lend at most the {most} engines that the accelerators that train have room for, "
+                f"got {lent.engines}"
+            )
         trainer = self.fleet.trainer
         if trainer is not None and trainer.mtbf_hours is not None:
             attempt_s = trainer.checkpoint_every_s + trainer.checkpoint_s + trainer.restart_s

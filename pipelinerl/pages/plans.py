@@ -49,9 +49,11 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
             Section("why", [why(report)], Place.ANSWER),
             Section("how sure", [how_sure(report)], Place.ANSWER),
             Section(DEPENDS, depends_on(report), Place.ANSWER),
+            Section("fleet", fleet_answer(report), Place.ANSWER),
             Section("next", next_step(report), Place.ANSWER),
             Section("what limits it", _reasons(report), Place.LINES),
             measurements(report.certainty),
+            fleets(report),
             *what_if(report),
         ],
         tables=[_plan_table(report)],
@@ -109,6 +111,48 @@ def cases_page(plans: Mapping[str, PlanReport], folders: Sequence[Path] = (), *,
             plans, best, [("How sure", how_sure(report)), ("Cost", cost)], priced=priced, prices=_prices(plans.values())
         ),
     )
+
+
+def fleet_answer(report: PlanReport) -> list[str]:
+    """Return which fleet is the cheapest per token, and when it is not."""
+    plan = report.fleet
+    if plan is None:
+        return []
+    base, best, lines = plan.rows[0], plan.rows[plan.best], list[str]()
+    if plan.spot_price is not None:
+        saved = 1 - best.usd_per_million_tokens / base.usd_per_million_tokens
+        text = f"{best.reserved} reserved engines and {best.spot} spot ones are as fast for {saved:.0%} less money"
+        text = text if best.spot else "spot engines do not pay"
+        limits = []
+        if plan.flip_price is not None:
+            limits.append(f"below {plan.flip_price:.2f} USD per GPU-hour ({plan.spot_price:g} given)")
+        if plan.flip_hours is not None:
+            hours = f"{plan.flip_hours:.2g} h between reclaims"
+            limits.append(f"from {hours} on ({plan.reclaim_hours:g} h given)")
+        pay = f"; they pay {' and '.join(limits)}, if reclaims are independent" if limits else ""
+        lines.append(sentence(text + pay))
+    if plan.lend_gain is not None:
+        lines.append(
+            f"Lending the trainer's GPUs while it waits gives {plan.lend_gain - 1:+.0%} throughput, with switches of "
+            f"{duration(plan.lend_switch_s or 0.0)}."
+        )
+    if plan.checkpoint_every_s is not None:
+        lines.append(
+            f"A checkpoint every {duration(plan.checkpoint_every_s)} costs least: the trainer makes progress "
+            f"{plan.trainer_share:.1%} of the time."
+        )
+    return lines
+
+
+def fleets(report: PlanReport) -> Section:
+    """Return a line per fleet."""
+    lines = [
+        f"{row.reserved} reserved, {row.spot} spot: {row.there_mean:.1f} there, {row.tokens_per_s:,.0f} tokens/s, "
+        f"{short(row.usd_per_hour)} USD per hour, {short(row.usd_per_million_tokens)} per million trained tokens "
+        f"({short(row.band.low)} to {short(row.band.high)})"
+        for row in (report.fleet.rows if report.fleet is not None and report.fleet.spot_price is not None else [])
+    ]
+    return Section("fleets of engines that are as fast in the long run", lines, Place.LIST)
 
 
 def merged_lines(lines: Mapping[str, Sequence[str]]) -> list[str]:

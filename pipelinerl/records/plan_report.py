@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from pipelinerl.config.fleet import FleetConfig
 from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.records.reports import CostReport
 from pipelinerl.util.strict_model import Report, data_frame, equally_long
@@ -371,6 +372,54 @@ class SplitCurve(Report):
     _equally_long = equally_long("generation_accelerators", "tokens_per_s", "low", "high")
 
 
+class FleetRow(Report):
+    """The long run of a fleet of reserved and spot engines, by the screening."""
+
+    reserved: int
+    """Reserved engines (count)."""
+    spot: int
+    """Places for spot engines (count)."""
+    there_mean: float
+    """Engines that take rollouts, mean (count)."""
+    tokens_per_s: float
+    """Trained tokens per second, mean."""
+    usd_per_hour: float
+    """Money for engines and trainer (USD per hour)."""
+    usd_per_million_tokens: float
+    """Money per million trained tokens (USD)."""
+    band: Band
+    """The same over the draws (USD)."""
+
+
+class FleetPlan(Report):
+    """Reserved engines against fleets with spot engines that are as fast."""
+
+    rows: list[FleetRow] = Field(min_length=1)
+    """The fleets: all reserved, then fewer and fewer reserved ones."""
+    best: int
+    """Place of the cheapest per token."""
+    accelerators: int
+    """Accelerators of that fleet (count)."""
+    fleet: FleetConfig
+    """Its table ``[fleet]``."""
+    spot_price: float | None = None
+    """Price of a spot GPU-hour (USD). Absent without spot engines."""
+    flip_price: float | None = None
+    """Largest spot price that pays (USD per hour). Absent if none does."""
+    reclaim_hours: float | None = None
+    """Mean time until a spot engine is reclaimed (hours). Absent without spot engines."""
+    flip_hours: float | None = None
+    """Shortest mean time until a reclaim that pays (hours). Absent if none makes a difference."""
+    checkpoint_every_s: float | None = None
+    """Best time between two checkpoints of the trainer (s). Absent if it never fails."""
+    trainer_share: float
+    """Share of its time in which the trainer makes progress."""
+    lend_switch_s: float | None = None
+    """Time of a switch if the trainer lends its accelerators (s). Absent unless asked for."""
+    lend_gain: float | None = None
+    """Throughput if it does, over that if not, both simulated (ratio)."""
+
+
 class PhasesReport(Report):
     """Plans of a run whose answers grow linearly, by the screening."""
 
@@ -429,6 +478,8 @@ class PlanReport(Report):
     phases: PhasesReport | None = None
     """When to switch plans as answers grow, the same in every phase's plan. Absent if they do not grow, or no plan is
     known to keep to the limits in the whole run."""
+    fleet: FleetPlan | None = None
+    """Fleets compared. Absent unless ``plan.spot``, ``plan.mtbf_hours`` or ``plan.lend_switch_s`` asks."""
     made: str | None = None
     """Date, version and command. Absent if no command made it."""
 

@@ -137,11 +137,11 @@ class Recording:
         try:
             partial.write_text(dump_run(self._config), encoding="utf-8")
             partial.rename(out / RUN_FILE)
+            for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
+                with contextlib.suppress(FileNotFoundError):
+                    (out / report).rename(self._partial(report))
         except OSError as error:
             raise unwritable(out, error) from None
-        for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
-            with contextlib.suppress(FileNotFoundError):
-                (out / report).rename(self._partial(report))
         for name in self._kept:
             self._opened(name)
         steps = self._opened(STEPS_FILE)

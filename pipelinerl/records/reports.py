@@ -191,6 +191,8 @@ class FleetGroupReport(Report):
     """Engines that are there, mean over the run (count)."""
     starting_mean: float
     """Engines that start, or load weights, before they join (count)."""
+    training_mean: float
+    """Lent engines whose accelerators are the trainer's (count)."""
     failed_mean: float
     """Places whose engine failed and is not back (count)."""
     reclaimed_mean: float
@@ -200,7 +202,10 @@ class FleetGroupReport(Report):
     reclaims: int
     """Engines that were reclaimed (count)."""
     gpus_paid: float
-    """GPUs paid for, mean over the run: reserved ones always, spot ones while offered and not in repair (count)."""
+    """GPUs paid for, mean over the run: reserved ones always, spot ones while offered and not in repair, lent ones as
+    part of the trainer (count)."""
+    usd_per_gpu_hour: float | None = None
+    """Their price (USD). Absent where it is not known."""
     usd: float | None = None
     """Money for them (USD). Absent without a price."""
 
@@ -384,9 +389,7 @@ class Prices:
         engines = [(generating, self.generation_usd)]
         if groups:
             generating = sum(one.gpus_paid for one in groups)
-            prices = [group.price_per_hour for group in config.fleet.groups] if config.fleet is not None else []
-            own = [self.generation_usd if price is None else price for price in prices]
-            engines = [(one.gpus_paid, price) for one, price in zip(groups, own, strict=True)]
+            engines = [(one.gpus_paid, one.usd_per_gpu_hour) for one in groups]
         usd = _together((training, self.gpu_usd), *engines)
         return Rates(
             training + generating,

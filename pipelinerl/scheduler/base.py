@@ -133,6 +133,7 @@ class Scheduler(ABC):
         oldest_loaded: Oldest version of any engine that takes rollouts.
         num_ready: Rollouts in the ready queue (count).
         num_taken: Rollouts of the current optimizer step given to the trainer (count).
+        room: Rollouts that may be open or ready: slots of engines, or environments, and the ready queue (count).
         trainer: State of the trainer.
         given_up: Rollouts cancelled since the last optimizer step, by reason (counts).
         num_given_up: Their number.
@@ -159,6 +160,7 @@ class Scheduler(ABC):
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine, not leaving, has reported
         self.joining: set[int] = set()
         self._newest_engine = num_engines - 1
+        self._count_room()
         self.given_up: Counter[DiscardReason] = Counter()
         self.num_given_up, self._stall_limit = 0, settings.stall_limit
 
@@ -176,12 +178,6 @@ class Scheduler(ABC):
     def loaded(self) -> dict[int, int]:
         """Version that each engine that is not leaving has loaded, by its id."""
         return dict(self._loaded)
-
-    @property
-    def room(self) -> int:
-        """Rollouts that may be open or ready (count): slots of engines, or environments, and the ready queue."""
-        num_slots = len(self._loaded) * self.settings.generation_batch_size
-        return max(num_slots, self.environments or 0) + self.settings.ready_queue_limit
 
     @property
     def up_to_date(self) -> bool:
@@ -443,6 +439,11 @@ class Scheduler(ABC):
             if engine not in pool.leaving or pool.slots.num_used(engine):
                 raise self._impossible(event)
             pool.left(engine)
+        self._count_room()
+
+    def _count_room(self) -> None:
+        num_slots = len(self._loaded) * self.settings.generation_batch_size
+        self.room = max(num_slots, self.environments or 0) + self.settings.ready_queue_limit
 
     def _loads_no_more(self, engine: int, version: int) -> None:
         """Record that an engine that had a version has loaded, or never will."""

@@ -21,3 +21,12 @@ def daly_interval(checkpoint_s: float, mtbf_s: float) -> float:
     if x >= 1:
         return mtbf_s
     return math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - checkpoint_s
+
+
+def daly_share(every_s: float, *, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Return the share of time in which a job makes progress that lasts (0 to 1).
+
+    every_s / (mtbf_s e^(restart_s / mtbf_s) (e^((every_s + checkpoint_s) / mtbf_s) - 1)): Daly's complete model.
+    ``every_s``: work between two checkpoints; the others as in ``daly_interval`` (seconds).
+    """
+    return every_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((every_s + checkpoint_s) / mtbf_s))

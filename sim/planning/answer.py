@@ -35,7 +35,7 @@ from pipelinerl.records.plan_report import (
     SearchReport,
 )
 from pipelinerl.records.reports import Prices
-from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from pipelinerl.records.run_folder import FLEET_FILE, PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from pipelinerl.util.explain import writing
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import (
@@ -60,6 +60,7 @@ from sim.planning.explain import (
     why_infeasible,
     why_none_kept,
 )
+from sim.planning.fleet import FleetPlanner, fleet_run, lending, plan_fleet
 from sim.planning.screen import Candidate, Screened, Screener, own_candidate, screen_all, within_limits
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
 from sim.planning.space import BATCH_SIZES, SearchSpace, all_choices, check_lists
@@ -139,6 +140,10 @@ def compared_with(name: str, other: PlanReport, tables: Mapping[str, Any]) -> Ag
     )
 
 
+NO_FLEET = (
+    "spot engines and failures are compared only for schedules whose engines have accelerators of their own: "
+    "plan.schedulers = ['pipeline']"
+)
 MOST_COMPARED = 24
 """Candidates compared over draws, if no more have been simulated (count)."""
 CHANGE = 2 * TIE
@@ -175,7 +180,7 @@ def searched(
         )
     if config.fleet is not None and config.fleet.groups:
         names = ", ".join(group.name for group in config.fleet.groups)
-        raise ConfigError(f"plan searches numbers of engines that stay: remove fleet.groups, got groups {names}")
+        raise ConfigError(f"plan searches the engines: give plan.spot in place of fleet.groups, got groups {names}")
     if how.out is not None:
         check_vacant(how.out)
     runner = Runner(how)
@@ -197,6 +202,9 @@ def _keep(out: Path | None, report: PlanReport, recommended: Candidate) -> None:
         header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {report.recommended.verdict}\n\n"
         with writing(out):
             (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
+            if report.fleet is not None:
+                run = dump_run(fleet_run(recommended.config, report.fleet))
+                (out / FLEET_FILE).write_text(f"# The same with the cheapest fleet.\n\n{run}", encoding="utf-8")
 
 
 class _Search:
@@ -338,7 +346,31 @@ class _Search:
             splits=split_curve(self.space, best.candidate, self.screener, drawn.draws),
             stages=stages_of(self.space, best.candidate, self.screener),
         )
-        return report, best.candidate
+        return self._with_fleet(report, best, runner), best.candidate
+
+    def _with_fleet(self, report: PlanReport, outcome: Outcome, runner: Runner) -> PlanReport:
+        """Return the report with the fleets that ``[plan]`` asks for, if the engines of the best can come and go."""
+        plan, prices, best = self.plan, self.prices, outcome.candidate
+        if plan.spot is None and plan.mtbf_hours is None and plan.lend_switch_s is None:
+            return report
+        if best.config.colocated:
+            return report.model_copy(update={"warnings": [*report.warnings, NO_FLEET]})
+        if prices.gpu_usd is None or prices.generation_usd is None:
+            raise ConfigError("plan.spot and plan.mtbf_hours need price.gpu_hour, as the catalogue has no price")
+        planner = FleetPlanner(
+            best,
+            self.screener,
+            expected=report.recommended.tokens_per_s,
+            band=report.recommended.band,
+            price=(prices.gpu_usd, prices.generation_usd),
+        )
+        fleet = plan_fleet(planner, plan.spot, plan.mtbf_hours)
+        if plan.lend_switch_s is not None:
+            job = self.job(best)
+            for lent in runner.run([replace(job, candidate=lending(best, plan.lend_switch_s))]):
+                gain = {"lend_switch_s": plan.lend_switch_s, "lend_gain": lent.tokens_per_s / outcome.tokens_per_s}
+                fleet = fleet.model_copy(update=gain)
+        return report.model_copy(update={"fleet": fleet})
 
     def _rank(self, drawn: DrawnCandidates, label: str) -> float:
         return drawn.band(label).low if self.plan.risk == "averse" else drawn.shares[label]

@@ -158,7 +158,7 @@ class Screener:
         drawn: Callable[[ResolvedHardware, bool], ResolvedHardware] = lambda hardware, _: hardware,
     ) -> None:
         self._drawn = drawn
-        self._answers = answers
+        self.answers = answers
         self._hardware = config.hardware.model_copy(update=dict(hardware or {}))
         named = named_hardware(self._hardware)
         self._slots_keep_states = named is not None and named[1].state_bytes > 0  # each takes of the KV cache, then
@@ -184,7 +184,7 @@ class Screener:
         key = (tensor_parallel, most)
         if key not in self._decode_steps:
             self._decode_steps[key] = DecodeStep(hardware.decode, tensor_parallel=tensor_parallel, most=most)
-        return Screened(candidate, screen(config, hardware, self._decode_steps[key], self._answers))
+        return Screened(candidate, screen(config, hardware, self._decode_steps[key], self.answers))
 
 
 def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:

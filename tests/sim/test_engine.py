@@ -342,7 +342,7 @@ def join(request, step, history):
 
 
 def test_a_token_has_the_version_that_its_engine_had_at_its_step():
-    history = WeightHistory()
+    history = WeightHistory(0)
     history.loaded(1, 10)
     history.loaded(2, 10)  # nothing was sampled with version 1
     request = Request(0, prompt_tokens=5, length=100)
@@ -356,7 +356,7 @@ def test_a_token_has_the_version_that_its_engine_had_at_its_step():
 
 
 def test_tokens_from_before_a_preemption_keep_their_versions():
-    history, request = WeightHistory(), Request(0, prompt_tokens=5, length=100)
+    history, request = WeightHistory(0), Request(0, prompt_tokens=5, length=100)
     join(request, 0, history)
     request.keep(history.spans(request, 4))
     history.loaded(1, 7)

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from refusals import message
 
 from pipelinerl.config.fleet import FleetGroupConfig, TrainerFaultsConfig
+from pipelinerl.config.run import parse_run
 from pipelinerl.theory.checkpoints import daly_interval
 from sim.fleet import Life, LifeEnd, TrainerFaults, lives, read_capacity
+from sim.run import simulate
 
 Z = 4.9
 """A standard normal is farther from 0 once in a million."""
@@ -195,6 +197,28 @@ def test_a_repair_ends_with_the_offer_of_its_machine(tmp_path):
 def test_a_fault_of_a_recorded_capacity_is_one_line(tmp_path, rows, line):
     path = capacity(tmp_path, *rows)
     assert message(read_capacity, Path(path)) == f"{path} {line}"
+
+
+def test_a_run_whose_engines_came_and_went_is_a_recorded_capacity(tmp_path):
+    """The run of a recorded capacity has it as its own, but for what happens at one time, and its end."""
+    path = capacity(tmp_path, "0,2", "30,1", "60,2", "90,0", "90.5,1")
+    groups = [{"name": "a", "kind": "spot", "engines": 2, "capacity": path}]
+    tables = {
+        "optimizer_steps": 20,
+        "cluster": {"accelerators": 3, "generation_accelerators": 2},
+        "scheduler": {"train_batch_size": 8, "generation_batch_size": 2},
+        "workload": {"group_size": 1, "prompt_tokens": 0, "length": {"kind": "fixed", "max": 20}},
+        "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}},
+        "fleet": {"start_s": 0.0, "groups": groups},
+    }
+    simulate(parse_run(tables), out=tmp_path / "run")
+    assert [(row.second, row.engines) for row in read_capacity(tmp_path / "run")][:-1] == [
+        (0, 2), (30, 1), (60, 2), (90, 0), (90.5, 1)
+    ]  # fmt: skip
+    del tables["fleet"]
+    simulate(parse_run(tables), out=tmp_path / "other")
+    rule = "fleet.groups.capacity must be a run whose engines came and went"
+    assert message(read_capacity, tmp_path / "other") == f"{rule}, got {tmp_path / 'other'}"
 
 
 def test_a_missing_capacity_is_one_line_as_soon_as_lives_are_asked_for():

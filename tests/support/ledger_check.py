@@ -30,7 +30,7 @@ def check_ledger(out, config, summary):
     discarded = [r for row in rows if isinstance(row.command, DiscardRollouts) for r in row.command.rollout_ids]
     finished = [row.event.rollout_id for row in rows if isinstance(row.event, RolloutFinished)]
     assert len(trained) == config.optimizer_steps * config.scheduler.train_batch_size
-    assert len(set(trained)) == len(trained)  # none is trained on twice
+    assert len(set(trained)) == len(trained), "a rollout is trained on twice"
     assert len(set(finished)) == len(finished)  # none finishes twice
     assert set(trained) <= set(finished)
     assert not set(trained) & set(discarded)

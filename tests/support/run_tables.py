@@ -80,9 +80,9 @@ EVERY_KEY: dict[str, Any] = {
         "start_s": 90.0, "keep_tokens": False, "stream_tokens": 128,
         "groups": [
             {
-                "name": "ours", "kind": "reserved", "engines": 1, "price_per_hour": 2.0, "mtbf_hours": 50000.0,
-                "repair_s": 3600.0, "reclaim_hours": None, "away_s": None, "notice_s": None, "capacity": None,
-                "stragglers": 0.05, "slowdown": 1.5,
+                "name": "ours", "kind": "reserved", "engines": 1, "gpu": "H20", "price_per_hour": 2.0,
+                "mtbf_hours": 50000.0, "repair_s": 3600.0, "reclaim_hours": None, "away_s": None, "notice_s": None,
+                "capacity": None, "switch_s": None, "stragglers": 0.05, "slowdown": 1.5,
             },
             {
                 "name": "spot", "kind": "spot", "engines": 2, "reclaim_hours": 8.0, "away_s": 1800.0, "notice_s": 30.0,
@@ -118,7 +118,8 @@ EVERY_KEY: dict[str, Any] = {
         "environments": [4, 8], "sequence_parallel": [1, 2], "train_batch_size": [16], "ready_queue_size": [32],
         "max_lag": [0, 4], "lag_limit": 8,
         "mean_lag_limit": 3.5, "min_ess": 0.5, "gpu_hours": 100.0, "budget": 300.0, "risk": "averse", "simulate": 4,
-        "simulate_steps": 10,
+        "simulate_steps": 10, "mtbf_hours": 50_000.0, "lend_switch_s": 20.0,
+        "spot": {"price_per_hour": 1.2, "reclaim_hours": 8.0, "away_s": 600.0, "notice_s": 20.0},
     },
     "train": {
         "device": "cpu", "ray_address": "auto", "transport": "file", "weights_folder": "/dev/shm",

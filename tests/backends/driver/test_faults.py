@@ -29,6 +29,7 @@ from ledger_check import records
 
 import backends.driver.engines
 import backends.driver.lifecycle
+import backends.driver.loop
 from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.tasks import LONGEST_TICK_S, DriverLoop
 from backends.fake import FakeEngine, FakeReference, FakeTrainer
@@ -38,6 +39,7 @@ from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.scheduler.events import (
+    AbortRollout,
     RolloutAborted,
     RolloutFailed,
     RolloutFinished,
@@ -204,6 +206,49 @@ def test_a_failure_is_one_line_of_a_few_hundred_characters_however_long_its_mess
     with pytest.raises(RunFailedError, match="stalled"):
         run(config := config_of(discard_limit=50), out, parts_of(config, task=Letters(reward=moody)))
     assert 100 < max(map(len, caplog.messages)) < 500
+
+
+def test_parts_that_are_starting_when_another_fails_have_ended_before_anything_is_shut_down(out):
+    ended, seen = [], []
+
+    class Late(FakeEngine):
+        async def start(self):
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.append(self)
+
+    class Failing(FakeTrainer):
+        async def start(self):
+            await asyncio.sleep(0)
+            raise BackendError("no trainer")
+
+        async def shutdown(self):
+            seen.append(len(ended))
+
+    with pytest.raises(BackendError, match="no trainer"):
+        run(config := config_of(), out, parts_of(config, engine=Late, trainer=Failing(train_batch_size=8)))
+    assert seen == [2]
+
+
+def test_an_engine_that_is_found_dead_after_the_last_step_keeps_the_evaluation_from_nothing(out, monkeypatch):
+    """It has not answered the aborts of rollouts whose siblings had failed, nor those of the end."""
+    monkeypatch.setattr(backends.driver.loop, "STOP_TIMEOUT_S", 0.05)
+
+    class Deaf(FakeEngine):
+        async def generate(self, request):
+            if request.rollout_id >= 0:
+                await gone.wait()
+                raise EngineLostError("engine lost: it hangs")
+            return await super().generate(request)
+
+    gone = asyncio.Event()
+    config = config_of(group=2, train={"evaluation": {"problems": 4}})
+    parts = parts_of(config, task=Letters(raises_every=3))
+    parts.engines[1] = Deaf(num_slots=6)
+    parts.trainer = Killer(train_batch_size=8, on_export=gone.set)
+    assert run(config, out, parts).evaluation.success_after is not None
+    assert any(isinstance(row.command, AbortRollout) for row in records(out))
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])

@@ -1,17 +1,14 @@
 """The driver on engines and a trainer in memory: nothing is lost, nothing counted twice, all replays."""
 
-import asyncio
 import csv
 import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from in_memory import KINDS, Letters, config_of, parts_of, run, run_checked
+from in_memory import KINDS, config_of, parts_of, run, run_checked
 from ledger_check import records
 
-from backends.fake import DRIFT, FakeTrainer
+from backends.fake import DRIFT
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, StartRollout
 
 
@@ -92,41 +89,3 @@ def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path, out):
     assert all(ess == pytest.approx(1.0, abs=1e-5) for ess in summary.ess.by_lag.values())  # float32 inside
     largest = summary.lag.max * DRIFT
     assert math.exp(-largest) < summary.ess.mean <= 1.0
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None)
-@given(
-    setting=st.fixed_dictionaries(
-        {
-            "weight_update": st.sampled_from(KINDS),
-            "kind": st.sampled_from(["pipeline", "conventional"]),
-            "group": st.sampled_from([1, 2, 4]),
-            "micro_batch_size": st.sampled_from([None, 4]),
-            "slots": st.integers(1, 20),
-            "longest": st.integers(1, 40),
-            "max_lag": st.sampled_from([None, 1, 2]),
-            "on_stale": st.sampled_from(["train", "drop", "requeue"]),
-        }
-    ),
-    kills=st.lists(st.tuples(st.integers(0, 1), st.floats(0, 0.02)), max_size=3),
-    raises_every=st.sampled_from([0, 5]),
-    reference_dies_s=st.none() | st.floats(0, 0.02),
-)
-def test_the_ledger_is_right_whatever_dies(tmp_path_factory, setting, kills, raises_every, reference_dies_s):
-    loss = {"kl_coefficient": 0.0 if reference_dies_s is None else 0.1}
-    config = config_of(**setting, train={"engine": {"restarts_per_hour": 10}, "loss": loss})
-    parts = parts_of(config, task=Letters(raises_every=raises_every))
-
-    class Kills(FakeTrainer):
-        async def start(self):
-            for engine, delay_s in kills:
-                asyncio.get_running_loop().call_later(delay_s, parts.engines[engine].die)
-            if parts.reference is not None:
-                asyncio.get_running_loop().call_later(reference_dies_s, parts.reference.die)
-
-    parts.trainer = Kills(train_batch_size=8, kl_coefficient=config.train.loss.kl_coefficient)
-    out = tmp_path_factory.mktemp("chance") / "run"
-    summary = run_checked(config, out, parts)
-    if config.scheduler.max_lag is not None:
-        assert summary.lag.max <= config.scheduler.max_lag

@@ -14,7 +14,7 @@ from backends.driver.loop import EventLoop
 from backends.fake import FakeEngine, FakeTrainer
 from pipelinerl.errors import BackendError, RunFailedError, TrainerLostError
 from pipelinerl.records.recording import replay_run
-from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
 
@@ -180,6 +180,27 @@ def test_a_run_that_was_interrupted_or_complete_goes_on_as_a_longer_one(out, cap
     run_checked(longer, out, parts, resume=True)
     assert len(parts.trainer.trained) == 3
     assert Trace(out / TRACE_FILE).config.optimizer_steps == 6  # replay learns of more from an event
+
+
+def test_a_run_that_was_interrupted_in_its_last_step_and_completed_goes_on_as_a_longer_one(out):
+    config = config_of(steps=4)
+    interrupted(config, out, parts_of(config, trainer=Killer(train_batch_size=8, train_s=0.05, at=3, do=interrupt)))
+    assert read_newest(out, config).state.version == 4
+    run_checked(config, out, resume=True)
+    run_checked(config_of(steps=6), out, resume=True)
+
+
+def test_a_disk_that_refuses_to_move_the_summary_of_the_part_before_costs_a_line(out, monkeypatch):
+    config, rename = config_of(), Path.rename
+    interrupted(config, out)
+
+    def full(path, target):
+        if path == out / SUMMARY_FILE:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    assert "No space left on device" in message(run, config, out, parts_of(config), resume=True)
 
 
 @pytest.mark.parametrize("steps", [6, 7])

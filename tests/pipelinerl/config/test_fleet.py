@@ -21,7 +21,10 @@ def test_a_fleet_that_says_nothing_never_fails() -> None:
 @pytest.mark.parametrize(
     ("group", "line"),
     [
-        ("kind='lent'", ".0.kind must be 'reserved' or 'spot', got \"lent\""),
+        ("kind='lend'", ".0.kind must be 'reserved', 'spot' or 'lent', got \"lend\""),
+        ("kind='lent'", ".0.switch_s is missing; kind='lent' needs it"),
+        ("kind='lent', switch_s=1, mtbf_hours=9", ".0.mtbf_hours must be left out with kind='lent', got 9.0"),
+        ("switch_s=1", ".0.switch_s needs kind='lent', got switch_s=1.0, kind='reserved'"),
         ("reclaim_hours=8", ".0.reclaim_hours needs kind='spot', got reclaim_hours=8.0, kind='reserved'"),
         ("away_s=0", ".0.away_s needs kind='spot', got away_s=0.0, kind='reserved'"),
         ("notice_s=30", ".0.notice_s needs kind='spot', got notice_s=30.0, kind='reserved'"),
@@ -49,6 +52,19 @@ def test_a_fault_of_a_group_is_one_line(group: str, line: str) -> None:
 def test_groups_have_different_names() -> None:
     same = tiny_faults("fleet.groups=[{name='a', engines=1}, {name='a', engines=1}]")
     assert same == ["run: fleet.groups must have different names, got ['a', 'a']"]
+
+
+def test_the_trainer_lends_what_it_has_to_one_group() -> None:
+    own, lent = "{name='a', engines=2}", "{name='b', engines=2, kind='lent', switch_s=1}"
+    fleet = tiny(f"fleet.groups=[{own}, {lent}]").fleet
+    assert fleet is not None
+    assert fleet.lent == fleet.groups[1]
+    assert tiny_faults(f"fleet.groups=[{own}, {lent.replace('engines=2', 'engines=3')}]") == [
+        "run: fleet.groups must lend at most the 2 engines that the accelerators that train have room for, got 3"
+    ]
+    assert tiny_faults(f"fleet.groups=[{own}, {lent}, {lent.replace('b', 'c')}]") == [
+        "run: fleet.groups must have one of kind='lent' at most, got ['a', 'b', 'c']"
+    ]
 
 
 def test_groups_together_have_the_engines_of_the_run() -> None:

@@ -13,6 +13,7 @@ from pipelinerl.config.run import flat, parse_run
 GIVEN = {
     "model": "Qwen3-14B", "gpu": "H100", "accelerators": "64,96", "train_batch_size": "512", "group_size": "16",
     "mean_length": "4000", "max_length": "32000", "max_mean_lag": "4", "price": "2.5",
+    "spot_price": "1.2", "spot_mtbf": "8h", "mtbf": "50000 h", "lend": "20s",
 }  # fmt: skip
 OPEN = {
     "optimizer_steps": 10,
@@ -29,7 +30,8 @@ def test_options_are_keys_of_a_run_file_and_several_values_are_cases() -> None:
     for case, number in zip(question.cases, (64, 96), strict=True):
         values = flat(case.config.model_dump())
         assert [values[key] for key in OPTIONS.values()] == [
-            "Qwen3-14B", "H100", number, "vllm-0.32", "ours", None, 512, 16, 4000, 32000, None, 4, 2.5, "neutral"
+            "Qwen3-14B", "H100", number, "vllm-0.32", "ours", None, 512, 16, 4000, 32000, None, 4, 2.5, "neutral", 1.2,
+            8.0, 50_000.0, 20.0,
         ]  # fmt: skip
         assert not case.whole
 
@@ -39,7 +41,8 @@ def test_all_that_is_not_given_is_an_assumption_and_in_the_file() -> None:
     question = ask({"model": "Qwen3-14B"})
     keys = {one.key for one in question.assumed}
     assert keys >= set(OPTIONS.values()) - {
-        "hardware.model", "hardware.weight_sync", "plan.lag_limit", "plan.risk", "price.gpu_hour"
+        "hardware.model", "hardware.weight_sync", "plan.lag_limit", "plan.risk", "price.gpu_hour",
+        "plan.spot.price_per_hour", "plan.spot.reclaim_hours", "plan.mtbf_hours", "plan.lend_switch_s",
     }  # fmt: skip
     text = question_text(question)
     assert "accelerators = 64  # assumed\n" in text
