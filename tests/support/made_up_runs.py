@@ -177,8 +177,8 @@ def with_metrics(runs: list[Run]) -> list[Run]:
 CAPACITY = CapacityReport(
     groups=[
         FleetGroupReport(
-            name="spot", engines=4, there_mean=2.4, starting_mean=0.2, training_mean=0.0, failed_mean=0.4, reclaimed_mean=1.0,
-            failures=3, reclaims=5, gpus_paid=2.6, usd=12.0,
+            name="spot", engines=4, there_mean=2.4, starting_mean=0.2, training_mean=0.0, failed_mean=0.4,
+            reclaimed_mean=1.0, failures=3, reclaims=5, gpus_paid=2.6, usd=12.0,
         )
     ],
     trainer=TrainerFaultsReport(failures=2, checkpoint_s=10.0, restart_s=20.0, redone_s=30.0),
