@@ -110,21 +110,21 @@ def test_a_question_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     """What it assumes is in the result, and a notebook shows it, as the command prints it."""
     import sim.planning.answer
 
-    asked = []
+    asked, report = [], priced_plan()
 
     def searched(config: RunConfig, _how: object, **named: Any) -> tuple[prl.PlanReport, None]:
         asked.append(config)
         assert (named["whole"], named["effects"]) == (False, True)
         rows = [Assumed(key=one.key, value=one.value, instead=[]) for one in named["assumed"]]
-        return priced_plan().model_copy(update={"assumed": rows}), None
+        return report.model_copy(update={"assumed": rows}), None
 
     monkeypatch.setattr(sim.planning.answer, "searched", searched)
     question = {"model": "Qwen3-14B", "gpu": "H100", "accelerators": 64, "max_mean_lag": 4}
-    report = prl.plan(**question)
+    answered = prl.plan(**question)
     (config,) = asked
-    assert [one.key for one in report.assumed] == [one.key for one in ask(question).assumed]
-    shown = report._repr_html_()
-    assert all(line in shown for one in what_if(report) for line in one.lines)
+    assert [one.key for one in answered.assumed] == [one.key for one in ask(question).assumed]
+    shown = answered._repr_html_()
+    assert all(line in shown for one in what_if(answered) for line in one.lines)
     assert (config.hardware.model, config.cluster.accelerators, config.plan.mean_lag_limit) == ("Qwen3-14B", 64, 4)
 
 

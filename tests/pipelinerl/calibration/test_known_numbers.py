@@ -12,6 +12,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig, RooflineDecode
 from sim.batch import rollout_batch_s, train_step_s
 
+SLOW = "name = 'a', engines = 2, stragglers = 1.0, slowdown = 2.0"
+
 
 def numbers(run: RunConfig, **values: float) -> HardwareFit:
     return calibrate_numbers(run, **values, model_train_s=train_step_s, model_rollout_s=rollout_batch_s)
@@ -57,7 +59,7 @@ def test_the_time_of_one_train_step_is_the_sum_of_its_parts() -> None:
     assert train_step_s(run) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("fleet", [(), ("fleet.groups=[{name='a', engines=2, stragglers=1.0, slowdown=2.0}]",)])
+@pytest.mark.parametrize("fleet", [(), (f"fleet.groups=[{{ {SLOW} }}]",)])
 def test_the_time_of_one_rollout_batch_is_that_of_its_decode_steps(fleet: tuple[str, ...]) -> None:
     """Also of engines that would be slow, or fail."""
     run = run_of(
