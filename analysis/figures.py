@@ -337,11 +337,12 @@ def fleet_over_time(runs: Sequence[Run]) -> list[Chart]:
 STATES = {
     "there": ("engines there", SKY),
     "starting": ("starting", YELLOW),
+    "training": ("training", GREEN),
     "failed": ("failed", VERMILLION),
     "reclaimed": ("reclaimed", PALE),
 }
 """Name and colour of each state of a place of a group."""
-TRAINER_PARTS = {"work": GREEN, "checkpoints": MUTED, "restarts": INK, "work redone": PURPLE}
+TRAINER_PARTS = {"training": GREEN, "checkpoints": MUTED, "restarts": INK, "work redone": PURPLE}
 
 
 def fleet_seconds(runs: Sequence[Run]) -> Chart | None:

@@ -180,7 +180,7 @@ def searched(
         )
     if config.fleet is not None and config.fleet.groups:
         names = ", ".join(group.name for group in config.fleet.groups)
-        raise ConfigError(f"plan searches numbers of engines that stay: remove fleet.groups, got groups {names}")
+        raise ConfigError(f"plan searches the engines: give plan.spot in place of fleet.groups, got groups {names}")
     if how.out is not None:
         check_vacant(how.out)
     runner = Runner(how)

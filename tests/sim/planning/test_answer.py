@@ -342,6 +342,6 @@ def test_a_plan_has_no_groups_of_engines(tmp_path: Path) -> None:
     """Their number is what it searches."""
     config = tiny_run("fleet.groups=[{ name = 'a', engines = 2 }]")
     assert message(plan, config, HowToPlan(out=tmp_path / "plan")) == (
-        "plan searches numbers of engines that stay: remove fleet.groups, got groups a"
+        "plan searches the engines: give plan.spot in place of fleet.groups, got groups a"
     )
     assert not (tmp_path / "plan").exists()
