@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.interface import (
+    STREAM_TOKENS,
+    AnswerLostError,
     EngineKind,
     Generated,
     GenerateRequest,
@@ -52,6 +54,9 @@ def logprob(version: int) -> float:
     return -1.0 - DRIFT * version
 
 
+LOSS = "engine lost: it does not run"
+
+
 class _Sequence:
     def __init__(self, request: GenerateRequest) -> None:
         self.rng = np.random.default_rng(request.seed if request.temperature else request.prompt_tokens)
@@ -64,13 +69,14 @@ class _Sequence:
         if not self.done.done():  # cancelled
             self.done.set_result(aborted)
 
-    def generated(self, *, aborted: bool) -> Generated:
+    def generated(self, *, aborted: bool, reported_every: int = 1) -> Generated:
+        num_tokens = len(self.tokens) - len(self.tokens) % reported_every
         spans: dict[int, int] = {}
-        for end, version in enumerate(self.versions, start=1):
+        for end, version in enumerate(self.versions[:num_tokens], start=1):
             spans[version] = end
         return Generated(
-            tokens_T=np.array(self.tokens, dtype=np.int64),
-            logprob_T=np.array([logprob(version) for version in self.versions], dtype=np.float32),
+            tokens_T=np.array(self.tokens[:num_tokens], dtype=np.int64),
+            logprob_T=np.array([logprob(version) for version in self.versions[:num_tokens]], dtype=np.float32),
             spans=VersionSpans(tuple(spans), tuple(spans.values())),
             aborted=aborted,
         )
@@ -79,7 +85,8 @@ class _Sequence:
 class FakeEngine:
     """Keeps the promises of ``interface.Engine``: decode steps of ``step_s``, weight transfers of ``update_s``.
 
-    ``endless``: no token ends an answer, all have the length asked for. ``receiver`` None: weights are in memory.
+    ``endless``: no token ends an answer, all have the length asked for. ``stream_tokens``: each answer is reported
+    every so many. ``receiver`` None: weights are in memory.
     """
 
     def __init__(
@@ -89,9 +96,11 @@ class FakeEngine:
         step_s: float = 0.0,
         update_s: float = 0.0,
         endless: bool = False,
+        stream_tokens: int = STREAM_TOKENS,
         receiver: WeightReceiver | None = None,
     ) -> None:
         self.num_started = 0
+        self._stream_tokens = stream_tokens
         self._receiver = receiver
         self._end_token = None if endless else END_TOKEN
         self._num_slots, self._step_s, self._update_s = num_slots, step_s, update_s
@@ -113,7 +122,8 @@ class FakeEngine:
             self._loop.cancel()
         for sequence in self._sequences.values():
             if not sequence.done.done():
-                sequence.done.set_exception(self._loss())
+                known = sequence.generated(aborted=True, reported_every=self._stream_tokens)
+                sequence.done.set_exception(AnswerLostError(LOSS, known))
         self._sequences.clear()
 
     async def generate(self, request: GenerateRequest) -> Generated:
@@ -183,11 +193,7 @@ class FakeEngine:
 
     def _check(self) -> None:
         if self._lost:
-            raise self._loss()
-
-    @staticmethod
-    def _loss() -> EngineLostError:
-        return EngineLostError("engine lost: it does not run")
+            raise EngineLostError(LOSS)
 
 
 class FakeReference:

@@ -20,17 +20,19 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.workers.processes import Launch, LocalWorker
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import EngineLostError
 from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.rl.segments import Segment, behaviour_logprobs, generated_tokens
-from pipelinerl.scheduler.events import EngineSeconds, VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import NO_TOKENS, EngineSeconds, VersionSpans, WeightUpdate, joined
 
 # Reports of a run's machines, for ``train --check``.
 
@@ -99,6 +101,8 @@ TRANSFER_ATTEMPTS = 2
 """Times weights are transferred until an engine that refuses them is lost; trainer and engines count alike."""
 UNKNOWN = -1
 """In place of an expert that is not known."""
+STREAM_TOKENS = 64
+"""An engine reports the tokens of its requests every so many decode steps; if it dies, those since are lost."""
 PUBLICATIONS = 3
 """Publications in a row of which engines find the file damaged; then the run ends."""
 
@@ -147,6 +151,26 @@ class Generated:
     """The K experts that each token of prompt and answer was routed to in each of L layers, by index; not of the last
     token. None: not asked for."""
 
+    @classmethod
+    def so_far(cls, reports: Sequence[Generated]) -> Self:
+        """Return what an engine has reported of an answer in progress, in this order."""
+        routes = [one.routed_NLK for one in reports if one.routed_NLK is not None]
+        return cls(
+            tokens_T=np.concatenate([np.zeros(0, np.int64), *(one.tokens_T for one in reports)]),
+            logprob_T=np.concatenate([np.zeros(0, np.float32), *(one.logprob_T for one in reports)]),
+            spans=reduce(joined, (one.spans for one in reports), NO_TOKENS),
+            aborted=True,
+            routed_NLK=np.concatenate(routes) if routes else None,
+        )
+
+
+class AnswerLostError(EngineLostError):
+    """An engine was lost in mid-answer; ``known``: all tokens up to one, if it has reported any."""
+
+    def __init__(self, why: str, known: Generated | None = None) -> None:
+        super().__init__(why)
+        self.known = Generated.so_far(()) if known is None else known
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -187,7 +211,10 @@ class Engine(Protocol):
         """Load the model, at version 0."""
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Generate one answer; ``EngineLostError`` if the engine has died, ``BackendError`` if it cannot."""
+        """Generate one answer; ``BackendError`` if it cannot, ``EngineLostError`` if it has died.
+
+        The latter may be an ``AnswerLostError`` with tokens that it has reported.
+        """
 
     async def abort(self, rollout_id: int) -> None:
         """End a request early: its ``generate`` returns the tokens so far. No effect if it has ended."""

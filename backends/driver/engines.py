@@ -37,6 +37,7 @@ class EngineHandle:
         self.engine_id = engine_id
         self.engine = engine
         self.version = -1  # that it has loaded; older than any published
+        self.loaded = asyncio.Event()  # anew for each version
         self.up = asyncio.Event()  # it answers
         self.idle = asyncio.Event()  # no request is in progress
         self.idle.set()
@@ -49,7 +50,8 @@ class EngineHandle:
     async def load(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """Load a version; ``changing`` is held."""
         times = await self.engine.update(weights, weight_update)
-        self.version = weights.version
+        self.version, before, self.loaded = weights.version, self.loaded, asyncio.Event()
+        before.set()
         return times
 
     def lacks(self, weights: Weights) -> bool:
@@ -139,10 +141,12 @@ class EnginePool:
             if handle.up.is_set() and handle.open.is_set() and handle is self._serving[engine_id]:
                 return handle
 
-    async def generating(self, engine_id: int) -> EngineHandle:
-        """Wait until the engine of an id, of whose rollouts one is to begin, is up, open and its version confirmed."""
+    async def generating(self, engine_id: int, version: int) -> EngineHandle:
+        """Wait until the engine of an id is up, open, its version confirmed, and not older than a rollout's tokens."""
         await self._confirmed[engine_id].wait()
-        return await self.serving(engine_id)
+        while max(0, (handle := await self.serving(engine_id)).version) < version:
+            await handle.loaded.wait()
+        return handle
 
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
@@ -239,6 +243,7 @@ class EnginePool:
         LOG.warning("engine %d given up, engine %d serves its id: %s", handle.engine_id, host.engine_id, error)
         self._serving = {engine_id: host if its is handle else its for engine_id, its in self._serving.items()}
         handle.up.set()  # wakes the calls that wait for it: ``serving`` returns the new engine
+        handle.loaded.set()
         await handle.engine.shutdown()
 
     async def sleep(self) -> None:

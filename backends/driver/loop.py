@@ -16,7 +16,7 @@ a transfer        trainer and engines beside work  ``update_timeout_s``; one at 
 an update         its engine, unless it is lost    ``update_timeout_s``; one a engine  weights loaded
 ================  ===============================  ==================================  =========================
 
-Rollouts on a lost engine are reported as aborted and started again; tokens since their submission are lost.
+Rollouts on a lost engine are reported as aborted, with the tokens that it has reported, and go on from them.
 
 When a run ends, the loop is *frozen*: it delivers no more events and keeps the trainer's last one as ``pending``. After
 a resume it reports rollouts in progress as aborted, loading engines as loaded, and last the pending event. Environments
@@ -40,7 +40,7 @@ from backends.driver.rollouts import RolloutData, samples_of
 from backends.driver.state import DriverState
 from backends.driver.tasks import RunTasks
 from backends.driver.weight_sync import WeightSync
-from backends.interface import Sample, Trainer, busy_s
+from backends.interface import AnswerLostError, Sample, Trainer, busy_s
 from backends.workers.environments import Turns
 from backends.workers.processes import WorkerFailedError
 from backends.workers.rewards import TaskClient, why_no_reward
@@ -214,7 +214,7 @@ class EventLoop:
         if not 0 < len(data.prompt_tokens) <= self._max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
-        handle = await self._pool.generating(command.engine)
+        handle = await self._pool.generating(command.engine, max(data.spans.versions, default=0))
         if state.scheduler.stopped is not None:
             return
         if rollout_id in state.aborting:
@@ -225,6 +225,8 @@ class EventLoop:
             generated = await handle.generate(self._client.request(rollout_id, data))
         except EngineLostError as error:
             self._pool.lost(handle, error)
+            if isinstance(error, AnswerLostError) and not self.frozen:
+                data.extend(error.known)
             self._aborted(rollout_id, command.engine)
             return
         except BackendError as error:

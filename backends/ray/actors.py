@@ -2,8 +2,9 @@
 
 Theory of operation of ``RayEngine``. The actor supervises vLLM's processes, and ``RayEngine`` the actor. Placing the
 actor has a time limit, as its machine may be gone, and starting vLLM has another; the first placing has the limit of
-the start, as machines read all packages for the first time. Later the actor is asked for a sign of life every
-``BEAT_S``: without one for ``generate_timeout_s`` it hangs, and every call in progress ends. Ray reports a dead actor.
+the start, as machines read all packages for the first time. Later the actor reports what its requests have generated,
+every ``STREAM_TOKENS`` decode steps, and every ``BEAT_S`` as a sign of life: without one for ``generate_timeout_s`` it
+hangs, and every call in progress ends. Ray reports a dead actor. A request that ends with it has what was reported.
 
 Theory of operation of ``RayTrainer``. Every call goes to all ranks and returns when all have returned. Ranks carry out
 calls in order, one at a time; but rank 0 sends weights, and all ranks write checkpoints, in threads beside training.
@@ -38,7 +39,16 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from backends.interface import Generated, GenerateRequest, RankFacts, Sample, TrainResult, UpdateTimes, Weights
+from backends.interface import (
+    AnswerLostError,
+    Generated,
+    GenerateRequest,
+    RankFacts,
+    Sample,
+    TrainResult,
+    UpdateTimes,
+    Weights,
+)
 from backends.trainer.packing import pack
 from backends.trainer.publish import ABORT_THREAD, TRANSFER_THREAD
 from backends.trainer.settings import RankSettings, rank_environment
@@ -255,6 +265,7 @@ class RayEngine:
         self._actor: Any = None
         self._shared_memory: set[str] = set()
         self._node = ""  # of Ray's cluster, where that is
+        self._reports: dict[tuple[int, int], list[Generated]] = {}  # of requests in progress; others come too late
         self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self.num_started = 0
@@ -277,7 +288,16 @@ class RayEngine:
         self._watcher = asyncio.create_task(self._watch())
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        generated: Generated = await self._call("generate", request)
+        key = request.rollout_id, len(request.prompt_tokens)  # a later request of the rollout has a longer prompt
+        reports = self._reports[key] = []
+        try:
+            generated: Generated = await self._call("generate", request)
+        except AnswerLostError:
+            raise
+        except EngineLostError as error:
+            raise AnswerLostError(str(error), Generated.so_far(reports)) from None
+        finally:
+            self._reports.pop(key, None)
         return generated
 
     async def abort(self, rollout_id: int) -> None:
@@ -350,12 +370,14 @@ class RayEngine:
         return EngineLostError(f"engine {self._settings.engine_id} lost: phase={phase}: {why}")
 
     async def _watch(self) -> None:
-        """Find that the actor's process hangs, or that it or vLLM is lost while nobody calls it."""
+        """Take reports; find that the actor's process hangs, or that it or vLLM is lost while nobody calls it."""
         while not self._lost.is_set():
-            await asyncio.sleep(BEAT_S)
             try:
-                async with asyncio.timeout(self._settings.generate_timeout_s):
-                    await _future(self._actor.is_there.remote())
+                async with asyncio.timeout(BEAT_S + self._settings.generate_timeout_s):
+                    report = await _future(self._actor.report.remote(BEAT_S))
+                for key, generated in report.items():
+                    if key in self._reports:
+                        self._reports[key].append(generated)
             except TimeoutError:
                 self._hung.set()
                 self._lost.set()

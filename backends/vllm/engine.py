@@ -32,7 +32,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
+from backends.interface import TRANSFER_ATTEMPTS, AnswerLostError, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.lora import save_no_adapters
 from backends.transfer.transport import is_mismatch, place_of
 from backends.transfer.verify import checkpoint_shapes
@@ -136,9 +136,11 @@ class VLLMEngine:
         await asyncio.to_thread(end_processes, processes)
         remove_shared_memory(shared)
 
-    async def is_there(self) -> None:
-        """Return as a sign of life; ``EngineLostError`` if vLLM's processes are lost."""
+    async def report(self, within_s: float) -> dict[tuple[int, int], Generated]:
+        """Return ``Client.report`` as a sign of life; ``EngineLostError`` if vLLM's processes are lost."""
+        report = await self._alive().report(within_s)
         self._alive()
+        return report
 
     async def shared_memory(self) -> set[str]:
         """Return the files of shared memory that would be left if this process were killed."""
@@ -233,7 +235,7 @@ class VLLMEngine:
             return await client.generate(request, salt=str(self._num_updates))
         except EngineDiedError:
             await self._lost.wait()  # the watcher finds the reason
-            raise EngineLostError(self._loss) from None
+            raise AnswerLostError(str(self._loss), client.so_far(rollout_id)) from None
         except BackendError:
             raise
         except Exception as error:

@@ -68,7 +68,7 @@ def fake_contracts(folder: Path) -> Contracts:
     def weights_of(version: int) -> Weights:
         return Weights(version, f"memory:{version}", {"steps": hashlib.sha256(str(version).encode()).hexdigest()})
 
-    engine = FakeEngine(num_slots=NUM_SLOTS, update_s=0.01, endless=True)
+    engine = FakeEngine(num_slots=NUM_SLOTS, update_s=0.01, endless=True, stream_tokens=8)
     return Contracts(
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
         ReferenceContract(FakeReference()),

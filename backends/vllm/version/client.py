@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
-from backends.interface import Generated, GenerateRequest, busy_s
+from backends.interface import STREAM_TOKENS, Generated, GenerateRequest, busy_s
 from backends.this_machine import local_cache
 from backends.vllm.process import VLLMSettings
 from backends.vllm.times import RequestTimes, StepMeter
@@ -45,24 +47,51 @@ def as_generated(output: Any) -> Generated:
     (completion,) = output.outputs
     if completion.finish_reason not in {"stop", "length", "abort"}:
         raise BackendError(f"generation failed: rollout={output.request_id} ended with {completion.finish_reason}")
-    tokens, flat = list(completion.token_ids), completion.logprobs
-    if tokens and list(flat.token_ids) != tokens:  # of each position the sampled token, and no other
-        raise BackendError(f"generation failed: rollout={output.request_id} has log-probabilities of other tokens")
-    return Generated(
-        tokens_T=np.array(tokens, dtype=np.int64),
-        logprob_T=np.array(flat.logprobs if tokens else (), dtype=np.float32),
-        spans=version_spans(completion.weight_versions or (), len(tokens)),
+    return _generated(
+        output.request_id,
+        completion.token_ids,
+        completion.logprobs,
+        completion.weight_versions,
         aborted=completion.finish_reason == "abort",
         routed_NLK=completion.routed_experts,
     )
 
 
-def version_spans(reported: Iterable[Any], num_tokens: int) -> VersionSpans:
-    """Turn vLLM's spans into ours ("default" is version 0); ``BackendError`` if they do not cover all tokens."""
+def so_far(state: Any, *, after: int = 0, routes_after: int = 0) -> Generated:
+    """Turn vLLM's state of a request in progress into the answer so far, less its first tokens and chunks of routes."""
+    routes = state.routed_experts_chunks[routes_after:]
+    return _generated(
+        state.external_req_id,
+        state.detokenizer.output_token_ids,
+        state.logprobs_processor.logprobs,
+        state._weight_version_spans(),
+        after=after,
+        aborted=True,
+        routed_NLK=np.concatenate(routes) if routes else None,
+    )
+
+
+def _generated(name: str, token_ids: Any, flat: Any, spans: Any, *, after: int = 0, **rest: Any) -> Generated:
+    tokens = list(token_ids[after:])
+    if tokens and list(flat.token_ids[after:]) != tokens:  # of each position the sampled token, and no other
+        raise BackendError(f"generation failed: rollout={name} has log-probabilities of other tokens")
+    return Generated(
+        tokens_T=np.array(tokens, dtype=np.int64),
+        logprob_T=np.array(flat.logprobs[after:] if tokens else (), dtype=np.float32),
+        spans=version_spans(spans or (), len(tokens), after=after),
+        **rest,
+    )
+
+
+def version_spans(reported: Iterable[Any], num_tokens: int, *, after: int = 0) -> VersionSpans:
+    """Turn vLLM's spans, of ``num_tokens`` tokens behind the first ``after``, into ours ("default" is version 0).
+
+    ``BackendError`` if they do not cover all tokens.
+    """
     ends: dict[int, int] = {}
     for span in reported:
-        if span.end > span.start:
-            ends[0 if span.version == "default" else int(span.version)] = span.end
+        if span.end > max(span.start, after):
+            ends[0 if span.version == "default" else int(span.version)] = span.end - after
     spans = VersionSpans(tuple(ends), tuple(ends.values()))
     if spans.num_tokens != num_tokens:
         raise BackendError(f"version spans end at token {spans.num_tokens}, but {num_tokens} tokens were generated")
@@ -148,6 +177,8 @@ class Client:
         self._adapters = None if adapter_folder is None else adapter_request(adapter_folder)
         self._times = RequestTimes()
         self._steps = StepMeter()
+        self._reported: dict[str, tuple[int, int]] = {}  # request in progress -> its tokens and chunks of routes
+        self._unreported_steps, self._step_end_s, self._report_is_due = 0, 0.0, asyncio.Event()
         self.outputs_s = 0.0
         self.last_output_s = time.monotonic()
         process = llm.output_processor.process_outputs
@@ -158,6 +189,11 @@ class Client:
             num_ended = sum(one.finish_reason is not None for one in outputs)
             self._steps.output(end_s, len(outputs), num_ended)
             processed = process(*arguments, **keywords)
+            if end_s != self._step_end_s:  # the outputs of a step may come in parts
+                self._step_end_s = end_s
+                self._unreported_steps += 1
+                if self._unreported_steps >= STREAM_TOKENS:
+                    self._report_is_due.set()
             self.outputs_s += busy_s() - begin_s
             return processed
 
@@ -173,6 +209,7 @@ class Client:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self.llm.output_processor.propagate_error(EngineDeadError())
+        self._report_is_due.set()
 
     async def generate(self, request: GenerateRequest, *, salt: str) -> Generated:
         """Generate; one ``salt`` shares the cache. Raises ``EngineDiedError``, ``BackendError``, vLLM's refusal."""
@@ -200,6 +237,30 @@ class Client:
         return replace(
             generated, front_end_s=busy_s() - self.outputs_s, decode_steps=self._steps.take(), seconds=seconds
         )
+
+    def so_far(self, rollout_id: int) -> Generated | None:
+        """Return the answer so far of a request in progress; None if it is unknown."""
+        states = self.llm.output_processor.request_states.values()
+        return next((so_far(state) for state in states if state.external_req_id == str(rollout_id)), None)
+
+    async def report(self, within_s: float) -> dict[tuple[int, int], Generated]:
+        """Return what requests in progress have generated since the last report, by rollout and length of the prompt.
+
+        Waits for ``STREAM_TOKENS`` decode steps, at most ``within_s``, or for ``end_calls``.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._report_is_due.wait()
+        self._report_is_due.clear()
+        self._unreported_steps = 0
+        before, self._reported, report = self._reported, {}, {}
+        for name, state in self.llm.output_processor.request_states.items():
+            tokens, chunks = before.get(name, (0, 0))
+            new = so_far(state, after=tokens, routes_after=chunks)
+            self._reported[name] = tokens + len(new.tokens_T), len(state.routed_experts_chunks)
+            if len(new.tokens_T):
+                report[int(state.external_req_id), state.prompt_len] = new
+        return report
 
     async def abort(self, rollout_id: int) -> None:
         """End a request early; no effect if it is unknown."""

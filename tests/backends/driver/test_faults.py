@@ -62,6 +62,49 @@ def test_a_run_survives_the_loss_of_an_engine(out, setting):
     assert [engine.num_started for engine in parts.engines] == [1, 2]
 
 
+class Mortal(FakeEngine):
+    """Reports every 4 tokens: of n it loses n mod 4. ``asked``: rollouts and prompts, of several engines.
+
+    ``dies``: once, when an answer has nine tokens after its 20th request; ``known``: what was known by then.
+    """
+
+    def __init__(self, asked, *, dies, **settings):
+        super().__init__(**settings, stream_tokens=4, endless=True)
+        self.asked, self.known, self.left = asked, {}, 20 if dies else 0
+
+    async def generate(self, request):
+        self.asked.append((request.rollout_id, request.prompt_tokens))
+        self.left -= 1
+        if self.left == 0:
+            self.watching = asyncio.create_task(self.watch())
+        return await super().generate(request)
+
+    async def watch(self):
+        while all(len(one.tokens) < 9 for one in self._sequences.values()):
+            await asyncio.sleep(0)
+        prompts = dict(self.asked)
+        self.known = {
+            rollout_id: (*prompts[rollout_id], *one.tokens[: len(one.tokens) // 4 * 4])
+            for rollout_id, one in self._sequences.items()
+        }
+        self.asked.clear()
+        self.die()
+
+
+@pytest.mark.parametrize("weight_update", KINDS)
+def test_what_a_killed_engine_has_reported_is_not_generated_again(out, weight_update):
+    """The next request of each of its rollouts has all of it in its prompt, and nothing else."""
+    config = config_of(weight_update=weight_update, longest=40, slots=16)
+    parts, asked = parts_of(config), []
+    parts.engines = [Mortal(asked, dies=dies, num_slots=16) for dies in (False, True)]
+    assert run_checked(config, out, parts).engine_restarts == 1
+    known = parts.engines[1].known
+    again = {rollout_id: prompt for rollout_id, prompt in reversed(asked) if rollout_id in known}
+    assert again
+    assert again == {rollout_id: known[rollout_id] for rollout_id in again}
+    assert max(map(len, again.values())) >= len("problem 0") + 8
+
+
 def test_losses_count_for_an_hour_and_per_engine(out, monkeypatch):
     """Two engines may be lost twice within an hour, whichever they are; the third time ends the run, which goes on."""
     config = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=10, longest=40)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from needs import need
@@ -24,7 +25,7 @@ from refusals import message  # noqa: E402
 from vllm_engine import settings  # noqa: E402
 
 import backends.ray.actors  # noqa: E402
-from backends.interface import GenerateRequest  # noqa: E402
+from backends.interface import AnswerLostError, Generated, GenerateRequest  # noqa: E402
 from backends.ray.actors import RayEngine  # noqa: E402
 from backends.ray.placement import accelerators, shares  # noqa: E402
 from backends.workers.hosts import Hosts  # noqa: E402
@@ -32,6 +33,7 @@ from backends.workers.main import ENVIRONMENT  # noqa: E402
 from backends.workers.processes import LocalWorker, Worker, WorkerFailedError, WorkerPool, ask  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
 from pipelinerl.rl.config import TaskConfig  # noqa: E402
+from pipelinerl.scheduler.events import VersionSpans  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 REQUEST = GenerateRequest(0, prompt_tokens=(1,), max_new_tokens=1, seed=0, temperature=1.0)
@@ -55,8 +57,9 @@ def stand_in() -> type[Any]:
         async def shared_memory(self) -> set[str]:
             return {str(self._left)}
 
-        async def is_there(self) -> None:
-            pass
+        async def report(self, within_s: float) -> dict[tuple[int, int], Generated]:
+            await asyncio.sleep(within_s)
+            return {}
 
         async def checksums(self) -> dict[str, str]:
             return {}
@@ -69,6 +72,30 @@ def stand_in() -> type[Any]:
             os._exit(1)
 
     return StandIn
+
+
+def telltale() -> type[Any]:
+    """Return a stand-in that dies in ``generate``, once it has reported two tokens of it and some of a shorter one."""
+
+    class Telltale(stand_in()):  # type: ignore[misc]  # it is made when it is asked for
+        num_told = -1
+
+        async def generate(self, request: Any) -> None:
+            self.num_told = 0
+            await asyncio.sleep(1000)
+
+        async def report(self, within_s: float) -> dict[tuple[int, int], Generated]:
+            if self.num_told < 0:
+                await asyncio.sleep(0.01)
+                return {}
+            self.num_told += 1
+            if self.num_told > 2:
+                os._exit(1)
+            tokens_T = np.array([self.num_told])
+            new = Generated(tokens_T, np.float32(-tokens_T), VersionSpans((self.num_told,), (1,)), aborted=True)
+            return {(0, 1): new, (0, 0): new}
+
+    return Telltale
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +151,9 @@ def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(
         # Looking through what it had imported took its process 0.5 s every four seconds, and all requests with it.
         assert await engine._call("__ray_call__", lambda _: gc.get_freeze_count() > len(gc.get_objects()))
         engine._settings = replace(engine._settings, generate_timeout_s=5.0)  # not before: it may be slow to answer
+        assert engine._watcher is not None
+        engine._watcher.cancel()  # its report in progress has the old limit
+        engine._watcher = asyncio.create_task(engine._watch())
         generating = asyncio.create_task(engine.generate(REQUEST))
         while not (tmp_path / "hangs").exists():
             await asyncio.sleep(0.01)
@@ -133,6 +163,25 @@ def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(
         await engine.shutdown()
         await engine.start()
         await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_an_answer_that_is_cut_by_the_death_of_its_process_has_all_that_was_reported_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(backends.ray.actors, "VLLMEngine", telltale())
+    engine = engine_elsewhere(tmp_path / "left")
+
+    async def scenario() -> None:
+        await engine.start()
+        with pytest.raises(AnswerLostError, match="engine 2 lost: phase=generate: ") as lost:
+            await engine.generate(REQUEST)
+        await engine.shutdown()
+        known = lost.value.known
+        assert (known.tokens_T.tolist(), known.logprob_T.tolist()) == ([1, 2], [-1.0, -2.0])
+        assert known.spans == VersionSpans((1, 2), (1, 2))
 
     asyncio.run(asyncio.wait_for(scenario(), 600))
 

@@ -14,7 +14,7 @@ import virtual_clock
 from vllm_engine import real, settings
 
 import backends.vllm.engine
-from backends.interface import Generated, GenerateRequest, Weights
+from backends.interface import STREAM_TOKENS, Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.version.client import Client, version_spans
 from pipelinerl.errors import BackendError, EngineLostError, TransferError, WeightsRefusedError
@@ -43,6 +43,71 @@ def test_spans_are_the_engines_with_its_first_label_as_version_0(
 def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
     with pytest.raises(BackendError, match="version spans end at token 3, but 4 tokens were generated"):
         version_spans(reported(("1", 0, 3)), 4)
+
+
+def answering(name: str, tokens: int, label: str, before: Any = None) -> Any:
+    """vLLM's state of a request with a prompt of 5 tokens, ``tokens`` more of which carry ``label`` than ``before``."""
+    number = 0 if before is None else before.detokenizer.num
+    spans = [] if before is None else before._weight_version_spans()
+    flat = SimpleNamespace(
+        token_ids=list(range(number + tokens)), logprobs=[-1.0 - one for one in range(number + tokens)]
+    )
+    chunks = [] if before is None else before.routed_experts_chunks
+    rows = tokens + (4 if before is None else 0)  # of the prompt, too; not of the last token
+    return SimpleNamespace(
+        external_req_id=name,
+        prompt_len=5,
+        detokenizer=SimpleNamespace(output_token_ids=flat.token_ids, num=number + tokens),
+        logprobs_processor=SimpleNamespace(logprobs=flat),
+        _weight_version_spans=lambda: [*spans, *reported((label, number, number + tokens))],
+        routed_experts_chunks=[*chunks, np.full((rows, 1, 1), int(label), np.int16)],
+    )
+
+
+def test_reports_of_an_answer_are_together_what_it_is_so_far() -> None:
+    """The second of two requests ends after the first report: the engine forgets it, and reports it no more."""
+    states = {"0-a": answering("0", 3, "1"), "1-b": answering("1", 2, "1")}
+    processor = SimpleNamespace(request_states=states, process_outputs=lambda *_: None)
+    client = Client(SimpleNamespace(output_processor=processor))
+
+    async def reports() -> Any:
+        yield await client.report(0.0)
+        assert await client.report(0.0) == {}
+        states["0-a"] = answering("0", 4, "2", states["0-a"])
+        del states["1-b"]
+        yield await client.report(0.0)
+
+    async def both() -> Any:
+        return [one async for one in reports()]
+
+    first, second = asyncio.run(both())
+    assert (first.keys(), second.keys()) == ({(0, 5), (1, 5)}, {(0, 5)})
+    whole, joined = client.so_far(0), Generated.so_far([first[0, 5], second[0, 5]])
+    assert whole is not None
+    assert whole.spans == joined.spans == VersionSpans((1, 2), (3, 7))
+    assert joined.tokens_T.tolist() == whole.tokens_T.tolist() == list(range(7))
+    assert joined.logprob_T.tolist() == whole.logprob_T.tolist() == [-1.0 - one for one in range(7)]
+    for one in (joined, whole):
+        assert one.routed_NLK is not None
+        assert one.routed_NLK.ravel().tolist() == [1] * 7 + [2] * 4
+    assert client.so_far(1) is None
+
+
+def test_a_report_is_due_after_so_many_decode_steps_whatever_the_parts_of_their_outputs() -> None:
+    processor = SimpleNamespace(request_states={}, process_outputs=lambda *_: None)
+    client = Client(SimpleNamespace(output_processor=processor))
+
+    async def steps_until_due() -> int:
+        due, num_steps = asyncio.create_task(client.report(600.0)), 0
+        await asyncio.sleep(0)
+        while not due.done():
+            num_steps += 1
+            for _ in range(2):
+                processor.process_outputs([], float(num_steps))
+            await asyncio.sleep(0.001)
+        return num_steps
+
+    assert asyncio.run(steps_until_due()) == STREAM_TOKENS
 
 
 def engine_with(client: Any, **changed: Any) -> VLLMEngine:
