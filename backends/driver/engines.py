@@ -1,13 +1,12 @@
-"""The engines of a run by engine id: their weights, the restart of lost ones, the replacement of those given up.
+"""The engines of a run: their weights, the restart of lost ones, the ids by which the scheduler knows them.
 
-Theory of operation. The scheduler knows engine ids, each with room for H rollouts. Any call can find that an engine is
-lost; it is restarted once, however many calls notice the loss, and gets the newest published weights before it is *up*
-again. Calls wait until their engine is up; rollouts also until its version is *confirmed*: after a resume, the
-scheduler knows the weights of an engine only from the first publication on.
+Theory of operation. An engine has a *place*: its accelerators, and the object that starts it there. Any call can find
+that it is lost. Then it leaves: its requests end, and the scheduler hears of it by ``Fleet``. It is started again in
+its place, once, however many calls notice the loss. With the newest published weights it is *up*, and joins under a
+new id. A place where it cannot be started is given up. Without any engine the run fails.
 
-An engine that cannot be started is given up: the engine that serves the fewest ids serves its id, too. For the
-scheduler nothing changes; rollouts beyond an engine's room wait in it. While an engine drains, requests of all its ids,
-and of evaluations, wait until it is *open*. Without any engine the run fails.
+Calls of evaluations wait until their engine is up; where its place is given up, another engine answers. While an engine
+drains, all requests wait until it is *open*.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, Protocol, TypeVar
 
 from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
 from pipelinerl.errors import EngineLostError
@@ -33,9 +33,10 @@ T = TypeVar("T")
 class EngineHandle:
     """An engine, and its state as the driver knows it (mutable)."""
 
-    def __init__(self, engine_id: int, engine: Engine) -> None:
-        self.engine_id = engine_id
-        self.engine = engine
+    def __init__(self, place: int, engine: Engine, *, engine_id: int | None) -> None:
+        self.place, self.engine = place, engine
+        self.engine_id = engine_id  # None: the scheduler does not know it
+        self.told = 0  # newest version that the scheduler knows of
         self.version = -1  # that it has loaded; older than any published
         self.loaded = asyncio.Event()  # anew for each version
         self.up = asyncio.Event()  # it answers
@@ -82,41 +83,55 @@ class EngineHandle:
                 self.open.set()
 
 
-class EnginePool:
-    """The engines of a run by engine id, not yet started.
+class Fleet(Protocol):
+    """Hears of engines that come and go."""
 
-    ``restarts_per_hour``: losses per engine and hour that the run survives. ``bring_back`` loads ``newest`` into a
-    restarted engine, then sets ``up``.
+    def leaves(self, engine_id: int) -> None:
+        """An engine is lost; its requests end."""
+
+    def left(self, engine_id: int) -> None:
+        """They have ended, those that wait for it excepted: ``generating`` returns None for them."""
+
+    def joins(self, handle: EngineHandle) -> None:
+        """An engine is up, and may get an id by ``name``."""
+
+
+class EnginePool:
+    """The engines of a run by place, not yet started.
+
+    ``engine_ids``: of the scheduler, for as many places. ``restarts_per_hour``: losses per engine and hour that the run
+    survives. ``bring_back`` loads ``newest`` into a restarted engine, then calls ``joins``.
     """
 
     def __init__(
         self,
         engines: Mapping[int, Engine],
         *,
+        engine_ids: Iterable[int],
         restarts_per_hour: int,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         bring_back: Callable[[EngineHandle], Coroutine[Any, Any, None]],
     ) -> None:
-        self._serving = {engine_id: EngineHandle(engine_id, engine) for engine_id, engine in engines.items()}
-        self._restarts_per_hour = restarts_per_hour
-        self._confirmed = {engine_id: asyncio.Event() for engine_id in self._serving}
+        ids = zip_longest(engines.items(), engine_ids)
+        self._handles = [EngineHandle(*one, engine_id=engine_id) for one, engine_id in ids if one is not None]
+        self._by_id = {one.engine_id: one for one in self._handles if one.engine_id is not None}
+        self._most_losses = restarts_per_hour * len(self._handles)
         self._losses_s: deque[float] = deque()  # the times of those within an hour
         self._spawn, self._bring_back = spawn, bring_back
+        self.fleet: Fleet | None = None
         self.newest: Weights | None = None
         self.closing = False
         self._ending = asyncio.Lock()
 
     def __getitem__(self, engine_id: int) -> EngineHandle:
-        return self._serving[engine_id]
+        return self._by_id[engine_id]
+
+    def __contains__(self, engine_id: int) -> bool:
+        return engine_id in self._by_id
 
     def __iter__(self) -> Iterator[EngineHandle]:
-        """Yield the engines that have not been given up."""
-        return (handle for engine_id, handle in self._serving.items() if handle.engine_id == engine_id)
-
-    @property
-    def engine_ids(self) -> tuple[int, ...]:
-        """Engine ids that the scheduler knows."""
-        return tuple(self._serving)
+        """Yield the engines whose places have not been given up."""
+        return iter(tuple(self._handles))
 
     async def start(self) -> None:
         """Start all engines; one that fails twice is given up. ``EngineLostError`` if all do."""
@@ -124,34 +139,37 @@ class EnginePool:
         lost = await _start(handles)
         if 0 < len(lost) < len(handles):  # if all fail, a second start would, too
             for handle, error in lost.items():
-                LOG.warning("engine %d is started once more: %s", handle.engine_id, error)
+                LOG.warning("engine %d is started once more: %s", handle.place, error)
                 await handle.engine.shutdown()
             lost = await _start(lost)
         for handle, error in lost.items():
-            if len(lost) == len(handles):
-                raise error
             await self._give_up(handle, error)
 
-    async def serving(self, engine_id: int) -> EngineHandle:
-        """Wait until the engine of an id is up and open; return it."""
+    async def _serving(self, handle: EngineHandle) -> EngineHandle:
+        """Wait until an engine is up and open; return it, or another one if its place is given up."""
         while True:
-            handle = self._serving[engine_id]
+            if handle not in self._handles:
+                handle = min(self._handles, key=lambda one: not one.up.is_set())
             await handle.up.wait()
             await handle.open.wait()
-            if handle.up.is_set() and handle.open.is_set() and handle is self._serving[engine_id]:
+            if handle.up.is_set() and handle.open.is_set() and handle in self._handles:
                 return handle
 
-    async def generating(self, engine_id: int, version: int) -> EngineHandle:
-        """Wait until the engine of an id is up, open, its version confirmed, and not older than a rollout's tokens."""
-        await self._confirmed[engine_id].wait()
-        while max(0, (handle := await self.serving(engine_id)).version) < version:
-            await handle.loaded.wait()
+    async def generating(self, engine_id: int, version: int) -> EngineHandle | None:
+        """Wait until an engine is open, and not older than a rollout's tokens; return None if it has left."""
+        while (handle := self._by_id.get(engine_id)) is not None:
+            if not handle.open.is_set():
+                await handle.open.wait()
+            elif max(0, handle.version) < version:
+                await handle.loaded.wait()
+            else:
+                break
         return handle
 
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
         while True:
-            handle = await self.serving(handle.engine_id)
+            handle = await self._serving(handle)
             try:
                 return await handle.generate(request)
             except EngineLostError as error:
@@ -159,17 +177,17 @@ class EnginePool:
                     raise
                 self.lost(handle, error)
 
-    async def update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
-        """Bring the engine of an id to a version; return None if another call or a restart has done it, or will."""
+    async def update(self, handle: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+        """Bring an engine to a version; return None if another call or a restart has done it, or will."""
         if weight_update is not WeightUpdate.WAIT:
-            return await self._load(engine_id, weights, weight_update)
-        with self._serving[engine_id].closed():  # the scheduler starts rollouts of its other ids meanwhile
-            while not (handle := self._serving[engine_id]).idle.is_set() and handle.lacks(weights):
+            return await self._load(handle, weights, weight_update)
+        with handle.closed():  # evaluations ask meanwhile
+            while not handle.idle.is_set() and handle.lacks(weights):
                 await handle.idle.wait()
-            return await self._load(engine_id, weights, weight_update)
+            return await self._load(handle, weights, weight_update)
 
-    async def _load(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
-        if (handle := self._serving[engine_id]).up.is_set():
+    async def _load(self, handle: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+        if handle.up.is_set():
             async with handle.changing:
                 if handle.lacks(weights) and not self.closing:
                     try:
@@ -177,10 +195,6 @@ class EnginePool:
                     except EngineLostError as error:
                         self.lost(handle, error)
         return None
-
-    def confirm(self, engine_id: int) -> None:
-        """Confirm the version of an id, which generates from now on: its engine has it whenever it is up."""
-        self._confirmed[engine_id].set()
 
     @contextlib.asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
@@ -192,15 +206,40 @@ class EnginePool:
                 await handle.idle.wait()
             yield
 
+    def name(self, handle: EngineHandle, engine_id: int) -> None:
+        """Let the scheduler know an engine by a new id, with the version that it has."""
+        handle.engine_id, handle.told = engine_id, max(0, handle.version)
+        self._by_id[engine_id] = handle
+
+    def joins(self, handle: EngineHandle) -> None:
+        """Note that a restarted engine has the newest weights."""
+        handle.up.set()
+        if self.fleet is not None:
+            self.fleet.joins(handle)
+
     def lost(self, handle: EngineHandle, error: EngineLostError) -> None:
-        """Restart a lost engine; further reports of the same loss do nothing."""
-        if not handle.up.is_set() or self.closing or self._serving[handle.engine_id] is not handle:
+        """Have a lost engine leave, and restart it; further reports of the same loss do nothing."""
+        if not handle.up.is_set() or self.closing or handle not in self._handles:
             return
         handle.up.clear()
-        LOG.warning("engine %d lost: %s", handle.engine_id, error)
-        self._spawn(self._restart(handle, error))
+        LOG.warning("engine %d lost: %s", handle.place, error)
+        self._spawn(self._restart(handle, self._forget(handle), error))
 
-    async def _restart(self, handle: EngineHandle, error: EngineLostError) -> None:
+    def _forget(self, handle: EngineHandle) -> int | None:
+        """Take an engine's id away, and return it."""
+        engine_id, handle.engine_id = handle.engine_id, None
+        if engine_id is not None:
+            del self._by_id[engine_id]
+            if self.fleet is not None:
+                self.fleet.leaves(engine_id)
+        handle.loaded.set()
+        return engine_id
+
+    async def _restart(self, handle: EngineHandle, engine_id: int | None, error: EngineLostError) -> None:
+        await handle.engine.shutdown()
+        await handle.idle.wait()
+        if engine_id is not None and self.fleet is not None:
+            self.fleet.left(engine_id)
         while not self.closing:
             self._count_loss(error)
             async with handle.changing:
@@ -221,7 +260,7 @@ class EnginePool:
                 await self._bring_back(handle)
             except EngineLostError as again:
                 error = again
-                LOG.warning("engine %d lost again: %s", handle.engine_id, error)
+                LOG.warning("engine %d lost again: %s", handle.place, error)
                 continue
             return
 
@@ -229,21 +268,18 @@ class EnginePool:
         now_s = time.monotonic()
         while self._losses_s and now_s - self._losses_s[0] >= HOUR_S:
             self._losses_s.popleft()
-        if len(self._losses_s) >= self._restarts_per_hour * len(self._serving):
+        if len(self._losses_s) >= self._most_losses:
             raise error
         self._losses_s.append(now_s)
 
     async def _give_up(self, handle: EngineHandle, error: EngineLostError) -> None:
-        """Give the ids of an engine that cannot start to another engine; ``EngineLostError`` if there is none."""
-        others = [one for one in self if one is not handle]
-        if not others:
+        """Go on without an engine that cannot be started; raise its error if there is no other."""
+        if len(self._handles) == 1:
             raise error
-        served = list(self._serving.values())
-        host = min(others, key=lambda one: (not one.up.is_set(), served.count(one)))
-        LOG.warning("engine %d given up, engine %d serves its id: %s", handle.engine_id, host.engine_id, error)
-        self._serving = {engine_id: host if its is handle else its for engine_id, its in self._serving.items()}
-        handle.up.set()  # wakes the calls that wait for it: ``serving`` returns the new engine
-        handle.loaded.set()
+        LOG.warning("engine %d given up: %s", handle.place, error)
+        self._handles.remove(handle)
+        self._forget(handle)
+        handle.up.set()  # wakes the calls that wait for it
         await handle.engine.shutdown()
 
     async def sleep(self) -> None:

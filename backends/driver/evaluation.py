@@ -96,11 +96,11 @@ class Evaluation:
         """Answer all problems, ``slots`` at a time per engine; a failed generation or reward counts as wrong."""
         begin_s = time.monotonic()
         handles = list(self._pool)
-        room = {handle.engine_id: asyncio.Semaphore(slots) for handle in handles}
+        room = {handle.place: asyncio.Semaphore(slots) for handle in handles}
 
         async def generate(index: int, data: RolloutData) -> None:
             handle, aborted = handles[index % len(handles)], True
-            async with room[handle.engine_id]:
+            async with room[handle.place]:
                 while aborted:  # by an update of that kind
                     request = self._client.request(
                         _rollout_id(index), data, longest=self._config.max_tokens, temperature=self._config.temperature

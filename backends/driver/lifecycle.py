@@ -98,6 +98,7 @@ class Driver:
         self._clients = {self._client, evaluation_client}
         self._pool = EnginePool(
             parts.engines,
+            engine_ids=sorted(self._state.scheduler.loaded),
             restarts_per_hour=self._train.engine.restarts_per_hour,
             spawn=self._tasks.spawn,
             bring_back=lambda handle: self._sync.bring_back(handle),  # noqa: PLW0108 - it is made next
@@ -205,18 +206,15 @@ class Driver:
 
     async def _bring_up(self) -> None:
         version, published = self._state.version, self._state.scheduler.published
-        scheduler, colocated = self._config.scheduler, self._config.colocated
-        next_publishes = colocated or scheduler.schedule.publishes_each_step(scheduler)
-        engines_wait = version > published and next_publishes  # for the publication that comes first
         # Engines have version 0. If weights are sent, a new trainer sends it anyway: the first transfer allocates
         # memory and proves direct copies, on the trainer's side while engines start.
-        weights_first = not engines_wait and (published > 0 or (self._sync.sends and version == 0))
+        weights_first = published > 0 or (self._sync.sends and version == 0)
 
         async def trainer() -> Weights | None:
             await self._start_trainer()
             return await self._sync.snapshot(published) if weights_first else None
 
-        if colocated:  # one after the other: each takes the memory that the other has left
+        if self._config.colocated:  # one after the other: each takes the memory that the other has left
             await all_of(self._start_trainer(), self._preprocessing.start())
             await self._pool.start()
             if weights_first:
@@ -225,10 +223,6 @@ class Driver:
             weights, *_ = await all_of(trainer(), self._preprocessing.start(), self._pool.start())
             if weights is not None:
                 await self._sync.load(weights)
-        if engines_wait:
-            return
-        for engine_id in self._pool.engine_ids:
-            self._pool.confirm(engine_id)
 
     async def _start_trainer(self) -> None:
         await self._trainer.start()

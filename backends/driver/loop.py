@@ -16,7 +16,8 @@ a transfer        trainer and engines beside work  ``update_timeout_s``; one at 
 an update         its engine, unless it is lost    ``update_timeout_s``; one a engine  weights loaded
 ================  ===============================  ==================================  =========================
 
-Rollouts on a lost engine are reported as aborted, with the tokens that it has reported, and go on from them.
+A lost engine is reported as leaving; its rollouts as aborted, with the tokens that it has reported, and go on from them
+elsewhere; then it has left.
 
 When a run ends, the loop is *frozen*: it delivers no more events and keeps the trainer's last one as ``pending``. After
 a resume it reports rollouts in progress as aborted, loading engines as loaded, and last the pending event. Environments
@@ -32,7 +33,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import assert_never
 
-from backends.driver.engines import EnginePool
+from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.evaluation import Evaluation
 from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
@@ -52,6 +53,9 @@ from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
     EngineSeconds,
     EnvironmentFailed,
     EnvironmentFault,
@@ -107,9 +111,9 @@ class EventLoop:
         self._state, self._tasks, self._trainer, self._sync, self._pool = state, tasks, trainer, sync, pool
         self._samples, self._after_steps = samples, after_steps
         self._client, self._turns, self._preprocessing = client, turns, preprocessing
-        self._evaluation, self._recorder = evaluation, recorder
+        self._evaluation, self._recorder, pool.fleet = evaluation, recorder, self
         self.trainer_task: asyncio.Task[None] | None = None
-        self.frozen = False
+        self._started = self.frozen = False
         self._stall_watch = StallWatch(LOG.warning)
         self._submitted: set[int] = set()  # rollouts that an engine knows
         self._began_s = time.monotonic() - state.time_s
@@ -122,6 +126,14 @@ class EventLoop:
             await self._resume()
         else:
             self._carry_out_all(self._state.scheduler.start())
+        self._started = True
+        for engine_id in self._state.scheduler.loaded:  # what has happened meanwhile
+            if engine_id not in self._pool:
+                self.leaves(engine_id)
+                self.left(engine_id)
+        for handle in self._pool:
+            if handle.engine_id is None and handle.up.is_set():
+                self.joins(handle)
 
     async def _resume(self) -> None:
         state = self._state
@@ -137,6 +149,8 @@ class EventLoop:
             self._tasks.spawn(self._score(rollout_id))
         for rollout_id, engine in in_flight:
             self._aborted(rollout_id, engine)
+        for engine in sorted(state.scheduler.leaving):
+            self._deliver(EngineLeft(engine))
         for rollout_id in sorted(state.acting):
             if rollout_id in state.acting:  # else its group has been given up for one before it
                 self._failed(rollout_id, ITS_ENVIRONMENT_ENDED)
@@ -145,6 +159,26 @@ class EventLoop:
                 self._deliver(WeightsLoaded(engine, published, 0.0))
         if pending is not None:
             self._deliver(pending)
+
+    def leaves(self, engine_id: int) -> None:
+        """Report that an engine is leaving; see ``Fleet``."""
+        if self._started:
+            self._deliver(EngineLeaving(engine_id))
+
+    def left(self, engine_id: int) -> None:
+        """Report that an engine has left, and its rollouts that it does not know as aborted."""
+        if self._started:
+            for rollout_id, engine in list(self._state.in_flight.items()):
+                if engine == engine_id:
+                    self._aborted(rollout_id, engine)
+            self._deliver(EngineLeft(engine_id))
+
+    def joins(self, handle: EngineHandle) -> None:
+        """Report that an engine is up."""
+        if self._started and not self.frozen:
+            self._pool.name(handle, self._state.scheduler.newest_engine + 1)
+            assert handle.engine_id is not None
+            self._deliver(EngineJoined(handle.engine_id, handle.told))
 
     def now(self) -> float:
         """Return the seconds that the run has run, before a resume, too."""
@@ -166,7 +200,7 @@ class EventLoop:
             self._tasks.fail(error)
         if self._state.scheduler.given_up:
             self._stall_watch.look(self.now(), self._state.scheduler)
-        if isinstance(event, WeightsLoaded):
+        if isinstance(event, WeightsLoaded | EngineJoined):
             self._evaluation.begin_if_due()
         num_rollouts = isinstance(event, RolloutFinished)
         self._state.metrics.driver_worked(time.perf_counter() - begin_s, num_rollouts=num_rollouts)
@@ -207,6 +241,8 @@ class EventLoop:
 
     async def _generate(self, command: StartRollout) -> None:
         state, rollout_id = self._state, command.rollout_id
+        if state.in_flight.get(rollout_id) != command.engine:  # which has left before this task began
+            return
         data = state.rollouts[rollout_id]
         if self._turns is not None and rollout_id not in self._turns.environments:
             self._failed(rollout_id, ITS_ENVIRONMENT_ENDED, command.engine)
@@ -215,7 +251,7 @@ class EventLoop:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
         handle = await self._pool.generating(command.engine, max(data.spans.versions, default=0))
-        if state.scheduler.stopped is not None:
+        if handle is None or state.scheduler.stopped is not None:
             return
         if rollout_id in state.aborting:
             self._aborted(rollout_id, command.engine)
@@ -237,7 +273,7 @@ class EventLoop:
         if self.frozen:
             return
         data.extend(generated)
-        state.metrics.answered(command.engine, generated.front_end_s)
+        state.metrics.answered(handle.place, generated.front_end_s)
         state.metrics.decoded(generated.decode_steps)
         seconds = None if self._turns is None else generated.seconds
         if generated.aborted:
@@ -312,11 +348,12 @@ class EventLoop:
         self._deliver(RolloutFailed(rollout_id, engine))
 
     async def _abort(self, command: AbortRollout) -> None:
-        handle = self._pool[command.engine]
-        try:
-            await handle.engine.abort(command.rollout_id)
-        except EngineLostError as error:
-            self._pool.lost(handle, error)
+        if command.engine in self._pool:
+            handle = self._pool[command.engine]
+            try:
+                await handle.engine.abort(command.rollout_id)
+            except EngineLostError as error:
+                self._pool.lost(handle, error)
 
     async def _score(self, rollout_id: int) -> None:
         data = self._state.rollouts[rollout_id]

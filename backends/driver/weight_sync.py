@@ -6,8 +6,7 @@ a group of processes sends it. Then every engine loads it, in its own time. The 
 engines have loaded, and then the newest version: one transfer runs at a time, and none waits.
 
 When a transfer fails, it is tried again without the lost engines. An engine that has no weights when it is to load
-them counts as lost. Nothing waits for a lost engine: it gets the newest weights before it generates again. So its id
-is reported to have a version once the other engines have it: no engine serves that id with an older one. A file that
+them counts as lost. Nothing waits for a lost engine: it gets the newest weights before it joins again. A file that
 engines find damaged is published anew from the weights that the trainer has by then: reported lags may be too large.
 
 Colocated, the engines sleep while the trainer works, and the trainer is offloaded while they generate. An engine that
@@ -163,23 +162,22 @@ class WeightSync:
     async def load(self, weights: Weights) -> None:
         """Load a snapshot into all engines, outside of the schedule."""
         weights = await self._send(weights)
-        updates = (self._update(engine_id, weights, WeightUpdate.KEEP) for engine_id in self._pool.engine_ids)
-        await all_of(*updates)
+        await all_of(*(self._update(handle, weights, WeightUpdate.KEEP) for handle in self._pool))
 
     async def bring_back(self, handle: EngineHandle) -> None:
         """Make a restarted engine load the newest weights; then it is up."""
         async with self._turn:
             while (newest := self._pool.newest) is not None and handle.version < newest.version:
                 if self._group is not None:
-                    sent, lost = await self._group.send(newest, [handle.engine_id])
+                    sent, lost = await self._group.send(newest, [handle.place])
                     if self._group.refused:
                         async with self.trainer_turn:
                             await self._publish_once_more(newest, "it was refused")
                         continue
                     if not sent:
-                        what = f"engine={handle.engine_id}: version {newest.version} has not come in full"
+                        what = f"engine={handle.place}: version {newest.version} has not come in full"
                         why = f"weight update failed: {what}; start the engine again"
-                        raise lost.get(handle.engine_id) or EngineLostError(why)
+                        raise lost.get(handle.place) or EngineLostError(why)
                 try:
                     async with handle.changing:
                         if newest is self._pool.newest:  # else another has come while it slept
@@ -187,7 +185,7 @@ class WeightSync:
                             self._num_damaged = 0
                 except TransferError as damage:
                     await self._publish_anew(newest, damage)
-            handle.up.set()
+            self._pool.joins(handle)
         self._metrics.restarted()
 
     async def snapshot(self, version: int) -> Weights:
@@ -202,11 +200,11 @@ class WeightSync:
         await self.to_generation()
         return weights
 
-    async def _update(self, engine_id: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+    async def _update(self, handle: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
         """Bring an engine to a version, as ``EnginePool.update``; a damaged file is published anew."""
         while True:
             try:
-                if (times := await self._pool.update(engine_id, weights, weight_update)) is not None:
+                if (times := await self._pool.update(handle, weights, weight_update)) is not None:
                     self._num_damaged = 0
                 return times
             except TransferError as damage:
@@ -236,25 +234,18 @@ class WeightSync:
     ) -> None:
         """Send a version and make every engine load it."""
         weights = await self._send(weights)
-        lost: list[int] = []
 
-        async def update(engine_id: int) -> None:
-            times = await self._update(engine_id, weights, weight_update)
+        async def update(handle: EngineHandle) -> None:
+            engine_id = handle.engine_id
+            times = await self._update(handle, weights, weight_update)
             if times is not None:
                 self._metrics.updated(times)
-            handle = self._pool[engine_id]
-            if handle.up.is_set() and not handle.lacks(weights):
-                report(engine_id, 0.0 if times is None else times.total_s)
-            else:
-                lost.append(engine_id)
+            # Else it is lost, or has joined with these weights.
+            if engine_id is not None and engine_id == handle.engine_id and handle.told < weights.version:
+                handle.told = weights.version
+                on_loaded(WeightsLoaded(engine_id, weights.version, 0.0 if times is None else times.total_s))
 
-        def report(engine_id: int, pause_s: float) -> None:
-            self._pool.confirm(engine_id)
-            on_loaded(WeightsLoaded(engine_id, weights.version, pause_s))
-
-        await all_of(*(update(engine_id) for engine_id in self._pool.engine_ids))
-        for engine_id in lost:
-            report(engine_id, 0.0)
+        await all_of(*(update(handle) for handle in self._pool))
 
     async def _send(self, weights: Weights) -> Weights:
         """Send weights to the machines of the engines; return those sent: refused ones are published anew.
@@ -270,13 +261,13 @@ class WeightSync:
                 takers = [one for one in self._pool if one.lacks(weights)]
                 if not takers:
                     break
-                sent, lost = await self._group.send(weights, [one.engine_id for one in takers])
+                sent, lost = await self._group.send(weights, [one.place for one in takers])
                 if self._group.refused:
                     async with self.trainer_turn:
                         weights = await self._publish_once_more(weights, "it was refused")
             for handle in takers:
-                if handle.engine_id in lost:
-                    self._pool.lost(handle, lost[handle.engine_id])
+                if handle.place in lost:
+                    self._pool.lost(handle, lost[handle.place])
             num_failed += all(one.up.is_set() for one in takers)
         return weights
 

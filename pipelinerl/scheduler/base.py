@@ -130,6 +130,7 @@ class Scheduler(ABC):
         published: Last version published.
         num_loading: Engines that take rollouts and have not yet reported ``published`` (count).
         joining: Engines that take none before they have reported it.
+        newest_engine: Largest id of an engine so far.
         oldest_loaded: Oldest version of any engine that takes rollouts.
         num_ready: Rollouts in the ready queue (count).
         num_taken: Rollouts of the current optimizer step given to the trainer (count).
@@ -159,7 +160,7 @@ class Scheduler(ABC):
         self._pool = RolloutPool(slots, group_size=self.group_size, contexts=contexts)
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine, not leaving, has reported
         self.joining: set[int] = set()
-        self._newest_engine = num_engines - 1
+        self.newest_engine = num_engines - 1
         self._count_room()
         self.given_up: Counter[DiscardReason] = Counter()
         self.num_given_up, self._stall_limit = 0, settings.stall_limit
@@ -178,6 +179,11 @@ class Scheduler(ABC):
     def loaded(self) -> dict[int, int]:
         """Version that each engine that is not leaving has loaded, by its id."""
         return dict(self._loaded)
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """Engines that are leaving and have not left."""
+        return frozenset(self._pool.leaving)
 
     @property
     def up_to_date(self) -> bool:
@@ -419,9 +425,9 @@ class Scheduler(ABC):
     def _engines_changed(self, event: EngineJoined | EngineLeaving | EngineLeft) -> None:
         pool, engine = self._pool, event.engine
         if isinstance(event, EngineJoined):
-            if engine <= self._newest_engine or not 0 <= event.version <= self.published:
+            if engine <= self.newest_engine or not 0 <= event.version <= self.published:
                 raise self._impossible(event)
-            self._newest_engine = engine
+            self.newest_engine = engine
             self._loaded[engine] = event.version
             pool.join(engine)
             if event.version < self.published:

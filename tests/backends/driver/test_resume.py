@@ -12,11 +12,18 @@ from refusals import message
 from backends.driver.checkpoint import FOLDER, read_newest
 from backends.driver.loop import EventLoop
 from backends.fake import FakeEngine, FakeTrainer
-from pipelinerl.errors import BackendError, RunFailedError, TrainerLostError
+from pipelinerl.errors import BackendError, EngineLostError, RunFailedError, TrainerLostError
 from pipelinerl.records.recording import replay_run
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
-from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
+from pipelinerl.scheduler.events import (
+    EngineJoined,
+    EngineLeaving,
+    EngineLeft,
+    PublishWeights,
+    RolloutFinished,
+    WeightsLoaded,
+)
 
 KINDS_OF_RUN = [
     {"kind": kind, "weight_update": weight_update, "optimizer_steps_per_rl_step": 2}
@@ -139,6 +146,50 @@ def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_
     state = read_newest(out, config).state
     assert state.scheduler.loaded[0] < state.scheduler.loaded[1] < state.version
     run_checked(config, out, resume=True)
+
+
+class Going(FakeEngine):
+    """Is lost once, in its 10th request: then it cannot be started again, or does not end either."""
+
+    def __init__(self, *, ends, **settings):
+        super().__init__(**settings)
+        self.ends, self.left, self.lost = ends, 10, False
+
+    async def generate(self, request):
+        self.left -= 1
+        if self.left == 0:
+            self.lost = True
+            self.die()
+        return await super().generate(request)
+
+    async def start(self):
+        if self.lost:
+            raise EngineLostError("engine start failed: no room")
+        await super().start()
+
+    async def shutdown(self):
+        if self.lost and not self.ends:
+            self.lost = False  # the end of the run asks once more
+            await asyncio.sleep(600)
+        await super().shutdown()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("setting", [{"weight_update": "keep"}, {"weight_update": "wait"}, {"kind": "conventional"}])
+def test_an_engine_that_was_gone_or_leaving_is_so_when_the_run_goes_on_and_its_place_has_a_new_one(out, setting, ends):
+    config = config_of(steps=12, longest=40, slots=16, **setting)
+    parts = parts_of(config, trainer=Killer(train_batch_size=8, at=6, do=interrupt))
+    parts.engines[1] = Going(num_slots=16, ends=ends)
+    interrupted(config, out, parts)
+    state, num_records = read_newest(out, config).state, len(records(out))
+    assert state.scheduler.loaded.keys() == {0}
+    assert state.scheduler.leaving == (set() if ends else {1})
+    run_checked(config, out, resume=True)
+    changes = [one.event for one in records(out) if isinstance(one.event, EngineJoined | EngineLeaving | EngineLeft)]
+    joined = EngineJoined(2, state.scheduler.published)
+    assert changes == [EngineLeaving(1), EngineLeft(1), joined]
+    finished = [row.event for row in records(out)[num_records:] if isinstance(row.event, RolloutFinished)]
+    assert {one.engine for one in finished} == {0, 2}
 
 
 def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(out, monkeypatch):

@@ -33,7 +33,7 @@ def test_a_restarted_engine_that_must_wait_loads_the_weights_that_are_the_newest
     engine = Loads()
 
     async def main():
-        pool = EnginePool({0: engine}, restarts_per_hour=0, spawn=None, bring_back=None)
+        pool = EnginePool({0: engine}, engine_ids=[0], restarts_per_hour=0, spawn=None, bring_back=None)
         await pool.start()
         handle, pool.newest = pool[0], Weights(1, "memory:1")
         handle.up.clear()
