@@ -167,7 +167,7 @@ class EventLoop:
 
     def left(self, engine_id: int) -> None:
         """Report that an engine has left, and its rollouts that it does not know as aborted."""
-        if self._started:
+        if engine_id in self._state.scheduler.leaving:  # else it is known, or the run has not begun
             for rollout_id, engine in list(self._state.in_flight.items()):
                 if engine == engine_id:
                     self._aborted(rollout_id, engine)

@@ -342,7 +342,7 @@ class RunLedger:
                 trained_mean=tokens["trained"] / ended["trained"] if ended["trained"] else 0.0,
             ),
             utilisation=Utilisation(
-                generation=self.busy_engine_s() / engine_s if duration_s else 0.0,
+                generation=self.busy_engine_s() / engine_s if engine_s else 0.0,
                 training=training_s / duration_s if duration_s else 0.0,
             ),
             seconds=TrainerSeconds(

@@ -31,7 +31,7 @@ import backends.run
 import backends.workers.rewards
 from backends.driver.checkpoint import CheckpointKeeper
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeReference, FakeTrainer
-from backends.interface import GroupMembers, Parts
+from backends.interface import AnswerLostError, GroupMembers, Parts
 from backends.owner import DriverLock
 from backends.transfer.transport import REFUSED
 from backends.workers.main import _answer
@@ -195,7 +195,7 @@ class Engine(FakeEngine):
         self.slow_until_s, self.hangs, self.asleep, self.killed = 0.0, False, False, False
         self.joined_at = self.staged = None
         self.gone = asyncio.Event()
-        super().__init__(**settings)
+        super().__init__(**settings, stream_tokens=3)
 
     @property
     def _step_s(self) -> float:
@@ -257,9 +257,13 @@ class Engine(FakeEngine):
         self.world.must(not self.asleep, "a request while the engine sleeps")
         if self.world.takes(Kind.REFUSED):
             raise BackendError("the request is too long")
-        answer = await super().generate(request)
-        place = request.rollout_id, len(request.prompt_tokens)
-        self.world.answers.setdefault(place, []).append(answer.tokens_T.tolist())
+        answers = self.world.answers.setdefault((request.rollout_id, len(request.prompt_tokens)), [])
+        try:
+            answer = await super().generate(request)
+        except AnswerLostError as error:
+            answers.append(error.known.tokens_T.tolist())
+            raise
+        answers.append(answer.tokens_T.tolist())
         return answer
 
     async def abort(self, rollout_id):

@@ -13,7 +13,7 @@ from backends.driver.engines import EngineHandle
 from backends.driver.loop import EventLoop
 from backends.interface import UpdateTimes
 
-NUM_SEEDS = int(os.environ.get("PIPELINERL_FAULT_SEEDS", "10"))
+NUM_SEEDS = int(os.environ.get("PIPELINERL_FAULT_SEEDS", "11"))
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
