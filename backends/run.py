@@ -120,9 +120,9 @@ def _attempt(
 
     mark, out = None if checkpoint is None else checkpoint.recording, lock.folder
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark, unfinished=lock.unfinished)
-    log = MetricsLog(out, config, recording, go_on_after=len(recording.ledger.steps))
-    driver = new(recording=recording, checkpoint=checkpoint)
-    with closing(recording), closing(log):
+    go_on_after = len(recording.ledger.steps)
+    with closing(recording), closing(MetricsLog(out, config, recording, go_on_after=go_on_after)) as log:
+        driver = new(recording=recording, checkpoint=checkpoint)
         try:
             with asyncio.Runner(loop_factory=DriverLoop) as runner:
                 runner.run(_driven(driver))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -265,7 +266,7 @@ class RayEngine:
         self._actor: Any = None
         self._shared_memory: set[str] = set()
         self._node = ""  # of Ray's cluster, where that is
-        self._reports: dict[tuple[int, int], list[Generated]] = {}  # of requests in progress; others come too late
+        self._reports: dict[tuple[int, int], list[bytes]] = {}  # of requests in progress; others come too late
         self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self.num_started = 0
@@ -295,7 +296,7 @@ class RayEngine:
         except AnswerLostError:
             raise
         except EngineLostError as error:
-            raise AnswerLostError(str(error), Generated.so_far(reports)) from None
+            raise AnswerLostError(str(error), Generated.so_far([pickle.loads(one) for one in reports])) from None
         finally:
             self._reports.pop(key, None)
         return generated

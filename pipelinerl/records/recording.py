@@ -126,8 +126,13 @@ class Recording:
         self.ledger.on_step = self._step_done
         self._trace: TraceWriter | None = None
         if out is not None:
-            self._begin(out, new=go_on_from is None)
-            self._trace = TraceWriter(out / TRACE_FILE, config, self._opened(TRACE_FILE)) if trace else None
+            try:
+                self._begin(out, new=go_on_from is None)
+                self._trace = TraceWriter(out / TRACE_FILE, config, self._opened(TRACE_FILE)) if trace else None
+            except BaseException:
+                for file in self._files.values():
+                    file.close()
+                raise
 
     def _begin(self, out: Path, *, new: bool) -> None:
         if new:
@@ -204,9 +209,10 @@ class Recording:
         """Close the files."""
         if self._trace is not None:
             self._trace.close()
-        for name, file in self._files.items():
-            with writing(self._digests[name].path):
-                file.close()
+        with contextlib.ExitStack() as files:  # all are closed, also where one cannot be
+            for name, file in self._files.items():
+                files.enter_context(writing(self._digests[name].path))
+                files.callback(file.close)
 
     def report(self, measured: RunMeasurements | None = None) -> RunReport:
         """Return the numbers of the run so far; ``measured`` are those that the ledger cannot know."""
