@@ -36,7 +36,7 @@ class EngineHandle:
     def __init__(self, place: int, engine: Engine, *, engine_id: int | None) -> None:
         self.place, self.engine = place, engine
         self.engine_id = engine_id  # None: the scheduler does not know it
-        self.told = 0  # newest version that the scheduler knows of
+        self.reported = 0  # newest version that the scheduler knows of
         self.version = -1  # that it has loaded; older than any published
         self.loaded = asyncio.Event()  # anew for each version
         self.up = asyncio.Event()  # it answers
@@ -208,7 +208,7 @@ class EnginePool:
 
     def name(self, handle: EngineHandle, engine_id: int) -> None:
         """Let the scheduler know an engine by a new id, with the version that it has."""
-        handle.engine_id, handle.told = engine_id, max(0, handle.version)
+        handle.engine_id, handle.reported = engine_id, max(0, handle.version)
         self._by_id[engine_id] = handle
 
     def joins(self, handle: EngineHandle) -> None:

@@ -178,7 +178,7 @@ class EventLoop:
         if self._started and not self.frozen:
             self._pool.name(handle, self._state.scheduler.newest_engine + 1)
             assert handle.engine_id is not None
-            self._deliver(EngineJoined(handle.engine_id, handle.told))
+            self._deliver(EngineJoined(handle.engine_id, handle.reported))
 
     def now(self) -> float:
         """Return the seconds that the run has run, before a resume, too."""

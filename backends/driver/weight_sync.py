@@ -241,8 +241,8 @@ class WeightSync:
             if times is not None:
                 self._metrics.updated(times)
             # Else it is lost, or has joined with these weights.
-            if engine_id is not None and engine_id == handle.engine_id and handle.told < weights.version:
-                handle.told = weights.version
+            if engine_id is not None and engine_id == handle.engine_id and handle.reported < weights.version:
+                handle.reported = weights.version
                 on_loaded(WeightsLoaded(engine_id, weights.version, 0.0 if times is None else times.total_s))
 
         await all_of(*(update(handle) for handle in self._pool))
