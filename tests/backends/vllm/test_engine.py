@@ -392,7 +392,7 @@ def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject
         await asyncio.sleep(0)
         processes[0].kill()
         ends = await asyncio.gather(*tasks, engine._until(engine._vllm.llm.is_paused()), return_exceptions=True)
-        assert [type(end) for end in ends] == [EngineLostError] * 5, ends
+        assert all(isinstance(end, EngineLostError) for end in ends), ends  # some with tokens that are known
         assert all("engine=2; a process of vLLM has ended" in str(end) for end in ends)  # and none by a time-out
 
     run(scenario())
