@@ -398,10 +398,8 @@ class FleetPlan(Report):
     """The fleets: all reserved, then fewer and fewer reserved ones."""
     best: int
     """Place of the cheapest per token."""
-    accelerators: int
-    """Accelerators of that fleet (count)."""
     fleet: FleetConfig
-    """Its table ``[fleet]``."""
+    """The table ``[fleet]`` of that fleet."""
     spot_price: float | None = None
     """Price of a spot GPU-hour (USD). Absent without spot engines."""
     flip_price: float | None = None

@@ -60,7 +60,7 @@ from sim.planning.explain import (
     why_infeasible,
     why_none_kept,
 )
-from sim.planning.fleet import FleetPlanner, fleet_run, lending, plan_fleet
+from sim.planning.fleet import FleetPlanner, fleet_run, lending
 from sim.planning.screen import Candidate, Screened, Screener, own_candidate, screen_all, within_limits
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
 from sim.planning.space import BATCH_SIZES, SearchSpace, all_choices, check_lists
@@ -140,6 +140,8 @@ def compared_with(name: str, other: PlanReport, tables: Mapping[str, Any]) -> Ag
     )
 
 
+ASKS_FOR_FLEETS = ("spot", "mtbf_hours", "lend_switch_s")
+"""Keys of ``[plan]`` that ask for a comparison of fleets."""
 NO_FLEET = (
     "spot engines and failures are compared only for schedules whose engines have accelerators of their own: "
     "plan.schedulers = ['pipeline']"
@@ -203,7 +205,7 @@ def _keep(out: Path | None, report: PlanReport, recommended: Candidate) -> None:
         with writing(out):
             (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
             if report.fleet is not None:
-                run = dump_run(fleet_run(recommended.config, report.fleet))
+                run = dump_run(fleet_run(recommended.config, report.fleet.fleet))
                 (out / FLEET_FILE).write_text(f"# The same with the cheapest fleet.\n\n{run}", encoding="utf-8")
 
 
@@ -216,6 +218,10 @@ class _Search:
         self.config, self.run_file, self.whole, self.assumed = config, run_file, whole, assumed
         self.space = SearchSpace.of(config, measured)
         self.plan, self.limits, self.prices = self.space.plan, self.space.limits, Prices.of(config, assume=True)
+        self.compares_fleets = any(getattr(self.plan, name) is not None for name in ASKS_FOR_FLEETS)
+        if self.compares_fleets and None in (self.prices.gpu_usd, self.prices.generation_usd):
+            keys = " and ".join(f"plan.{name}" for name in ASKS_FOR_FLEETS)
+            raise ConfigError(f"{keys} need price.gpu_hour, as the catalogue has no price")
         self.choices = all_choices(self.space)
         check_lists(self.space, self.choices)
         self.screener = Screener(config, self.space.answers)
@@ -351,20 +357,21 @@ class _Search:
     def _with_fleet(self, report: PlanReport, outcome: Outcome, runner: Runner) -> PlanReport:
         """Return the report with the fleets that ``[plan]`` asks for, if the engines of the best can come and go."""
         plan, prices, best = self.plan, self.prices, outcome.candidate
-        if plan.spot is None and plan.mtbf_hours is None and plan.lend_switch_s is None:
+        if not self.compares_fleets:
             return report
         if best.config.colocated:
             return report.model_copy(update={"warnings": [*report.warnings, NO_FLEET]})
-        if prices.gpu_usd is None or prices.generation_usd is None:
-            raise ConfigError("plan.spot and plan.mtbf_hours need price.gpu_hour, as the catalogue has no price")
+        assert prices.gpu_usd is not None  # else the search has not begun
+        assert prices.generation_usd is not None
         planner = FleetPlanner(
             best,
             self.screener,
             expected=report.recommended.tokens_per_s,
             band=report.recommended.band,
             price=(prices.gpu_usd, prices.generation_usd),
+            mtbf_hours=plan.mtbf_hours,
         )
-        fleet = plan_fleet(planner, plan.spot, plan.mtbf_hours)
+        fleet = planner.report(plan.spot)
         if plan.lend_switch_s is not None:
             job = self.job(best)
             for lent in runner.run([replace(job, candidate=lending(best, plan.lend_switch_s))]):

@@ -3,21 +3,23 @@
 Theory of operation. Engines come and go rarely, compared with an optimizer step. So throughput is, at any time, that of
 the engines that are there, X(n), and on average E[X(n)] over the stationary number n: each place is there for a share
 of the time that follows from the means alone, independently of the others (a renewal process). X(n) is screened, in
-proportion to the plan's own throughput. To that come the rollouts that move with each engine that ends, which others
-prefill again, and the tokens that a failure loses. The trainer works for the share of time that Daly's model leaves it
-at his interval of checkpoints; as it then stands still, so does the run.
+proportion to the plan's own throughput. Engines that end cost more: others prefill their rollouts again, and a failure
+loses tokens. Daly's model gives the share of time in which the trainer makes progress, with checkpoints at his
+interval. In the rest of the time the whole run stands still.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig, SpotOffer, TrainerFaultsConfig
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import RunConfig, parse_run
+from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import prefill_s
 from pipelinerl.records.plan_report import Band, FleetPlan, FleetRow
 from pipelinerl.theory.checkpoints import daly_interval, daly_share
@@ -50,6 +52,9 @@ class PlaceShares:
     """Of these, those that fail without notice (share)."""
 
 
+NEVER_THERE = PlaceShares(0.0, 0.0, 0.0, 0.0)
+
+
 def place_shares(fleet: FleetConfig, group: FleetGroupConfig, *, tensor_parallel: int) -> PlaceShares:
     """Return the shares of a place by the mean times of its group; ``tensor_parallel``: accelerators of an engine."""
     fails = 0.0 if group.mtbf_hours is None else tensor_parallel / (3600 * group.mtbf_hours)
@@ -79,111 +84,83 @@ def _binomial(number: int, share: float) -> FloatArray:
     return chances
 
 
+@dataclass(frozen=True, slots=True)
+class LongRun:
+    """Means over the time of a fleet of reserved and spot engines."""
+
+    reserved: int
+    spot: int
+    there: float
+    """Engines that are there (count)."""
+    tokens_per_s: float
+    spot_gpus: float
+    """Spot GPUs paid for (count)."""
+    usd_per_hour: float
+
+    @property
+    def usd_per_million_tokens(self) -> float:
+        """Money per million tokens (USD); the fleet makes progress."""
+        return self.usd_per_hour / (self.tokens_per_s * 3600 / 1e6)
+
+
 class FleetPlanner:
     """Compares fleets for a candidate whose engines have accelerators of their own.
 
     ``expected``: its throughput (tokens/s), with its ``band``; ``price``: of a reserved GPU that trains and of one that
-    generates (USD per hour).
+    generates (USD per hour); ``mtbf_hours``: of an accelerator, None: it never fails. ConfigError if failures leave the
+    trainer no chance to reach its next checkpoint, or engines no time to generate.
     """
 
     def __init__(
-        self, candidate: Candidate, screener: Screener, *, expected: float, band: Band, price: tuple[float, float]
+        self,
+        candidate: Candidate,
+        screener: Screener,
+        *,
+        expected: float,
+        band: Band,
+        price: tuple[float, float],
+        mtbf_hours: float | None,
     ) -> None:
         self._candidate, self._screener = candidate, screener
-        self._expected, self._band, self._price = expected, band, price
+        self._expected, self._band, self._price, self._mtbf_hours = expected, band, price, mtbf_hours
         config = candidate.config
         self._engine, self._training = config.cluster.tensor_parallel, config.training_accelerators
         self.engines = config.num_engines
-        self._rates: dict[int, float] = {0: 0.0}
+        self._rates = {0: 0.0, self.engines: expected}
+        self._screened = screener.screen(candidate).tokens_per_s
+        self._own = config.fleet or FleetConfig()
+        self._trainer = self._trainer_faults()
+        reserved = self.fleet(None, reserved=self.engines, spots=0)
+        parse_run(fleet_run(config, reserved).model_dump(mode="json", exclude_none=True), "plan")
+        if not self.long_run(reserved).tokens_per_s:
+            raise ConfigError(f"plan.mtbf_hours must leave engines time to generate, got {mtbf_hours:g}")
 
     def rate(self, engines: int) -> float:
         """Return the throughput with so many engines (tokens/s)."""
         if engines not in self._rates:
-            own, other = (
-                self._screener.screen(self._candidate.changed(cluster=self.cluster(number))).tokens_per_s
-                for number in (self.engines, engines)
-            )
-            self._rates[engines] = self._expected * other / own
+            other = self._candidate.changed(cluster=cluster_of(self._candidate.config, engines))
+            self._rates[engines] = self._expected * self._screener.screen(other).tokens_per_s / self._screened
         return self._rates[engines]
 
-    def cluster(self, engines: int) -> dict[str, int]:
-        """Return the accelerators of so many engines with the trainer, by key of ``[cluster]``."""
-        generating = engines * self._engine
-        return {"accelerators": generating + self._training, "generation_accelerators": generating}
-
-    def fleet(self, spot: SpotOffer | None, mtbf_hours: float | None, *, reserved: int, spots: int) -> FleetConfig:
-        """Return the table ``[fleet]`` of so many engines of each kind."""
-        own = self._candidate.config.fleet or FleetConfig()
-        groups = [FleetGroupConfig(name="reserved", engines=max(1, reserved), mtbf_hours=mtbf_hours)]
-        if spot is not None and spots:
-            offer = {**dict(spot), "mtbf_hours": mtbf_hours}
-            groups.append(FleetGroupConfig(name="spot", kind="spot", engines=spots, **offer))
-        trainer = None
-        if mtbf_hours is not None:
-            given = own.trainer
-            checkpoint_s = CHECKPOINT_S if given is None else given.checkpoint_s
-            trainer = TrainerFaultsConfig(
-                mtbf_hours=mtbf_hours,
-                checkpoint_every_s=daly_interval(checkpoint_s, 3600 * mtbf_hours / self._training),
-                checkpoint_s=checkpoint_s,
-                restart_s=RESTART_S if given is None else given.restart_s,
-            )
-        return own.model_copy(update={"groups": groups if reserved else groups[1:], "trainer": trainer})
-
-    def long_run(self, fleet: FleetConfig) -> tuple[float, float, float]:
-        """Return engines that are there, tokens/s, and money (USD per hour) of a fleet, means over time."""
-        numbers = {group.kind: group.engines for group in fleet.groups}
-        reserved, spot = numbers.get("reserved", 0), numbers.get("spot", 0)
-        shares = {group.kind: place_shares(fleet, group, tensor_parallel=self._engine) for group in fleet.groups}
-        none = PlaceShares(0.0, 0.0, 0.0, 0.0)
-        both = (shares.get("reserved", none), shares.get("spot", none))
-        probability_N = number_there(reserved, spot, both)
-        rate_N = np.array([self.rate(one) for one in range(len(probability_N))])
-        there = float(probability_N @ np.arange(len(probability_N)))
-        moved = sum(
-            number * self._lost_engine_s(fleet, one) for number, one in zip((reserved, spot), both, strict=True)
-        )
-        rate = float(probability_N @ rate_N) * max(0.0, 1 - moved / max(there, 1e-300)) * self.trainer_share(fleet)
-        prices = {group.kind: group.price_per_hour or self._price[1] for group in fleet.groups}
-        paid = [
-            (reserved * self._engine * both[0].paid, prices.get("reserved", 0.0)),
-            (spot * self._engine * both[1].paid, prices.get("spot", 0.0)),
-        ]
-        usd = self._training * self._price[0] + sum(number * each for number, each in paid)
-        return there, rate, usd
-
-    def row(self, fleet: FleetConfig) -> FleetRow:
-        """Return the numbers of a fleet that makes progress."""
-        numbers = {group.kind: group.engines for group in fleet.groups}
-        there, rate, usd = self.long_run(fleet)
-        per_million = usd / (rate * 3600 / 1e6)
-        return FleetRow(
-            reserved=numbers.get("reserved", 0),
-            spot=numbers.get("spot", 0),
-            there_mean=there,
-            tokens_per_s=rate,
-            usd_per_hour=usd,
-            usd_per_million_tokens=per_million,
-            band=Band(
-                low=per_million * self._expected / self._band.high, high=per_million * self._expected / self._band.low
-            ),
+    def _trainer_faults(self) -> TrainerFaultsConfig | None:
+        if self._mtbf_hours is None:
+            return None
+        given = self._own.trainer
+        checkpoint_s = CHECKPOINT_S if given is None else given.checkpoint_s
+        every_s = daly_interval(checkpoint_s, 3600 * self._mtbf_hours / self._training)
+        if given is not None and not checkpoint_s:  # nothing speaks against any interval
+            every_s = given.checkpoint_every_s
+        return TrainerFaultsConfig(
+            mtbf_hours=self._mtbf_hours,
+            checkpoint_every_s=every_s,
+            checkpoint_s=checkpoint_s,
+            restart_s=RESTART_S if given is None else given.restart_s,
         )
 
-    def _lost_engine_s(self, fleet: FleetConfig, place: PlaceShares) -> float:
-        """Return the engine-seconds of work that the end of a place's engines costs others, per second."""
-        config = self._candidate.config
-        sequences, answers = config.scheduler.generation_batch_size, self._screener.answers
-        context = answers.context
-        prefill = self._screener.resolved(config).prefill
-        again_s = prefill_s(prefill, sequences=sequences, tokens=sequences * context, squares=sequences * context**2)
-        per_engine = self.rate(self.engines) / self.engines
-        lost_tokens = sequences * min(fleet.stream_tokens, answers.lengths.mean_tokens) / 2
-        lost_s = lost_tokens / per_engine if per_engine else 0.0
-        return place.ends_per_s * (again_s + place.lost_share * lost_s)
-
-    def trainer_share(self, fleet: FleetConfig) -> float:
-        """Return the share of its time that the trainer makes progress."""
-        faults = fleet.trainer
+    @property
+    def trainer_share(self) -> float:
+        """Share of its time in which the trainer makes progress."""
+        faults = self._trainer
         if faults is None or faults.mtbf_hours is None:
             return 1.0
         return daly_share(
@@ -193,72 +170,115 @@ class FleetPlanner:
             mtbf_s=3600 * faults.mtbf_hours / self._training,
         )
 
-    def rows(self, spot: SpotOffer | None, mtbf_hours: float | None) -> Iterator[tuple[FleetRow, FleetConfig]]:
+    def fleet(self, spot: SpotOffer | None, *, reserved: int, spots: int) -> FleetConfig:
+        """Return the table ``[fleet]`` of so many engines of each kind."""
+        mtbf_hours, groups = self._mtbf_hours, list[FleetGroupConfig]()
+        if reserved:
+            groups.append(FleetGroupConfig(name="reserved", engines=reserved, mtbf_hours=mtbf_hours))
+        if spot is not None and spots:
+            groups.append(
+                FleetGroupConfig(name="spot", kind="spot", engines=spots, mtbf_hours=mtbf_hours, **dict(spot))
+            )
+        return self._own.model_copy(update={"groups": groups, "trainer": self._trainer})
+
+    def long_run(self, fleet: FleetConfig) -> LongRun:
+        """Return the means over the time of a fleet."""
+        numbers, shares = {"reserved": 0, "spot": 0}, dict.fromkeys(("reserved", "spot"), NEVER_THERE)
+        usd_per_hour, spot_gpus = self._training * self._price[0], 0.0
+        for group in fleet.groups:
+            numbers[group.kind] = group.engines
+            shares[group.kind] = one = place_shares(fleet, group, tensor_parallel=self._engine)
+            paid = group.engines * self._engine * one.paid
+            usd_per_hour += paid * (group.price_per_hour or self._price[1])
+            spot_gpus += paid if group.kind == "spot" else 0.0
+        probability_N = number_there(numbers["reserved"], numbers["spot"], (shares["reserved"], shares["spot"]))
+        rate_N = np.array([self.rate(one) for one in range(len(probability_N))])
+        there = float(probability_N @ np.arange(len(probability_N)))
+        moved = sum(numbers[kind] * self._lost_engine_s(fleet, shares[kind]) for kind in numbers)
+        rate = float(probability_N @ rate_N) * max(0.0, 1 - moved / max(there, 1e-300)) * self.trainer_share
+        return LongRun(numbers["reserved"], numbers["spot"], there, rate, spot_gpus, usd_per_hour)
+
+    def _lost_engine_s(self, fleet: FleetConfig, place: PlaceShares) -> float:
+        """Return the engine-seconds of work that the end of a place's engines costs others, per second."""
+        config, answers = self._candidate.config, self._screener.answers
+        sequences, context = config.scheduler.generation_batch_size, answers.context
+        prefill = self._screener.resolved(config).prefill
+        again_s = prefill_s(prefill, sequences=sequences, tokens=sequences * context, squares=sequences * context**2)
+        lost_tokens = sequences * min(fleet.stream_tokens, answers.lengths.mean_tokens) / 2
+        lost_s = lost_tokens * self.engines / self._expected
+        return place.ends_per_s * (again_s + place.lost_share * lost_s)
+
+    def fleets(self, spot: SpotOffer | None) -> Iterator[tuple[LongRun, FleetConfig]]:
         """Yield the reserved fleet, then for fewer reserved engines the fewest spot ones that are as fast."""
-        fleet = self.fleet(None, mtbf_hours, reserved=self.engines, spots=0)
-        yield (base := self.row(fleet)), fleet
+        fleet = self.fleet(None, reserved=self.engines, spots=0)
+        yield (base := self.long_run(fleet)), fleet
         enough = (1 - TIE) * base.tokens_per_s
         for piece in range(PIECES - 1, -1, -1) if spot is not None else ():
             reserved = round(self.engines * piece / PIECES)
-            low, high = self.engines - reserved, MOST_ENGINES * self.engines - reserved
-            while low < high:
-                middle = (low + high) // 2
-                fleet = self.fleet(spot, mtbf_hours, reserved=reserved, spots=middle)
-                low, high = (low, middle) if self.long_run(fleet)[1] >= enough else (middle + 1, high)
-            fleet = self.fleet(spot, mtbf_hours, reserved=reserved, spots=low)
-            if self.long_run(fleet)[1] >= enough:
-                yield self.row(fleet), fleet
+            several = [
+                self.fleet(spot, reserved=reserved, spots=spots)
+                for spots in range(self.engines - reserved, MOST_ENGINES * self.engines - reserved + 1)
+            ]
+            place = bisect_left(several, enough, key=lambda one: self.long_run(one).tokens_per_s)
+            if place < len(several):
+                yield self.long_run(several[place]), several[place]
 
-    def pays(self, spot: SpotOffer, mtbf_hours: float | None) -> bool:
+    def pays(self, spot: SpotOffer) -> bool:
         """Return whether the cheapest fleet has spot engines."""
-        rows = (row for row, _ in self.rows(spot, mtbf_hours))
-        return min(rows, key=lambda row: row.usd_per_million_tokens).spot > 0
+        return min((run for run, _ in self.fleets(spot)), key=lambda run: run.usd_per_million_tokens).spot > 0
 
-    def flips(self, spot: SpotOffer, mtbf_hours: float | None) -> tuple[float | None, float | None]:
-        """Return the largest spot price (USD per hour) and the shortest mean time until a reclaim (hours) that pay.
+    def flip_price(self, spot: SpotOffer) -> float | None:
+        """Return the largest price of a spot GPU-hour that pays (USD); None if none does."""
+        base, *others = (run for run, _ in self.fleets(spot))
+        prices = [
+            spot.price_per_hour
+            + (base.usd_per_million_tokens / run.usd_per_million_tokens - 1) * run.usd_per_hour / run.spot_gpus
+            for run in others
+            if run.spot
+        ]
+        return max((price for price in prices if price > 0), default=None)
 
-        None: no such price is above 0, or no time between ``HOURS`` makes a difference.
-        """
-        base, *others = (row for row, _ in self.rows(spot, mtbf_hours))
-        prices = []
-        for row in (one for one in others if one.spot):
-            paid = (
-                row.usd_per_hour - self._training * self._price[0] - row.reserved * self._engine * self._price[1]
-            ) / (spot.price_per_hour)
-            allowed = base.usd_per_million_tokens * row.tokens_per_s * 3600 / 1e6
-            prices.append(spot.price_per_hour + (allowed - row.usd_per_hour) / paid)
-        price = max([one for one in prices if one > 0], default=None)
+    def flip_hours(self, spot: SpotOffer) -> float | None:
+        """Return the shortest mean time until a reclaim that pays (hours); None if none of ``HOURS`` changes that."""
 
         def pays(hours: float) -> bool:
-            return self.pays(spot.model_copy(update={"reclaim_hours": hours}), mtbf_hours)
+            return self.pays(spot.model_copy(update={"reclaim_hours": hours}))
 
         low, high = HOURS
         if pays(low) or not pays(high):
-            return price, None
+            return None
         while high / low > 1.01:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if pays(middle) else (middle, high)
-        return price, high
+        return high
 
+    def report(self, spot: SpotOffer | None) -> FleetPlan:
+        """Return the fleets compared."""
+        runs, fleets = zip(*self.fleets(spot), strict=True)
+        best = int(np.argmin([run.usd_per_million_tokens for run in runs]))
+        return FleetPlan(
+            rows=[self._row(run) for run in runs],
+            best=best,
+            fleet=fleets[best],
+            spot_price=None if spot is None else spot.price_per_hour,
+            flip_price=None if spot is None else self.flip_price(spot),
+            reclaim_hours=None if spot is None else spot.reclaim_hours,
+            flip_hours=None if spot is None else self.flip_hours(spot),
+            checkpoint_every_s=None if self._trainer is None else self._trainer.checkpoint_every_s,
+            trainer_share=self.trainer_share,
+        )
 
-def plan_fleet(planner: FleetPlanner, spot: SpotOffer | None, mtbf_hours: float | None) -> FleetPlan:
-    """Return the fleets compared."""
-    rows = list(planner.rows(spot, mtbf_hours))
-    best = int(np.argmin([row.usd_per_million_tokens for row, _ in rows]))
-    fleet = rows[best][1]
-    flip_price, flip_hours = (None, None) if spot is None else planner.flips(spot, mtbf_hours)
-    return FleetPlan(
-        rows=[row for row, _ in rows],
-        best=best,
-        accelerators=planner.cluster(sum(group.engines for group in fleet.groups))["accelerators"],
-        fleet=fleet,
-        spot_price=None if spot is None else spot.price_per_hour,
-        flip_price=flip_price,
-        reclaim_hours=None if spot is None else spot.reclaim_hours,
-        flip_hours=flip_hours,
-        checkpoint_every_s=None if fleet.trainer is None else fleet.trainer.checkpoint_every_s,
-        trainer_share=planner.trainer_share(fleet),
-    )
+    def _row(self, run: LongRun) -> FleetRow:
+        usd = run.usd_per_million_tokens * self._expected
+        return FleetRow(
+            reserved=run.reserved,
+            spot=run.spot,
+            there_mean=run.there,
+            tokens_per_s=run.tokens_per_s,
+            usd_per_hour=run.usd_per_hour,
+            usd_per_million_tokens=run.usd_per_million_tokens,
+            band=Band(low=usd / self._band.high, high=usd / self._band.low),
+        )
 
 
 def lending(candidate: Candidate, switch_s: float) -> Candidate:
@@ -271,8 +291,13 @@ def lending(candidate: Candidate, switch_s: float) -> Candidate:
     return replace(candidate, config=config.model_copy(update={"fleet": fleet}), label=f"{candidate.label} lending")
 
 
-def fleet_run(config: RunConfig, plan: FleetPlan) -> RunConfig:
-    """Return the run file of the cheapest fleet."""
-    generating = plan.accelerators - config.training_accelerators
-    sizes = {"accelerators": plan.accelerators, "generation_accelerators": generating}
-    return with_values(config, cluster=sizes).model_copy(update={"fleet": plan.fleet})
+def cluster_of(config: RunConfig, engines: int) -> dict[str, int]:
+    """Return the accelerators of so many engines beside the trainer of a run, by key of ``[cluster]``."""
+    generating = engines * config.cluster.tensor_parallel
+    return {"accelerators": generating + config.training_accelerators, "generation_accelerators": generating}
+
+
+def fleet_run(config: RunConfig, fleet: FleetConfig) -> RunConfig:
+    """Return a run file with another fleet of reserved and spot engines."""
+    sizes = cluster_of(config, sum(group.engines for group in fleet.groups))
+    return with_values(config, cluster=sizes).model_copy(update={"fleet": fleet})

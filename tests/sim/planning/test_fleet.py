@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import message
 from tiny_plan import planned, refused, tiny_run
 
 from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig, SpotOffer
@@ -15,7 +16,7 @@ from pipelinerl.config.run import RunConfig, load_run, parse_run
 from pipelinerl.records.plan_report import Band
 from pipelinerl.records.run_folder import FLEET_FILE
 from pipelinerl.theory.checkpoints import daly_interval, daly_share
-from sim.planning.fleet import FleetPlanner, fleet_run, number_there, place_shares, plan_fleet
+from sim.planning.fleet import FleetPlanner, fleet_run, number_there, place_shares
 from sim.planning.screen import Screener, own_candidate
 from sim.planning.space import SearchSpace
 from sim.run import simulate
@@ -37,11 +38,13 @@ def run_of(**tables: Any) -> RunConfig:
     )
 
 
-def planner_of(config: RunConfig, *, expected: float = 32.0) -> FleetPlanner:
+def planner_of(config: RunConfig, *, expected: float = 32.0, mtbf_hours: float | None = None) -> FleetPlanner:
     space = SearchSpace.of(config)
     band = Band(low=expected / 2, high=expected * 2)
     screener = Screener(config, space.answers)
-    return FleetPlanner(own_candidate(space), screener, expected=expected, band=band, price=(2.0, 2.0))
+    return FleetPlanner(
+        own_candidate(space), screener, expected=expected, band=band, price=(2.0, 2.0), mtbf_hours=mtbf_hours
+    )
 
 
 def test_the_shares_of_a_place_by_hand():
@@ -73,27 +76,21 @@ def test_a_long_simulation_has_the_predicted_throughput_and_money():
     four of these are passed once in 16,000 times. 1 % more for what a moved rollout repeats."""
     config = run_of(price={"gpu_hour": 2.0})
     planner = planner_of(config)
-    fleet = planner.fleet(OFFER, None, reserved=4, spots=4)
-    row = planner.row(fleet)
-    report = simulate(fleet_run(config, plan_fleet_of(fleet, config)))
+    fleet = planner.fleet(OFFER, reserved=4, spots=4)
+    run = planner.long_run(fleet)
+    report = simulate(fleet_run(config, fleet))
     assert report.fleet is not None
     assert report.fleet.left > 400
-    assert report.fleet.engines_mean == pytest.approx(row.there_mean, rel=0.024)
-    assert report.tokens_per_s == pytest.approx(row.tokens_per_s, rel=0.034)
+    assert report.fleet.engines_mean == pytest.approx(run.there, rel=0.024)
+    assert report.tokens_per_s == pytest.approx(run.tokens_per_s, rel=0.034)
     assert report.cost is not None
     assert report.cost.usd is not None
-    assert report.cost.usd / (report.duration_s / 3600) == pytest.approx(row.usd_per_hour, rel=0.024)
-
-
-def plan_fleet_of(fleet: FleetConfig, config: RunConfig) -> Any:
-    """Return a fleet as the part of a plan that ``fleet_run`` reads."""
-    plan = plan_fleet(planner_of(config), OFFER, None)
-    return plan.model_copy(update={"fleet": fleet, "accelerators": config.cluster.accelerators})
+    assert report.cost.usd / (report.duration_s / 3600) == pytest.approx(run.usd_per_hour, rel=0.024)
 
 
 def test_money_without_spot_engines_by_hand():
     """Nine GPUs at 2 USD: 18 USD per hour, 32 tokens/s: 156.25 USD per million; the band of the plan turned round."""
-    row = planner_of(run_of()).row(FleetConfig(groups=[FleetGroupConfig(name="r", engines=8)]))
+    (row,) = planner_of(run_of()).report(None).rows
     assert (row.usd_per_hour, row.tokens_per_s) == pytest.approx((18.0, 32.0))
     assert row.usd_per_million_tokens == pytest.approx(156.25)
     assert (row.band.low, row.band.high) == pytest.approx((78.125, 312.5))
@@ -101,35 +98,34 @@ def test_money_without_spot_engines_by_hand():
 
 def test_every_fleet_is_as_fast_with_the_fewest_spot_engines():
     planner = planner_of(run_of())
-    (base, _), *others = planner.rows(OFFER, None)
+    (base, _), *others = planner.fleets(OFFER)
     assert (base.reserved, base.spot) == (8, 0)
     assert [row.reserved for row, _ in others] == [7, 6, 5, 4, 3, 2, 1, 0]
     for row, _ in others:
-        fewer = planner.row(planner.fleet(OFFER, None, reserved=row.reserved, spots=row.spot - 1))
+        fewer = planner.long_run(planner.fleet(OFFER, reserved=row.reserved, spots=row.spot - 1))
         assert fewer.tokens_per_s < 0.97 * base.tokens_per_s <= row.tokens_per_s
 
 
 def test_at_the_flip_price_a_fleet_with_spot_engines_costs_as_much_and_above_it_none_pays():
     planner = planner_of(run_of())
-    price, _ = planner.flips(OFFER, None)
+    price = planner.flip_price(OFFER)
     assert price is not None
     for factor, pays in ((0.99, True), (1.01, False)):
         offer = OFFER.model_copy(update={"price_per_hour": factor * price})
-        assert planner.pays(offer, None) is pays
+        assert planner.pays(offer) is pays
 
 
 def test_at_the_flip_rate_spot_engines_begin_to_pay():
     planner = planner_of(run_of())
     offer = OFFER.model_copy(update={"price_per_hour": 1.9})
-    _, hours = planner.flips(offer, None)
+    hours = planner.flip_hours(offer)
     assert hours is not None
     for factor, pays in ((0.97, False), (1.03, True)):
-        assert planner.pays(offer.model_copy(update={"reclaim_hours": factor * hours}), None) is pays
+        assert planner.pays(offer.model_copy(update={"reclaim_hours": factor * hours})) is pays
 
 
 def test_a_trainer_that_fails_checkpoints_at_dalys_interval_and_loses_his_share():
-    planner = planner_of(run_of())
-    plan = plan_fleet(planner, None, 10.0)
+    plan = planner_of(run_of(), mtbf_hours=10.0).report(None)
     every_s = daly_interval(20.0, 36_000.0)
     assert plan.checkpoint_every_s == pytest.approx(every_s)
     assert plan.trainer_share == pytest.approx(daly_share(every_s, checkpoint_s=20, restart_s=300, mtbf_s=36_000))
@@ -168,8 +164,22 @@ def test_a_plan_that_is_not_asked_for_fleets_has_none():
 def test_fleets_need_prices_and_engines_apart():
     config = tiny_run(SPOT, "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}")
     assert config.price is None
-    message = refused(SPOT, "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}")
-    assert "price.gpu_hour" in message
+    for asks in (SPOT, "plan.mtbf_hours=9", "plan.lend_switch_s=1"):
+        message = refused(asks, "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}")
+        assert "price.gpu_hour" in message
     report = planned(SPOT, "plan.schedulers=['conventional']")
     assert report.fleet is None
     assert any("plan.schedulers" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("hours", "line"),
+    [
+        (0.01, "plan: fleet.trainer.mtbf_hours must leave 1 accelerators a mean of at least"),
+        (0.05, "plan.mtbf_hours must leave engines time to generate, got 0.05"),
+    ],
+)
+def test_failures_that_stop_everything_are_refused(hours, line):
+    """Eight engines of four slots: each of them lasts 180 s, of which it starts for 600 s."""
+    slow = {"start_s": 600.0, "trainer": {"checkpoint_every_s": 60.0}} if hours == 0.05 else None
+    assert message(planner_of, run_of(fleet=slow), mtbf_hours=hours).startswith(line)
