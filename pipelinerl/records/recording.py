@@ -130,8 +130,7 @@ class Recording:
                 self._begin(out, new=go_on_from is None)
                 self._trace = TraceWriter(out / TRACE_FILE, config, self._opened(TRACE_FILE)) if trace else None
             except BaseException:
-                for file in self._files.values():
-                    file.close()
+                self.close()
                 raise
 
     def _begin(self, out: Path, *, new: bool) -> None:
@@ -207,12 +206,12 @@ class Recording:
 
     def close(self) -> None:
         """Close the files."""
-        if self._trace is not None:
-            self._trace.close()
         with contextlib.ExitStack() as files:  # all are closed, also where one cannot be
             for name, file in self._files.items():
                 files.enter_context(writing(self._digests[name].path))
                 files.callback(file.close)
+            if self._trace is not None:
+                files.callback(self._trace.close)
 
     def report(self, measured: RunMeasurements | None = None) -> RunReport:
         """Return the numbers of the run so far; ``measured`` are those that the ledger cannot know."""
