@@ -150,10 +150,10 @@ def joined(first: VersionSpans, second: VersionSpans) -> VersionSpans:
 
 def first_tokens(spans: VersionSpans, number: int) -> VersionSpans:
     """Return the spans of the first ``number`` tokens, of which there are as many."""
-    num_spans = bisect_left(spans.ends, number)
     if not number:
         return NO_TOKENS
-    return VersionSpans(spans.versions[: num_spans + 1], (*spans.ends[:num_spans], number))
+    last = bisect_left(spans.ends, number)
+    return VersionSpans(spans.versions[: last + 1], (*spans.ends[:last], number))
 
 
 @value

@@ -335,7 +335,8 @@ class RolloutPool:
 
     def stop_taking(self, engine: int) -> None:
         """Start nothing more on an engine; rollouts that wait for it start where there is room."""
-        self.slots.hold(engine)
+        if not self.slots.is_held(engine):
+            self.slots.hold(engine)
         self.leaving.add(engine)
         waiting = self._returning.pop(engine, {})
         self._num_returning -= len(waiting)

@@ -83,9 +83,8 @@ class EngineSlots:
         return engine in self._loads
 
     def hold(self, engine: int) -> None:
-        """Withhold the slots of an engine until it is released."""
-        if engine in self._held:
-            return
+        """Withhold the slots of an engine that is not held, until it is released."""
+        assert engine not in self._held
         self._held.add(engine)
         self.num_free -= self._num_free_on(engine)
         self._loads[engine] += self._full
@@ -98,6 +97,10 @@ class EngineSlots:
             self.num_free += self._num_free_on(engine)
             if load < self._full:
                 self._push(load)
+
+    def is_held(self, engine: int) -> bool:
+        """Return whether the slots of an engine are withheld."""
+        return engine in self._held
 
     def add(self, engine: int) -> None:
         """Add an engine, held."""
@@ -116,7 +119,7 @@ class EngineSlots:
 
     def num_used(self, engine: int) -> int:
         """Return the slots in use of an engine (count)."""
-        return self._slots_per_engine - self._num_free_on(engine) - self._slots_per_engine * (engine in self._held)
+        return self._loads[engine] // ID_LIMIT - self._slots_per_engine * self.is_held(engine)
 
     def _num_free_on(self, engine: int) -> int:
         return self._slots_per_engine - self._loads[engine] // ID_LIMIT

@@ -84,13 +84,14 @@ def test_a_slot_comes_from_the_engine_with_most_free_slots(engines, slots_per_en
             slow.remove(engine)
             gone.append(engine)
             engines = [one for one in engines if one != engine]
-        elif move in ("hold", "release"):
+        elif move == "release" or (move == "hold" and engine not in slow.held):
             getattr(fast, move)(engine)
             getattr(slow, move)(engine)
         assert fast.num_free == slow.num_free
         for one in engines + gone:
             assert fast.has_free(one) == slow.has_free(one)
             assert (one in fast) == (one in slow.free_on)
+        assert [fast.is_held(one) for one in engines] == [one in slow.held for one in engines]
         assert [fast.num_used(one) for one in engines] == [taken.count(one) for one in engines]
 
 
