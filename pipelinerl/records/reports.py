@@ -382,14 +382,12 @@ class Prices:
 
         ``groups``: those of a fleet, which are in place of the engines of the run.
         """
-        training, generating = config.training_accelerators, float(config.generation_accelerators)
+        training = config.training_accelerators
         environments = 0 if config.environment is None else config.environment.count * self.environment_usd
-        if config.colocated:
-            generating = 0.0
-        engines = [(generating, self.generation_usd)]
-        if groups:
-            generating = sum(one.gpus_paid for one in groups)
-            engines = [(one.gpus_paid, one.usd_per_gpu_hour) for one in groups]
+        engines = [(one.gpus_paid, one.usd_per_gpu_hour) for one in groups]
+        if not groups and not config.colocated:
+            engines = [(config.generation_accelerators, self.generation_usd)]
+        generating = sum(number for number, _ in engines)
         usd = _together((training, self.gpu_usd), *engines)
         return Rates(
             training + generating,
