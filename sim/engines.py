@@ -1,14 +1,14 @@
 """The engines of a simulated fleet: they join, get notice and leave by the lives of their machines.
 
-Theory of operation. Each place of a group has one engine at a time, or none, and is in one of four states, whose
-seconds are added up. An engine is ``starting`` from the return of its machine on: ``start_s``, then the newest weights
-published by then, as long as a transfer and a pause take. It joins with them and is ``there`` until its life ends; then
-the place is away, as ``failed`` or ``reclaimed``. Machines there at second 0 are
-loaded. An engine that fails has reported the tokens of its rollouts at every multiple of ``stream_tokens``; one that is
-reclaimed with notice, all of them. A rollout's last token is known only with its end.
+Theory of operation. Each place of a group has one engine at a time, or none. It is in one of five states, whose
+seconds are added up. From the return of its machine on an engine is ``starting``: for ``start_s``, then while it loads
+the newest weights published by then, as long as a transfer and a pause take. It joins with them and is ``there`` until
+its life ends; then the place is ``failed`` or ``reclaimed``. Machines that are there at second 0 are loaded. An engine
+that fails has reported the tokens of its rollouts at every multiple of ``stream_tokens``; one that is reclaimed with
+notice, all of them. A rollout's last token is known only with its end.
 
-Lent engines join when the trainer begins to wait with little ready; when it has a batch they leave, with all their
-tokens known, and it trains after the switch.
+A lent engine joins when the trainer begins to wait with little ready. When the trainer has a batch, the engine leaves,
+all its tokens are known, and the trainer trains after the switch; the place is in state ``training`` then.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ class FleetGroupConfig(StrictModel):
     kind: Literal["reserved", "spot", "lent"] = "reserved"
     """``spot`` engines can be reclaimed; ``lent`` ones are on accelerators of the trainer while it waits for data."""
     engines: Accelerators
-    """Engines; all groups but lent ones together have those of the run (count)."""
+    """Engines of the group. The groups that are not lent add up to the engines of the run (count)."""
     gpu: str | None = None
-    """Kind of GPU, as ``hardware.gpu``, of whose engines the hardware is derived. None: that of the other engines."""
+    """GPU of the group, as ``hardware.gpu``. Its speeds are derived. None: the GPU of the run's engines."""
     price_per_hour: float | None = Field(default=None, gt=0)
-    """Price of a GPU-hour (USD). None: that of ``[price]``, or with ``gpu`` not known."""
+    """Price of a GPU-hour (USD). None: the price in ``[price]``; with ``gpu`` no price is known."""
     mtbf_hours: Hours | None = None
     """Mean time between failures of an accelerator, without notice (hours). None: never."""
     repair_s: Seconds = 600.0

@@ -7,8 +7,8 @@ Lag of a token = version it is trained at - version that sampled it (optimizer s
 finished (by the trainer's version then), *in queue* from then on. All lags are weighted by tokens.
 
 An engine is *there* from its joining until it has left, and *busy* while it has a rollout in progress and is not paused
-for a weight update. *Utilisation*: of generation busy over all seconds that engines are there, of training the
-trainer's working seconds over those of the run.
+for a weight update. *Utilisation* of generation: busy seconds over the seconds that engines are there. *Utilisation* of
+training: the seconds in which the trainer works over the seconds of the run.
 """
 
 from __future__ import annotations
