@@ -387,6 +387,32 @@ class RunLedger:
 # ------------------------------------------------------------------------------------------- fleet
 
 
+MOST_POINTS = 1024
+"""Points in time of what is kept over time, at most (count)."""
+
+
+class PointsInTime:
+    """Numbers over time, kept after every so many changes (mutable). Of ``MOST_POINTS`` every second one is dropped."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, ...]] = []
+        """Time (s), and the numbers."""
+        self._num_changes, self._every, self._next = 0, 1, 1
+
+    def is_due(self) -> bool:
+        """Count a change; return whether the numbers after it are to be added."""
+        self._num_changes += 1
+        return self._num_changes == self._next
+
+    def add(self, point: tuple[float, ...]) -> None:
+        """Add a time and its numbers."""
+        self.points.append(point)
+        if len(self.points) == MOST_POINTS:
+            del self.points[::2]
+            self._every *= 2
+        self._next = (self._num_changes // self._every + 1) * self._every
+
+
 class FleetLedger:
     """Engines that join and leave (mutable); those there at the start have the ids from 0 to below ``num_engines``."""
 
@@ -398,8 +424,7 @@ class FleetLedger:
         self._gone_s = 0.0
         self._num_joined = self._num_left = 0
         self._lost_tokens: int | None = 0
-        self._there: list[tuple[float, int]] = [(0.0, num_engines)]
-        self._every = 1
+        self._num_first, self._there = num_engines, PointsInTime()
 
     def joined(self, time_s: float, engine: int) -> None:
         """Record an engine that joins."""
@@ -418,13 +443,8 @@ class FleetLedger:
         self._moved(time_s)
 
     def _moved(self, time_s: float) -> None:
-        """Keep the number of engines at times; of more than ``MOST_POINTS`` points every second one is dropped."""
-        if (self._num_joined + self._num_left) % self._every:
-            return
-        self._there.append((time_s, len(self._since_s)))
-        if len(self._there) == MOST_POINTS:
-            del self._there[1::2]
-            self._every *= 2
+        if self._there.is_due():
+            self._there.add((time_s, len(self._since_s)))
 
     def there_s(self, duration_s: float) -> float:
         """Return the seconds that engines were there, added up."""
@@ -434,8 +454,8 @@ class FleetLedger:
         """Return the number of engines over time; None if none has joined or left."""
         if not (self._num_joined or self._num_left):
             return None
-        there = [*self._there, (duration_s, len(self._since_s))]
-        return EnginesOverTime(time_s=[time_s for time_s, _ in there], engines=[count for _, count in there])
+        there = [(0.0, self._num_first), *self._there.points, (duration_s, len(self._since_s))]
+        return EnginesOverTime(time_s=[one[0] for one in there], engines=[int(one[1]) for one in there])
 
     def report(self, duration_s: float, steps: Sequence[StepRow]) -> FleetReport | None:
         """Return the numbers of the run; None if no engine has joined or left."""
@@ -454,10 +474,6 @@ class FleetLedger:
 
 
 # ------------------------------------------------------------------------------------------- turns
-
-
-MOST_POINTS = 1024
-"""Points in time of ``places`` (count)."""
 
 
 class Place(StrEnum):
@@ -494,8 +510,7 @@ class TurnLedger:
         self._trained: Counter[int] = Counter()  # rollouts by their number of turns
         self._dropped: Counter[int] = Counter()
         self._counts = dict.fromkeys(Place, 0)  # open rollouts by place
-        self._places: list[tuple[float, ...]] = []  # time, and these counts: after every ``_every`` moves
-        self._num_moves, self._every, self._next_point = 0, 1, 1
+        self._places = PointsInTime()  # of these counts
 
     def event(self, time_s: float, event: Event) -> None:
         """Record an event."""
@@ -583,14 +598,14 @@ class TurnLedger:
         modelled = None
         if drift is not None:
             modelled = [modelled_ess(drift, one).mean if one.any() else None for one in tokens_KG]
-        over_time = {place.value: [int(row[1 + at]) for row in self._places] for at, place in enumerate(Place)}
+        over_time = {place.value: [int(row[1 + at]) for row in self._places.points] for at, place in enumerate(Place)}
         return TurnsProfile(
             lag_mean=[lags / tokens if tokens else None for lags, tokens in zip(lag_sums_K, tokens_K, strict=True)],
             tokens=tokens_K,
             ess_modelled=modelled,
             trained=[self._trained[number] for number in num_turns],
             dropped=[self._dropped[number] for number in num_turns],
-            places=PlacesOverTime(time_s=[row[0] for row in self._places], **over_time),
+            places=PlacesOverTime(time_s=[row[0] for row in self._places.points], **over_time),
         )
 
     def _worked(self, seconds: EngineSeconds | None) -> None:
@@ -612,15 +627,8 @@ class TurnLedger:
         self._moved(time_s)
 
     def _moved(self, time_s: float) -> None:
-        """Keep the numbers by place at times; of more than ``MOST_POINTS`` points every second one is dropped."""
-        self._num_moves += 1
-        if self._num_moves != self._next_point:
-            return
-        self._places.append((time_s, *self._counts.values()))
-        if len(self._places) == MOST_POINTS:
-            del self._places[::2]
-            self._every *= 2
-        self._next_point = (self._num_moves // self._every + 1) * self._every
+        if self._places.is_due():
+            self._places.add((time_s, *self._counts.values()))
 
     def report(self, duration_s: float, *, finished: int) -> EnvironmentReport:
         """Return the numbers of the run after so many seconds, with ``finished`` rollouts."""
