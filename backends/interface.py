@@ -374,6 +374,14 @@ class Codec(Protocol):
 
 
 @runtime_checkable
+class OnHost(Protocol):
+    """An engine on a machine that has a name."""
+
+    host: str
+    """Empty until it has started."""
+
+
+@runtime_checkable
 class Sender(Protocol):
     """The trainer's part in a group of processes that weights are sent through."""
 
@@ -424,11 +432,21 @@ class GroupMembers:
 
 
 @dataclass(frozen=True, slots=True)
+class MoreEngines:
+    """How a run gets engines beside those that it begins with, and what has become of those that it gives back."""
+
+    make: Callable[[int], Engine]
+    """The engine of a new place, whose accelerators may come later: until then it does not start."""
+    vacant: set[int] = field(default_factory=set)
+    """Places whose engines the run has removed; their accelerators are set aside until its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of one run, not yet started; the driver starts them and shuts them down."""
 
-    engines: Mapping[int, Engine]
-    """By engine id: 0 to ``config.num_engines`` - 1."""
+    engines: dict[int, Engine]
+    """By place: 0 to ``config.num_engines`` - 1; the driver adds more."""
     trainer: Trainer
     codec: Codec
     reference: Reference | None = None
@@ -441,6 +459,8 @@ class Parts:
     """Measures, once all parts are up, links with so many bytes and whether all see a file."""
     launch: Launch = LocalWorker.launched
     """Starts processes of environments and of rewards, here or on other machines."""
+    more: MoreEngines | None = None
+    """None: no engine can be added or removed."""
 
 
 class Backend(Protocol):

@@ -65,14 +65,18 @@ class RayBackend:
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
         """Set accelerators aside on Ray and make the parts there; see ``interface.Backend``."""
         from backends.ray.cluster import ray_cluster
-        from backends.ray.placement import accelerators, make_parts, shares
+        from backends.ray.placement import accelerators, make_parts, more_engines, shares
 
         train, where = config.train_table, config.train_table.weights_folder
+        logs = None if logs is None else logs.resolve()
         with ray_cluster(train.ray_address) as lost, accelerators(config) as places, temporary_folder(where) as folder:
             if train.ray_address is not None and train.device == "gpu":
                 self.trainer.check_machines(config, shares(config, places))
-            parts = make_parts(config, places, engine=self.engine, trainer=self.trainer, folder=folder, logs=logs)
-            yield replace(parts, lost=lost)
+            with more_engines(config, engine=self.engine, folder=folder, logs=logs) as more:
+                parts = make_parts(
+                    config, places, engine=self.engine, trainer=self.trainer, folder=folder, logs=logs, more=more
+                )
+                yield replace(parts, lost=lost)
 
 
 def backend_of(train: TrainConfig) -> RayBackend:

@@ -79,18 +79,37 @@ def _write_owner(folder: Path, owner: Owner) -> None:
     (folder / OWNER_FILE).write_text(json.dumps(owner._asdict()), encoding="utf-8")
 
 
+def _numbered(folder: Path, number: int) -> Path:
+    return folder / f"driver-{number}"
+
+
+def _numbers(folder: Path) -> list[int]:
+    names = [name.removeprefix("driver-") for name in os.listdir(folder) if name.startswith("driver-")]
+    return sorted([0, *(int(name) for name in names if name.isdecimal())])
+
+
+def driver_folder(folder: Path) -> Path | None:
+    """Return the folder of the driver of a run's folder; None: it has none, or that is dead."""
+    with contextlib.suppress(OSError):
+        own = _numbered(folder, _numbers(folder)[-1])
+        owner = _owner_of(own)
+        return own if owner is not None and owner.lives() is not False else None
+    return None
+
+
 class DriverLock:
     """The right to write to the folder of a run; see ``driving``. ``id`` is its driver's.
 
-    ``unfinished`` is a folder for what is not whole yet: nothing can be moved out of it when the right is lost.
+    ``own`` is the folder of its driver. ``unfinished`` is one in it for what is not whole yet: nothing can be moved out
+    of it when the right is lost.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.id, self._me = folder, secrets.token_hex(4), this_process()
         try:
             self._number = self._taken()
-            self._own = self._folder(self._number)
-            self.unfinished = self._own / self.id
+            self.own = self._folder(self._number)
+            self.unfinished = self.own / self.id
             self.unfinished.mkdir()
             for number in self._numbers():
                 with contextlib.suppress(FileNotFoundError):
@@ -134,11 +153,10 @@ class DriverLock:
         LOG.warning("%s is taken over from %s: %s", self.folder, who, why)
 
     def _folder(self, number: int) -> Path:
-        return self.folder / f"driver-{number}"
+        return _numbered(self.folder, number)
 
     def _numbers(self) -> list[int]:
-        names = [name.removeprefix("driver-") for name in os.listdir(self.folder) if name.startswith("driver-")]
-        return sorted([0, *(int(name) for name in names if name.isdecimal())])
+        return _numbers(self.folder)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
@@ -149,8 +167,8 @@ class DriverLock:
         """Give a sign of life, and look; ``RunFailedError`` if another driver has taken over."""
         me = json.dumps(self._me._asdict()).encode()
         try:
-            os.utime(self._own)
-            if self._numbers()[-1] == self._number and (self._own / OWNER_FILE).read_bytes() == me:
+            os.utime(self.own)
+            if self._numbers()[-1] == self._number and (self.own / OWNER_FILE).read_bytes() == me:
                 return
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # it may pass: the next look will tell
@@ -161,8 +179,8 @@ class DriverLock:
         """End the right: the next driver need not wait."""
         self._closed.set()
         shutil.rmtree(self.unfinished, ignore_errors=True)
-        if _owner_of(self._own) in (self._me, None):
-            shutil.rmtree(self._own, ignore_errors=True)
+        if _owner_of(self.own) in (self._me, None):
+            shutil.rmtree(self.own, ignore_errors=True)
 
 
 @contextlib.contextmanager

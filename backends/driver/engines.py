@@ -3,10 +3,14 @@
 Theory of operation. An engine has a *place*: its accelerators, and the object that starts it there. Any call can find
 that it is lost. Then it leaves: its requests end, and the scheduler hears of it by ``Fleet``. It is started again in
 its place, once, however many calls notice the loss. With the newest published weights it is *up*, and joins under a
-new id. A place where it cannot be started is given up. Without any engine the run fails.
+new id. A place where it cannot be started is given up: it joins again when its accelerators are back, as a place that
+is added joins when there are any. Without any engine the run fails.
+
+An engine that is removed takes nothing new. It ends with its last request, or after a notice: then its rollouts go on
+elsewhere with all their tokens. Its place is free for the next engine that is added.
 
 Calls of evaluations wait until their engine is up; where its place is given up, another engine answers. While an engine
-drains, all requests wait until it is *open*.
+waits for its requests to load weights, new ones wait until it is *open*.
 """
 
 from __future__ import annotations
@@ -20,12 +24,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
-from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
+from backends.interface import Engine, Generated, GenerateRequest, MoreEngines, UpdateTimes, Weights
 from pipelinerl.errors import EngineLostError
 from pipelinerl.scheduler.events import WeightUpdate
 
 LOG = logging.getLogger("pipelinerl")
 HOUR_S = 3600.0
+RETRY_S = 20.0
+"""Between two starts at a place that may have no accelerators."""
+END_S = 30.0
+"""For the requests of an engine that is removed to end, once they are aborted."""
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -44,7 +52,9 @@ class EngineHandle:
         self.idle.set()
         self.open = asyncio.Event()  # it may be asked: it is not drained
         self.open.set()
-        self._num_asked = self._num_closed = 0
+        self.was_lost = False
+        self.asked: set[int] = set()  # rollouts in progress
+        self._num_closed = 0
         self.changing = asyncio.Lock()
         """Held while it starts, loads or sleeps."""
 
@@ -61,13 +71,13 @@ class EngineHandle:
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Generate one answer; ``serving`` has just returned this engine."""
-        self._num_asked += 1
+        self.asked.add(request.rollout_id)
         self.idle.clear()
         try:
             return await self.engine.generate(request)
         finally:
-            self._num_asked -= 1
-            if not self._num_asked:
+            self.asked.remove(request.rollout_id)
+            if not self.asked:
                 self.idle.set()
 
     @contextlib.contextmanager
@@ -87,7 +97,7 @@ class Fleet(Protocol):
     """Hears of engines that come and go."""
 
     def leaves(self, engine_id: int) -> None:
-        """An engine is lost; its requests end."""
+        """An engine is lost or removed; its requests end."""
 
     def left(self, engine_id: int) -> None:
         """They have ended, those that wait for it excepted: ``generating`` returns None for them."""
@@ -100,21 +110,27 @@ class EnginePool:
     """The engines of a run by place, not yet started.
 
     ``engine_ids``: of the scheduler, for as many places. ``restarts_per_hour``: losses per engine and hour that the run
-    survives. ``bring_back`` loads ``newest`` into a restarted engine, then calls ``joins``.
+    survives. ``bring_back`` loads ``newest`` into an engine that has started, then calls ``joins``. ``more`` None:
+    engines cannot be added or removed, and places that are given up stay so.
     """
 
     def __init__(
         self,
-        engines: Mapping[int, Engine],
+        engines: dict[int, Engine],
         *,
         engine_ids: Iterable[int],
         restarts_per_hour: int,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         bring_back: Callable[[EngineHandle], Coroutine[Any, Any, None]],
+        more: MoreEngines | None = None,
     ) -> None:
-        ids = zip_longest(engines.items(), engine_ids)
+        self._engines, self._more = engines, more
+        there = [(place, one) for place, one in engines.items() if more is None or place not in more.vacant]
+        ids = zip_longest(there, engine_ids)
         self._handles = [EngineHandle(*one, engine_id=engine_id) for one, engine_id in ids if one is not None]
+        self._others: list[EngineHandle] = []  # that wait for accelerators, or for their last requests
         self._by_id = {one.engine_id: one for one in self._handles if one.engine_id is not None}
+        self._restarts_per_hour = restarts_per_hour
         self._most_losses = restarts_per_hour * len(self._handles)
         self._losses_s: deque[float] = deque()  # the times of those within an hour
         self._spawn, self._bring_back = spawn, bring_back
@@ -130,8 +146,16 @@ class EnginePool:
         return engine_id in self._by_id
 
     def __iter__(self) -> Iterator[EngineHandle]:
-        """Yield the engines whose places have not been given up."""
+        """Yield the engines that are not removed, and whose places have not been given up."""
         return iter(tuple(self._handles))
+
+    def states(self) -> Iterator[tuple[EngineHandle, str]]:
+        """Yield all engines, also those that are leaving or wait for accelerators, by place, and their states."""
+        for handle in sorted((*self._handles, *self._others), key=lambda one: one.place):
+            if handle in self._handles:
+                yield handle, "up" if handle.up.is_set() else "starts"
+            else:
+                yield handle, "waits for accelerators" if handle.engine_id is None else "is leaving"
 
     async def start(self) -> None:
         """Start all engines; one that fails twice is given up. ``EngineLostError`` if all do."""
@@ -222,6 +246,7 @@ class EnginePool:
         if not handle.up.is_set() or self.closing or handle not in self._handles:
             return
         handle.up.clear()
+        handle.was_lost = True
         LOG.warning("engine %d lost: %s", handle.place, error)
         self._spawn(self._restart(handle, self._forget(handle), error))
 
@@ -230,7 +255,7 @@ class EnginePool:
         engine_id, handle.engine_id = handle.engine_id, None
         if engine_id is not None:
             del self._by_id[engine_id]
-            if self.fleet is not None:
+            if self.fleet is not None and handle not in self._others:  # else it is known
                 self.fleet.leaves(engine_id)
         handle.loaded.set()
         return engine_id
@@ -276,11 +301,78 @@ class EnginePool:
         """Go on without an engine that cannot be started; raise its error if there is no other."""
         if len(self._handles) == 1:
             raise error
-        LOG.warning("engine %d given up: %s", handle.place, error)
+        again = "" if self._more is None else f"; it is tried again every {RETRY_S:g} s"
+        LOG.warning("engine %d given up: %s%s", handle.place, error, again)
         self._handles.remove(handle)
         self._forget(handle)
         handle.up.set()  # wakes the calls that wait for it
         await handle.engine.shutdown()
+        if self._more is not None:
+            self._wait_for_accelerators(handle, RETRY_S)
+
+    # ---------------------------------------------------------------------------- engines added and removed
+
+    @property
+    def can_change(self) -> bool:
+        """Whether engines can be added and removed."""
+        return self._more is not None
+
+    def add(self) -> None:
+        """Start one more engine, which joins once it has accelerators and the newest weights."""
+        assert self._more is not None
+        if self._more.vacant:
+            self._more.vacant.remove(place := min(self._more.vacant))
+        else:
+            self._engines[place := len(self._engines)] = self._more.make(len(self._engines))
+        self._most_losses += self._restarts_per_hour
+        self._wait_for_accelerators(EngineHandle(place, self._engines[place], engine_id=None), 0.0)
+
+    def _wait_for_accelerators(self, handle: EngineHandle, after_s: float) -> None:
+        self._others.append(handle)
+        self._spawn(self._start_late(handle, after_s))
+
+    async def _start_late(self, handle: EngineHandle, after_s: float) -> None:
+        while not self.closing:
+            await asyncio.sleep(after_s)
+            after_s = RETRY_S
+            try:
+                await handle.engine.start()
+                if not self.closing:
+                    if handle in self._others:
+                        self._others.remove(handle)
+                        self._handles.append(handle)
+                        handle.up.clear()
+                    handle.version = -1
+                    await self._bring_back(handle)
+                    return
+            except EngineLostError as error:
+                LOG.info("engine %d has not started: %s", handle.place, error)
+            await handle.engine.shutdown()
+
+    async def remove(self, engine_id: int, *, notice_s: float) -> None:
+        """Have an engine leave for good; there are others."""
+        handle = self._by_id[engine_id]
+        assert self._more is not None
+        assert self.fleet is not None
+        assert len(self._handles) > 1
+        LOG.warning("engine %d leaves within %g s", handle.place, notice_s)
+        self._handles.remove(handle)
+        self._others.append(handle)
+        self.fleet.leaves(engine_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(notice_s):
+                await handle.idle.wait()
+        self._forget(handle)
+        with contextlib.suppress(TimeoutError, EngineLostError):
+            async with asyncio.timeout(END_S):
+                await asyncio.gather(*(handle.engine.abort(rollout_id) for rollout_id in tuple(handle.asked)))
+                await handle.idle.wait()
+        async with handle.changing:
+            await handle.engine.shutdown()
+        await handle.idle.wait()
+        self._others.remove(handle)
+        self._more.vacant.add(handle.place)
+        self.fleet.left(engine_id)
 
     async def sleep(self) -> None:
         """Have all engines give up their memory; until ``wake`` none starts or loads."""
@@ -314,7 +406,8 @@ class EnginePool:
         """End all engines; log failures to end. A second call waits for the first."""
         self.close()
         async with self._ending:
-            for result in await asyncio.gather(*(handle.engine.shutdown() for handle in self), return_exceptions=True):
+            engines = [handle.engine for handle in (*self._handles, *self._others)]
+            for result in await asyncio.gather(*(one.shutdown() for one in engines), return_exceptions=True):
                 if isinstance(result, BaseException):
                     LOG.warning("an engine could not be shut down: %s", result)
 

@@ -20,6 +20,7 @@ from typing import Any
 from backends.driver.checkpoint import Checkpoint, CheckpointKeeper
 from backends.driver.engines import EnginePool
 from backends.driver.evaluation import SHARE_OF_SLOTS, Evaluation
+from backends.driver.fleet import FleetRequests
 from backends.driver.loop import EventLoop
 from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
@@ -77,7 +78,7 @@ class Driver:
         checkpoint: Checkpoint | None,
         trial: Callable[[], Coroutine[Any, Any, None]] | None,
     ) -> None:
-        assert sorted(parts.engines) == list(range(config.num_engines))
+        assert set(parts.engines).issuperset(range(config.num_engines))
         self._config, self._train = config, config.train_table
         assert (parts.reference is not None) is self._train.loss.needs_reference
         self._trainer, self._lost, self._lock = parts.trainer, parts.lost, lock
@@ -102,7 +103,9 @@ class Driver:
             restarts_per_hour=self._train.engine.restarts_per_hour,
             spawn=self._tasks.spawn,
             bring_back=lambda handle: self._sync.bring_back(handle),  # noqa: PLW0108 - it is made next
+            more=parts.more,
         )
+        self._requests = FleetRequests(lock, self._pool, spawn=self._tasks.spawn)
         self._sync = WeightSync(
             trainer=parts.trainer,
             pool=self._pool,
@@ -197,6 +200,8 @@ class Driver:
         while True:
             await asyncio.sleep(LOST_POLL_S)
             self._lock.check()
+            if self._loop.runs:
+                self._requests.look()
             why = None if self._lost is None else await asyncio.to_thread(self._lost)
             if why is not None and before is not None:
                 raise BackendError(f"{why}; --resume goes on from the last checkpoint, if there is one")

@@ -17,7 +17,7 @@ an update         its engine, unless it is lost    ``update_timeout_s``; one a e
 ================  ===============================  ==================================  =========================
 
 A lost engine is reported as leaving; its rollouts as aborted, with the tokens that it has reported, and go on from them
-elsewhere; then it has left.
+elsewhere; then it has left. So is one that is removed, with all tokens, once they have ended or its notice is over.
 
 When a run ends, the loop is *frozen*: it delivers no more events and keeps the trainer's last one as ``pending``. After
 a resume it reports rollouts in progress as aborted, loading engines as loaded, and last the pending event. Environments
@@ -117,6 +117,11 @@ class EventLoop:
         self._stall_watch = StallWatch(LOG.warning)
         self._submitted: set[int] = set()  # rollouts that an engine knows
         self._began_s = time.monotonic() - state.time_s
+
+    @property
+    def runs(self) -> bool:
+        """Whether events are delivered, and the scheduler has not stopped."""
+        return self._started and not self.frozen and self._state.scheduler.stopped is None
 
     async def start(self, *, resumed: bool) -> None:
         """Begin a new run, or continue a resumed one."""

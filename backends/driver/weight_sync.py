@@ -186,7 +186,8 @@ class WeightSync:
                 except TransferError as damage:
                     await self._publish_anew(newest, damage)
             self._pool.joins(handle)
-        self._metrics.restarted()
+        if handle.was_lost:
+            self._metrics.restarted()
 
     async def snapshot(self, version: int) -> Weights:
         """Have the trainer make its weights ready, labelled ``version``."""

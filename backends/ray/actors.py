@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import gc
 import pickle
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -265,7 +266,7 @@ class RayEngine:
         self._settings, self._options = settings, options
         self._actor: Any = None
         self._shared_memory: set[str] = set()
-        self._node = ""  # of Ray's cluster, where that is
+        self.host = self._node = ""  # of its machine, and of this in Ray's cluster
         self._reports: dict[tuple[int, int], list[bytes]] = {}  # of requests in progress; others come too late
         self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -278,7 +279,7 @@ class RayEngine:
         phase, limit_s = "placing", PLACING_S if self.num_started > 1 else self._settings.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                self._node = await self._call("__ray_call__", lambda _: _this_node())
+                self.host, self._node = await self._call("__ray_call__", lambda _: _this_node())
             phase, limit_s = "start", self._settings.start_timeout_s
             async with asyncio.timeout(limit_s):
                 await self._call("start")
@@ -390,8 +391,8 @@ async def _future(reference: Any) -> Any:
     return await reference
 
 
-def _this_node() -> str:
-    return str(ray.get_runtime_context().get_node_id())
+def _this_node() -> tuple[str, str]:
+    return socket.gethostname(), str(ray.get_runtime_context().get_node_id())
 
 
 def _removal(paths: set[str], node: str) -> Any:

@@ -4,6 +4,8 @@ A placement group sets the accelerators of ``cluster`` aside. Pipeline: a bundle
 for every engine, then one of one accelerator for every rank. Conventional: one bundle of one accelerator for every
 engine and the rank that takes turns with it, each of which asks for half of it. Where there is a reference model, a
 replica of it goes halves with every rank. On CPU an accelerator is a core.
+
+An engine that is added to a run has a placement group of its own, which may have to wait for a machine.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -29,8 +31,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from backends.huggingface_codec import load_codec
 from backends.interface import (
+    Engine,
     EngineKind,
     GroupMembers,
+    MoreEngines,
     Parts,
     Place,
     PlaceFacts,
@@ -100,6 +104,29 @@ DRIVING_CORES = 0.25
 
 
 @contextlib.contextmanager
+def more_engines(
+    config: RunConfig, *, engine: EngineKind, folder: Path, logs: Path | None
+) -> Iterator[MoreEngines | None]:
+    """Make engines in placement groups of their own, which are removed in the end.
+
+    None where they share accelerators with the trainer, or might be on machines that do not see the weights.
+    """
+    hidden = config.train_transport.in_folder and folder.is_relative_to(SHARED_MEMORY) and len(ray.nodes()) > 1
+    groups: list[PlacementGroup] = []
+
+    def make(place: int) -> Engine:
+        groups.append(placement_group([_bundle(config, config.cluster.tensor_parallel)]))
+        (options,) = _options(config, groups[-1], range(1), config.cluster.tensor_parallel)
+        return engine.make(config, place, Place(options=(options,), weights_folder=folder, logs=logs))
+
+    try:
+        yield None if config.colocated or hidden else MoreEngines(make)
+    finally:
+        for group in groups:
+            remove_placement_group(group)
+
+
+@contextlib.contextmanager
 def accelerators(config: RunConfig) -> Iterator[PlacementGroup]:
     """Set accelerators aside in the connected Ray cluster; ``ConfigError`` if it has too few, or they are not free."""
     _check_capacity(config)
@@ -153,12 +180,15 @@ def _check_capacity(config: RunConfig) -> None:
 
 
 def _bundles(config: RunConfig) -> list[dict[str, float]]:
-    resource, each = _resource(config), config.cluster.tensor_parallel
-    sizes = [each] * config.num_engines
+    sizes = [config.cluster.tensor_parallel] * config.num_engines
     if not config.colocated:
         sizes += [1] * config.training_accelerators
+    return [_bundle(config, size) for size in sizes]
+
+
+def _bundle(config: RunConfig, size: int) -> dict[str, float]:
     # Beside a GPU its processes need a core to drive it.
-    return [{resource: float(size), **({"CPU": 1.0} if resource == "GPU" else {})} for size in sizes]
+    return {"GPU": float(size), "CPU": 1.0} if _resource(config) == "GPU" else {"CPU": float(size)}
 
 
 def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
@@ -192,9 +222,10 @@ def make_parts(
     trainer: TrainerKind,
     folder: Path,
     logs: Path | None,
+    more: MoreEngines | None = None,
 ) -> Parts:
     """Make the parts, not yet started; ``ConfigError`` if engines or trainer cannot join the group of weights."""
-    logs, transport = None if logs is None else logs.resolve(), config.train_transport
+    transport = config.train_transport
     engines = {
         engine_id: engine.make(config, engine_id, Place(options=(options,), weights_folder=folder, logs=logs))
         for engine_id, options in enumerate(engine_options(config, places))
@@ -202,15 +233,14 @@ def make_parts(
     ranks = Place(options=tuple(rank_options(config, places)), weights_folder=folder, logs=logs)
     trains, group = trainer.make(config, ranks), None
     if transport.grouped:
-        receivers = {engine_id: one for engine_id, one in engines.items() if isinstance(one, Receiver)}
-        if not isinstance(trains, Sender) or len(receivers) < len(engines):
+        if not isinstance(trains, Sender) or not all(isinstance(one, Receiver) for one in engines.values()):
             raise ConfigError(
                 f"train.transport must be 'file' with train.trainer.kind={trainer.name!r} and train.engine.kind="
                 f"{engine.name!r}, which join no group, got {transport.name!r}"
             )
         group = GroupMembers(
             trains,
-            receivers,
+            cast(dict[int, Receiver], engines),  # the same object: engines are added
             workers_each=config.cluster.tensor_parallel,
             timeout_s=config.train_table.engine.update_timeout_s,
         )
@@ -222,6 +252,7 @@ def make_parts(
         group=group,
         self_test=partial(self_test, places, trains, config) if isinstance(trains, RayTrainer) else None,
         launch=Hosts().launched,
+        more=more,
     )
 
 

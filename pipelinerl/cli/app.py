@@ -21,6 +21,7 @@ from pipelinerl.cli.diagnose import diagnose
 from pipelinerl.cli.drift import drift
 from pipelinerl.cli.environments import environments
 from pipelinerl.cli.export import export
+from pipelinerl.cli.fleet import fleet
 from pipelinerl.cli.measure import measure
 from pipelinerl.cli.output import complain, print_line
 from pipelinerl.cli.plan import plan
@@ -63,8 +64,8 @@ def _options(
 
 
 COMMANDS = (
-    simulate, compare, plan, environments, train, export, plot, report, timeline, replay, drift, validate, calibrate,
-    diagnose, measure,
+    simulate, compare, plan, environments, train, fleet, export, plot, report, timeline, replay, drift, validate,
+    calibrate, diagnose, measure,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(short_help=(inspect.getdoc(command) or "").partition("\n\n")[0])(command)  # else it is cut
