@@ -349,16 +349,20 @@ class EnginePool:
                 LOG.info("engine %d has not started: %s", handle.place, error)
             await handle.engine.shutdown()
 
-    async def remove(self, engine_id: int, *, notice_s: float) -> None:
+    def remove(self, engine_id: int, *, notice_s: float) -> None:
         """Have an engine leave for good; there are others."""
-        handle = self._by_id[engine_id]
-        assert self._more is not None
         assert self.fleet is not None
         assert len(self._handles) > 1
+        handle = self._by_id[engine_id]
         LOG.warning("engine %d leaves within %g s", handle.place, notice_s)
         self._handles.remove(handle)
         self._others.append(handle)
         self.fleet.leaves(engine_id)
+        self._spawn(self._end(handle, engine_id, notice_s))
+
+    async def _end(self, handle: EngineHandle, engine_id: int, notice_s: float) -> None:
+        assert self._more is not None
+        assert self.fleet is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(notice_s):
                 await handle.idle.wait()

@@ -6,8 +6,8 @@ beside it. The driver looks once a second. Files are moved when they are whole, 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,19 +97,18 @@ def _write(path: Path, content: StrictModel) -> None:
 class FleetRequests:
     """Carries out the requests to a run."""
 
-    def __init__(
-        self, lock: DriverLock, pool: EnginePool, *, spawn: Callable[[Coroutine[Any, Any, None]], object]
-    ) -> None:
-        self._folder, self._pool, self._spawn = lock.own, pool, spawn
+    def __init__(self, lock: DriverLock, pool: EnginePool) -> None:
+        self._folder, self._pool = lock.own, pool
 
     def look(self) -> None:
         """Answer the requests that are there."""
-        for path in sorted(self._folder.glob(f"{REQUEST}*")):
-            request = FleetRequest.model_validate_json(path.read_bytes())
-            fault = self._carry_out(request)
-            path.unlink()
-            engines = [] if fault else [_row(*one) for one in self._pool.states()]
-            _write(path.with_name(path.name.replace(REQUEST, ANSWER)), FleetAnswer(fault=fault, engines=engines))
+        with contextlib.suppress(OSError):  # the disk is full: nobody gets an answer
+            for path in sorted(self._folder.glob(f"{REQUEST}*")):
+                content = path.read_bytes()
+                path.unlink()
+                fault = self._carry_out(FleetRequest.model_validate_json(content))
+                engines = [] if fault else [_row(*one) for one in self._pool.states()]
+                _write(path.with_name(path.name.replace(REQUEST, ANSWER)), FleetAnswer(fault=fault, engines=engines))
 
     def _carry_out(self, request: FleetRequest) -> str:
         """Add and remove engines; return why not, if not."""
@@ -131,7 +130,7 @@ class FleetRequests:
         for _ in range(request.add):
             self._pool.add()
         for engine in leaving:
-            self._spawn(self._pool.remove(engine, notice_s=request.notice_s))
+            self._pool.remove(engine, notice_s=request.notice_s)
         return ""
 
 

@@ -105,7 +105,7 @@ class Driver:
             bring_back=lambda handle: self._sync.bring_back(handle),  # noqa: PLW0108 - it is made next
             more=parts.more,
         )
-        self._requests = FleetRequests(lock, self._pool, spawn=self._tasks.spawn)
+        self._requests = FleetRequests(lock, self._pool)
         self._sync = WeightSync(
             trainer=parts.trainer,
             pool=self._pool,

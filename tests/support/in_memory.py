@@ -16,7 +16,7 @@ from ledger_check import check_ledger
 
 from backends.driver.checkpoint import read_newest
 from backends.fake import FakeCodec, FakeEngine, FakeReference, FakeTrainer
-from backends.interface import GroupMembers
+from backends.interface import GroupMembers, MoreEngines
 from backends.interface import Parts as DriverParts
 from backends.owner import driving
 from backends.run import drive
@@ -121,6 +121,7 @@ class Parts:
     reference: FakeReference | None = None
     group: GroupMembers | None = None
     lost: Callable[[], str | None] | None = None
+    more: MoreEngines | None = None
 
 
 def parts_of(config, *, trainer=None, task=None, step_s=0.0, engine=FakeEngine, reference=None):
@@ -145,6 +146,7 @@ def run(config, out, parts, *, resume=False):
         reference=parts.reference,
         group=parts.group,
         lost=parts.lost,
+        more=parts.more,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
