@@ -1,7 +1,7 @@
 """What a seed of the fault campaign draws: the settings of a run, how long its parts take, and its faults.
 
 A fault comes when a call of a kind is made for the nth time, plus ``delay_s``; calls of all attempts of a run count.
-A new kind of fault is a member of ``Kind``, a method of ``simulated_run.World`` and, if need be, a line of ``_fault``.
+A new kind is a member of ``Kind``, a method of ``simulated_run.World`` and, if need be, a line of ``_fault``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Kind(StrEnum):
     CTRL_C = "ctrl-c"
     SUDDEN_END = "sudden end"
     """The driver's process is gone, with all that it has not written."""
+    ADD = "add"
+    """``number`` engines are added."""
+    DRAIN = "drain"
+    """``engines`` are removed within ``seconds``, if others are left."""
 
 
 ENGINES = (Kind.KILL, Kind.HANG, Kind.SLOW)
@@ -51,6 +55,8 @@ OFTEN = (
     *(*ENGINES, Kind.DAMAGED, Kind.NOT_SENT, Kind.REWARD_RAISES, Kind.REWARD_HANGS, Kind.ENVIRONMENT_DIES),
     *(Kind.KILL, Kind.KILL, Kind.HANG, Kind.CTRL_C),
 )
+CHANGES = (Kind.ADD, Kind.DRAIN)
+FAULTS = tuple(one for one in Kind if one not in CHANGES)
 STORM = (*ENGINES, Kind.NOT_SENT, Kind.CTRL_C, Kind.SUDDEN_END)
 """Of a case with many faults."""
 CALLS = {
@@ -118,9 +124,11 @@ def draw(seed: int) -> Case:
         "start": rng.choice([0.1, 10.0, 60.0]),
         "shutdown": 0.5,
     }
-    some = tuple(Kind) if rng.random() < 0.8 else STORM
+    some = FAULTS if rng.random() < 0.8 else STORM
     numbers = [0, 1, 2, 3, 4, 6, 9] if some is not STORM else [10, 20, 30]
     faults = tuple(_fault(rng, config, mean_s, some) for _ in range(rng.choice(numbers)))
+    changing = random.Random(-1 - seed)  # so that the draws of faults stay as they are
+    faults += tuple(_fault(changing, config, mean_s, CHANGES) for _ in range(changing.choice([0, 0, 1, 2, 5])))
     sends = not config.colocated and rng.random() < 0.4
     more_steps = rng.choice([0, 0, 0, 1, 3]) if config.scheduler.kind != "one_step_off" else 0
     return Case(seed, config, sends, mean_s, faults, more_steps)

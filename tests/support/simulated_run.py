@@ -30,9 +30,10 @@ import backends.driver.loop
 import backends.run
 import backends.workers.rewards
 from backends.driver.checkpoint import CheckpointKeeper
+from backends.driver.fleet import REQUEST, FleetRequest, _write
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeReference, FakeTrainer
-from backends.interface import AnswerLostError, GroupMembers, Parts
-from backends.owner import DriverLock
+from backends.interface import AnswerLostError, GroupMembers, MoreEngines, Parts
+from backends.owner import DriverLock, driver_folder
 from backends.transfer.transport import REFUSED
 from backends.workers.main import _answer
 from pipelinerl.errors import BackendError, EngineLostError, TrainerLostError, TransferError
@@ -106,11 +107,17 @@ class World:
 
     def parts(self) -> Parts:
         members = dict(enumerate(self.engines))
+        more = None if self.config.colocated else MoreEngines(self.make_engine)
         group = GroupMembers(self.trainer, members, timeout_s=GROUP_TIMEOUT_S) if self.case.sends else None
         return Parts(
             members, self.trainer, FakeCodec(), reference=self.reference, group=group,
-            launch=functools.partial(launched, self),
+            launch=functools.partial(launched, self), more=more,
         )  # fmt: skip
+
+    def make_engine(self, place: int) -> Engine:
+        assert place == len(self.engines)
+        self.engines.append(Engine(self, place, num_slots=self.config.scheduler.generation_batch_size))
+        return self.engines[place]
 
     # ------------------------------------------------------------------------------------- faults
 
@@ -151,6 +158,11 @@ class World:
                 self.press()
             case Kind.SUDDEN_END:
                 self.end_suddenly()
+            case Kind.ADD:
+                self.ask(FleetRequest(add=fault.number))
+            case Kind.DRAIN:
+                hosts = [f"machine {engine}" for engine in fault.engines]
+                self.ask(FleetRequest(drain=hosts, notice_s=fault.seconds))
             case _:
                 self.armed[fault.kind] += fault.number
 
@@ -161,6 +173,11 @@ class World:
         elif signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             self.pressed, self.pressed_s = True, self.now_s
             signal.raise_signal(signal.SIGINT)
+
+    def ask(self, request: FleetRequest) -> None:
+        folder = driver_folder(self.out)
+        if folder is not None and not self.disk_full:
+            _write(folder / f"{REQUEST}{len(self.log):06d}.json", request)
 
     def takes(self, kind: Kind) -> bool:
         """Return whether a fault of this kind is to come now."""
@@ -191,7 +208,7 @@ class Engine(FakeEngine):
     """Can be lost at any moment, hang, be slow, refuse weights, fail to start."""
 
     def __init__(self, world: World, engine_id: int, **settings) -> None:
-        self.world, self.id = world, engine_id
+        self.world, self.id, self.host = world, engine_id, f"machine {engine_id}"
         self.slow_until_s, self.hangs, self.asleep, self.killed = 0.0, False, False, False
         self.joined_at = self.staged = None
         self.gone = asyncio.Event()
