@@ -147,7 +147,9 @@ def check_end(world: World, error: PipelineRLError) -> None:
             assert world.kept is None or fired[Kind.LOSE_TRAINER] > restarts
         case EngineLostError():
             most = world.config.train_table.engine.restarts_per_hour * len(world.engines)
-            assert len(world.no_starts) == len(world.engines) or world.num_hit > most
+            changed = fired[Kind.ADD] or fired[Kind.DRAIN]  # others have not joined yet, or have left
+            none_starts = world.no_starts and (changed or len(world.no_starts) == len(world.engines))
+            assert none_starts or world.num_hit > most
         case ReferenceLostError():
             assert fired[Kind.LOSE_REFERENCE] >= 2
         case TransferError():

@@ -30,7 +30,7 @@ import backends.driver.loop
 import backends.run
 import backends.workers.rewards
 from backends.driver.checkpoint import CheckpointKeeper
-from backends.driver.fleet import REQUEST, FleetRequest, _write
+from backends.driver.fleet import REQUEST, FleetRequest
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import AnswerLostError, GroupMembers, MoreEngines, Parts
 from backends.owner import DriverLock, driver_folder
@@ -175,9 +175,11 @@ class World:
             signal.raise_signal(signal.SIGINT)
 
     def ask(self, request: FleetRequest) -> None:
-        folder = driver_folder(self.out)
+        folder, unfinished = driver_folder(self.out), self.out.with_suffix(".request")
         if folder is not None and not self.disk_full:
-            _write(folder / f"{REQUEST}{len(self.log):06d}.json", request)
+            with unfinished.open("w") as file:
+                file.write(request.model_dump_json())
+            os.replace(unfinished, folder / f"{REQUEST}{len(self.log):06d}.json")  # a call of the driver it is not
 
     def takes(self, kind: Kind) -> bool:
         """Return whether a fault of this kind is to come now."""
