@@ -461,6 +461,8 @@ class Parts:
     """Starts processes of environments and of rewards, here or on other machines."""
     more: MoreEngines | None = None
     """None: no engine can be added or removed."""
+    accelerators: Callable[[], int] | None = None
+    """Returns how many there are now on all machines, free or not; None: the run keeps its own."""
 
 
 class Backend(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -23,7 +24,7 @@ from backends.kinds import backend_of, with_local_model
 from backends.owner import DriverLock, driving
 from backends.preflight import check_run, evaluation_task, task_of
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import ConfigError, TrainerLostError
+from pipelinerl.errors import ConfigError, TrainerLostError, TrainerUnplacedError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import LOGS_FOLDER, check_vacant
@@ -91,6 +92,8 @@ def drive(
     for restarts in range(limit + 1):
         try:
             return _attempt(config, new, lock=lock, checkpoint=checkpoint, on_step=on_step)
+        except TrainerUnplacedError:
+            raise  # nor would it start the next time
         except TrainerLostError as error:
             lost = error
         if restarts < limit:
@@ -142,6 +145,7 @@ def train(
 ) -> RunReport:
     """Train for real into a new folder, or with ``resume`` one with a checkpoint; see ``drive`` for further errors.
 
+    If machines are gone, the run goes on with as many ranks as there are accelerators for, unless engines share them.
     ``backend`` None: of the run file. ``ConfigError`` if the input is wrong; nothing has been started or written then.
     """
     train = check_run(config)
@@ -154,10 +158,35 @@ def train(
         check_vacant(out)
     with driving(out) as lock:
         checkpoint = read_newest(out, config) if resume else None
-        with backend.open(located, logs=out / LOGS_FOLDER) as parts, _frozen_imports(), _last_word():
-            return drive(
-                config, parts=parts, task=task, evaluation_task=held, lock=lock, checkpoint=checkpoint, on_step=on_step
-            )
+        with _frozen_imports(), _last_word():
+            while True:
+                with backend.open(located, logs=out / LOGS_FOLDER) as parts:
+                    try:
+                        return drive(
+                            config, parts=parts, task=task, evaluation_task=held, lock=lock, checkpoint=checkpoint,
+                            on_step=on_step,
+                        )  # fmt: skip
+                    except TrainerUnplacedError as lost:
+                        located, checkpoint = _with_fewer_ranks(located, parts, lost, out=out, check=backend.check)
+                config = config.model_copy(update={"cluster": located.cluster})
+
+
+def _with_fewer_ranks(
+    config: RunConfig, parts: Parts, lost: TrainerLostError, *, out: Path, check: Callable[[RunConfig], None]
+) -> tuple[RunConfig, Checkpoint]:
+    """Return a run with as many ranks as there are accelerators for; raise ``lost`` if that would not help."""
+    engines, before = config.generation_accelerators, config.cluster.accelerators
+    there = engines if parts.accelerators is None or config.colocated else parts.accelerators()
+    for number in range(there if there < before else engines, engines, -1):
+        fewer = config.model_copy(update={"cluster": config.cluster.model_copy(update={"accelerators": number})})
+        with contextlib.suppress(ConfigError):  # the trainer cannot be split over them, or there is no checkpoint
+            check(fewer)
+            checkpoint = read_newest(out, fewer)
+            checkpoint.state.metrics.trainer_restarts += 1
+            what = f"step {checkpoint.state.version} with {number - engines} ranks"
+            LOG.warning("%s; %d of %d accelerators are there; the run goes on from %s", lost, there, before, what)
+            return fewer, checkpoint
+    raise lost
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)

@@ -68,6 +68,10 @@ class TrainerLostError(BackendError):
     """A rank of the trainer has died or hangs; the run can only go on from a checkpoint."""
 
 
+class TrainerUnplacedError(TrainerLostError):
+    """The accelerators of the trainer are not free, or gone."""
+
+
 def install(extra: str) -> str:
     """Return the command that installs an extra; on the registry the name belongs to another project."""
     return f"pip install -e '.[{extra}]' in the project's folder"

@@ -57,7 +57,14 @@ from backends.trainer.settings import RankSettings, rank_environment
 from backends.trainer.step import PHASES
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import VLLMSettings, remove_shared_memory
-from pipelinerl.errors import BackendError, EngineLostError, PipelineRLError, TrainerLostError, TransferError
+from pipelinerl.errors import (
+    BackendError,
+    EngineLostError,
+    PipelineRLError,
+    TrainerLostError,
+    TrainerUnplacedError,
+    TransferError,
+)
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.util.user_code import first_line, kind_and_line
 
@@ -116,7 +123,10 @@ class RayTrainer:
             for rank, options in enumerate(self._options)
         ]
         ready = [rank.__ray_ready__.remote() for rank in self._ranks]
-        await self._all("placing", ready, timeout_s=self._placing_timeout_s)
+        try:
+            await self._all("placing", ready, timeout_s=self._placing_timeout_s)
+        except TrainerLostError as error:
+            raise TrainerUnplacedError(str(error)) from None
         ((address, port),) = await self._call("meet", "free_address", ranks=self._ranks[:1])
         members = await self._call("meet", "address_towards", address)
         recomputed = None

@@ -167,8 +167,12 @@ def _resource(config: RunConfig) -> str:
     return "GPU" if config.train_table.device == "gpu" else "CPU"
 
 
+def _accelerators_there(config: RunConfig) -> int:
+    return int(ray.cluster_resources().get(_resource(config), 0))
+
+
 def _check_capacity(config: RunConfig) -> None:
-    there, wanted = int(ray.cluster_resources().get(_resource(config), 0)), config.cluster.accelerators
+    there, wanted = _accelerators_there(config), config.cluster.accelerators
     if wanted > there:
         what = "GPUs" if _resource(config) == "GPU" else "CPU cores"
         raise ConfigError(f"cluster.accelerators must be at most the {there} {what} of the Ray cluster, got {wanted}")
@@ -253,6 +257,7 @@ def make_parts(
         self_test=partial(self_test, places, trains, config) if isinstance(trains, RayTrainer) else None,
         launch=Hosts().launched,
         more=more,
+        accelerators=partial(_accelerators_there, config),
     )
 
 

@@ -1,18 +1,28 @@
 """Checkpoints of runs with parts in memory: a resumed run loses nothing and does nothing twice."""
 
 import asyncio
+import contextlib
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from in_memory import KINDS, Interrupts, Killer, Letters, config_of, interrupt, interrupted, parts_of, run, run_checked
-from ledger_check import metrics_of, records
+from ledger_check import check_ledger, metrics_of, records
 from refusals import message
 
 from backends.driver.checkpoint import FOLDER, read_newest
 from backends.driver.loop import EventLoop
-from backends.fake import FakeEngine, FakeTrainer
-from pipelinerl.errors import BackendError, EngineLostError, RunFailedError, TrainerLostError
+from backends.fake import FakeBackend, FakeEngine, FakeTrainer
+from backends.run import train
+from pipelinerl.errors import (
+    BackendError,
+    ConfigError,
+    EngineLostError,
+    RunFailedError,
+    TrainerLostError,
+    TrainerUnplacedError,
+)
 from pipelinerl.records.recording import replay_run
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
@@ -104,6 +114,73 @@ def test_a_trainer_that_is_lost_before_the_first_checkpoint_ends_the_run(out):
     config = config_of(steps=9)
     with pytest.raises(TrainerLostError, match=r"^rank 0 is dead$"):
         run(config, out, parts_of(config, trainer=Dying(times=1)))
+
+
+class Homeless(FakeTrainer):
+    """Has lost its accelerators in step 5: it cannot start again."""
+
+    def __init__(self, after):
+        super().__init__(train_batch_size=8)
+        self.after, self.lost = after, False
+
+    async def start(self):
+        if self.lost:
+            raise TrainerUnplacedError("trainer hangs: phase=placing")
+        await super().start()
+
+    async def train(self, samples, *, completes_step):
+        if self.version == 5:
+            while not self.after.exists():
+                await asyncio.sleep(0.01)
+            self.lost = True
+            raise TrainerLostError("rank 3 is dead")
+        return await super().train(samples, completes_step=completes_step)
+
+
+class Shrinking(FakeBackend):
+    """Its first trainer loses accelerators: ``there`` are left. It checks nothing but that ranks are an even number."""
+
+    def __init__(self, out, there):
+        super().__init__()
+        self.out, self.there, self.ranks = out, there, []
+
+    def check(self, config):
+        if config.training_accelerators % 2:
+            raise ConfigError("train.trainer.sequence_parallel must divide the ranks")
+
+    @contextlib.contextmanager
+    def open(self, config, *, logs=None):
+        with super().open(config, logs=logs) as parts:
+            self.ranks.append(config.training_accelerators)
+            trainer = parts.trainer if len(self.ranks) > 1 else Homeless(self.out / FOLDER / "step_000004")
+            yield replace(parts, trainer=trainer, accelerators=lambda: self.there)
+
+
+def test_a_run_goes_on_with_as_many_ranks_as_there_are_accelerators_for(out, caplog):
+    """Of 2 + 4 accelerators 2 + 3 are there; 3 ranks do not fit, 2 do."""
+    config = wide_config(restarts=1)
+    backend = Shrinking(out, there=5)
+    summary = train(config, out=out, backend=backend)
+    assert backend.ranks == [4, 2]
+    check_ledger(out, config, summary)
+    assert summary.trainer_restarts == 1
+    assert "5 of 6 accelerators are there; the run goes on from step 4 with 2 ranks" in caplog.text
+
+
+@pytest.mark.parametrize("there", [6, 3, 2])
+def test_a_run_ends_if_other_ranks_would_not_help(out, there):
+    """All accelerators are there; there are too few; there are engines only."""
+    backend = Shrinking(out, there=there)
+    with pytest.raises(TrainerUnplacedError, match=r"^trainer hangs: phase=placing$"):
+        train(wide_config(restarts=1), out=out, backend=backend)
+    assert backend.ranks == [4]
+    assert read_newest(out, wide_config(restarts=1)).state.version == 4
+
+
+def wide_config(*, restarts):
+    settings = {"checkpoint": {"every": 2}, "trainer": {"restarts": restarts}}
+    config = config_of(steps=9, longest=40, slots=16, train=settings)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"accelerators": 6})})
 
 
 def test_what_a_trainer_raises_on_purpose_ends_the_run(out):
