@@ -137,6 +137,7 @@ class EnginePool:
         self.fleet: Fleet | None = None
         self.newest: Weights | None = None
         self.closing = False
+        self.asleep = False  # or about to fall asleep: no evaluation may begin
         self._ending = asyncio.Lock()
 
     def __getitem__(self, engine_id: int) -> EngineHandle:
@@ -394,6 +395,7 @@ class EnginePool:
     async def wake(self) -> None:
         """Have all engines take their memory back; lost ones start again."""
         await asyncio.gather(*(self._wake(handle) for handle in self))
+        self.asleep = False
 
     async def _wake(self, handle: EngineHandle) -> None:
         try:

@@ -4,7 +4,8 @@ Theory of operation. An evaluation is *due* when its optimizer step is done, and
 the weights of that step or newer ones. Its requests run beside the rollouts in slots of their own
 (``evaluation_slots``): no scheduler and no ledger counts them, nothing is trained on them, only a drain waits for one.
 Engines load new weights meanwhile, as always: an evaluation reports the versions that sampled its answers. Where
-engines and trainer take turns, the next training waits for the evaluation. Ctrl-C drops one in progress.
+engines and trainer take turns, the next training waits for the evaluation, and none begins then: the last engine may
+load while others sleep. Ctrl-C drops one in progress.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class Evaluation:
             self._due = version
 
     def begin_if_due(self) -> None:
-        """Start an evaluation if one is due, none is running, and all engines have its weights."""
+        """Start an evaluation if one is due, none is running, and all engines are awake with its weights."""
         due = self._due
-        if due is None or self._running is not None or any(one.version < due for one in self._pool):
+        if due is None or self._running is not None or self._pool.asleep:
+            return
+        if any(one.version < due for one in self._pool):
             return
         self._due = None
         self._running = self._tasks.spawn(self._beside(due))

@@ -401,6 +401,7 @@ class EventLoop:
         """Train on a micro-batch; if it completes a step, do what is due after it."""
         state = self._state
         if self._sync.takes_turns:
+            self._pool.asleep = True
             await self._evaluation.finished()
         samples = self._samples_of(command)
         async with self._sync.trainer_turn:

@@ -22,6 +22,7 @@ from refusals import message
 
 from backends.driver.evaluation import Evaluation, evaluation_slots
 from backends.driver.metrics import PER_STEP
+from backends.fake import FakeEngine
 from backends.preflight import evaluation_task
 from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.sums import Arithmetic
@@ -210,3 +211,38 @@ def test_other_settings_make_another_task():
     assert "*" in evaluation_task(config, Arithmetic()).problem(0, held_out=True).prompt
     task = Arithmetic()
     assert evaluation_task(config_of(), task) is task
+
+
+class Asleep(FakeEngine):
+    """Answers only while it is awake. The second of two dies in an update; its restart loads when the first sleeps."""
+
+    def __init__(self, first=None):
+        super().__init__(num_slots=6, step_s=0.001)
+        self.first, self.sleeps, self.dies = first, asyncio.Event(), first is not None
+
+    async def generate(self, request):
+        assert not self.sleeps.is_set()
+        return await super().generate(request)
+
+    async def update(self, weights, weight_update):
+        if self.dies:
+            self.dies = False
+            self.die()
+        elif self.num_started == 2 and weights.version == 1:
+            await self.first.sleeps.wait()
+        return await super().update(weights, weight_update)
+
+    async def sleep(self):
+        self.sleeps.set()
+
+    async def wake(self):
+        self.sleeps.clear()
+
+
+def test_no_evaluation_begins_while_engines_sleep(out):
+    """All engines have its weights only when the last to load them joins, while the other sleeps."""
+    config = config_of(kind="conventional", steps=3, train={"evaluation": {"problems": 4, "every": 1}})
+    parts = parts_of(config)
+    parts.engines = [first := Asleep(), Asleep(first)]
+    summary = run_checked(config, out, parts)
+    assert [one.step for one in summary.evaluation.during][-1] >= 2
