@@ -141,6 +141,8 @@ class OneStepOffScheduler(Scheduler):
     is free, the engines, which are empty, once all have loaded. So the rollouts of an RL step that trains from version
     v on were generated at version v - G, of the first RL step at 0: batch i = 0 .. G - 1 has lag G + i, in the first RL
     step i. Batches are split in order of admission. The last RL step may have fewer steps.
+
+    Where an engine that joins still loads the weights before, both sides wait for it at the hand-over.
     """
 
     def __init__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> None:
@@ -162,7 +164,7 @@ class OneStepOffScheduler(Scheduler):
     def may_admit(self) -> bool:
         """Return whether engines are loaded and the RL step being generated needs more rollouts."""
         num_generated = self.num_live - len(self._to_train) * self.group_size
-        return not self.num_loading and num_generated < self._num_needed
+        return not self.num_loading and not self._must_publish and num_generated < self._num_needed
 
     def enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
         """Collect for the next RL step."""
@@ -170,7 +172,12 @@ class OneStepOffScheduler(Scheduler):
 
     def take_micro_batch(self) -> Sequence[RolloutGroup]:
         """Take groups of the RL step being trained."""
-        return _take_off(self._to_train, self.groups_per_micro_batch)
+        return () if self._must_publish else _take_off(self._to_train, self.groups_per_micro_batch)
+
+    @property
+    def _must_publish(self) -> bool:
+        """Whether the weights of the last hand-over are wanted and not published."""
+        return self.published < self._handed_over_at and self._num_needed > 0
 
     @property
     def may_be_longer(self) -> bool:
@@ -178,8 +185,8 @@ class OneStepOffScheduler(Scheduler):
         return self._num_needed > 0
 
     def may_publish(self) -> bool:
-        """Return whether rollouts were handed over at this version and more are to be generated."""
-        return self.version == self._handed_over_at and self._num_needed > 0
+        """Return whether rollouts were handed over since the last publication and more are to be generated."""
+        return self._must_publish
 
     @property
     def _num_needed(self) -> int:

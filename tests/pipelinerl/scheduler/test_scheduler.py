@@ -24,7 +24,16 @@ from scheduler_events import (
     trained,
 )
 
-from pipelinerl.scheduler.events import AbortRollout, DiscardReason, OnFull, OnStale, Stop, StopReason, WeightUpdate
+from pipelinerl.scheduler.events import (
+    AbortRollout,
+    DiscardReason,
+    EngineJoined,
+    OnFull,
+    OnStale,
+    Stop,
+    StopReason,
+    WeightUpdate,
+)
 
 # ------------------------------------------------------------------------------------------- pipeline
 
@@ -58,6 +67,23 @@ def test_publications_are_made_up_for_by_one_when_the_last_engine_has_loaded():
     assert others(report(scheduler, trained(2))) == [train(8, 9, version=2)]
     assert others(report(scheduler, loaded(1, 1))) == [], "the trainer is busy"
     assert others(report(scheduler, trained(3))) == [publish(3)]
+
+
+def test_one_step_off_waits_at_a_hand_over_for_an_engine_that_joins():
+    """Engine 1 joins with version 0 and still loads 1 when rollouts 4 and 5 are handed over at version 2.
+
+    If they were trained on, and 6 and 7 started, with version 1 published, 6 and 7 would have lag 2 in place of 1.
+    """
+    scheduler = started(kind="one_step_off", optimizer_steps_per_rl_step=1)
+    report(scheduler, *done(0, 1, 2, 3))
+    assert others(report(scheduler, trained(1), EngineJoined(1, 0))) == [publish(1)]
+    assert others(report(scheduler, published(1))) == [train(2, 3, version=1)]
+    assert report(scheduler, trained(2), loaded(1, 0)) == [start(4), start(5)]
+    assert report(scheduler, *done(4, 5, version=1)) == []
+    assert report(scheduler, loaded(1, 1)) == [publish(2)]
+    assert report(scheduler, published(2)) == [train(4, 5, version=2)]
+    assert report(scheduler, loaded(2, 0)) == []
+    assert report(scheduler, loaded(2, 1)) == [start(6, 0), start(7, 1)]
 
 
 def test_only_the_last_micro_batch_completes_the_step():
