@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
+from backends.driver.tasks import all_of
 from backends.interface import Engine, Generated, GenerateRequest, MoreEngines, UpdateTimes, Weights
 from pipelinerl.errors import EngineLostError
 from pipelinerl.scheduler.events import WeightUpdate
@@ -381,7 +382,7 @@ class EnginePool:
 
     async def sleep(self) -> None:
         """Have all engines give up their memory; until ``wake`` none starts or loads."""
-        await asyncio.gather(*(self._sleep(handle) for handle in self))
+        await all_of(*(self._sleep(handle) for handle in self))
 
     async def _sleep(self, handle: EngineHandle) -> None:
         await handle.changing.acquire()
@@ -394,7 +395,7 @@ class EnginePool:
 
     async def wake(self) -> None:
         """Have all engines take their memory back; lost ones start again."""
-        await asyncio.gather(*(self._wake(handle) for handle in self))
+        await all_of(*(self._wake(handle) for handle in self))
         self.asleep = False
 
     async def _wake(self, handle: EngineHandle) -> None:
