@@ -63,7 +63,7 @@ def task_of(config: RunConfig) -> Task | None:
 
 def trainer_ranks(config: RunConfig) -> int:
     """Return the ranks of the trainer: one for every accelerator that trains, or that takes turns."""
-    return config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
+    return config.trainer_ranks
 
 
 def evaluation_task_config(train: TrainConfig) -> TaskConfig:

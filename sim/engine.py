@@ -19,6 +19,8 @@ A weight update replaces 3-5 once: the engine pauses to load, then it has a boun
 everything that arrived before it finish, ``abort`` ends it, ``recompute`` charges the prefill of everything in
 the batch to the next step.
 
+A disturbance first pauses the engine, too, if it has it stand still; an update that has come waits until it is over.
+
 A suspension replaces 3-5 too, from the boundary at which it is taken up until an update is done; like an empty
 engine, a suspended one then takes calls up at once.
 
@@ -179,6 +181,10 @@ class DecodeBatch:
     def stand_still(self, until: int) -> None:
         """Make no step until a tick, which is a boundary then."""
         self.tick = until
+
+    def go_on_at(self, decode: DecodeCost) -> None:
+        """Make the steps from this boundary on at another cost."""
+        self._batch_ticks, self._context_ticks = decode.batch_ticks, decode.context_ticks
 
     def break_off(self, at: int) -> None:
         """Have the step that is under way end at a tick, before its time."""
@@ -396,21 +402,21 @@ class ChunkedPrefill:
         self.held_tokens = 0
         """Room that it holds in the KV cache (tokens)."""
         self._cached_tokens = 0
-        self._batch, self._cost = batch, cost
+        self._batch, self.cost = batch, cost
 
     def begin(self, request: Request, cached_tokens: int) -> None:
         """Admit a request with ``cached_tokens`` in the KV cache; ``go_on`` makes its chunks."""
         batch, self.request, self._cached_tokens = self._batch, request, cached_tokens
         self.held_tokens = request.tokens_to_prefill + 1
         batch.capacity -= self.held_tokens
-        batch.prefill_ticks += self._cost.fixed_ticks
+        batch.prefill_ticks += self.cost.fixed_ticks
         request.prefill_ticks -= batch.worked_ticks()
 
     def go_on(self, request: Request, tokens: int) -> tuple[int, int | None]:
         """Make a chunk of at most ``tokens`` in the next step; return its tokens, and the ticks of the last chunk."""
         cached, whole = self._cached_tokens, request.tokens_to_prefill
         self._cached_tokens = end = min(whole, cached + tokens)
-        ticks = self._cost.more_ticks(end, cached)
+        ticks = self.cost.more_ticks(end, cached)
         if end == whole:
             self.release()
             return end - cached, ticks
@@ -421,7 +427,7 @@ class ChunkedPrefill:
         """Prefill from the first token again, with new weights."""
         if self.request is not None:
             self._cached_tokens = 0
-            self._batch.prefill_ticks += self._cost.fixed_ticks
+            self._batch.prefill_ticks += self.cost.fixed_ticks
 
     def release(self) -> list[Request]:
         """Revoke the admission and return the request, if there is one."""
@@ -453,6 +459,7 @@ class ClosedFormEngine:
         "_calls_at",
         "_chunked",
         "_clock",
+        "_disturbances",
         "_drops_old_caches",
         "_engine_id",
         "_host",
@@ -465,6 +472,7 @@ class ClosedFormEngine:
         "_priority",
         "_recomputes",
         "_rollout_finished",
+        "_standing",
         "_step_tokens",
         "_suspend_at",
         "_suspended_since",
@@ -498,6 +506,7 @@ class ClosedFormEngine:
         self._chunked = ChunkedPrefill(self._batch, settings.prefill)
         self._weights = WeightHistory(settings.version)
         self._pause_end: int | None = None
+        self._standing = False  # paused by a disturbance, not by an update
         self._recomputes = False  # the next step prefills what is in the batch, whose KV cache is of older weights
         self._suspended_since: int | None = None  # tick
         # Calls not yet taken up; the tick of the first that is no arrival.
@@ -505,6 +514,7 @@ class ClosedFormEngine:
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
         self._suspend_at: int | None = None  # tick of the call
         self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
+        self._disturbances: deque[tuple[int, int, EngineSettings]] = deque()  # (tick, still ticks, costs), in order
         self._arrivals: list[tuple[int, int, Request]] = []  # heap of (tick, number, request)
         self._num_arrivals = 0
         # The only wake-up that counts, its tick, and the steps to it from the boundary before.
@@ -538,6 +548,11 @@ class ClosedFormEngine:
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
         self._suspend_at = self._clock.now
+        self._plan_call(self._clock.now)
+
+    def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
+        self._disturbances.append((self._clock.now, still_ticks, settings))
         self._plan_call(self._clock.now)
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
@@ -602,7 +617,10 @@ class ClosedFormEngine:
             batch.stand_still(now)
             if self._pause_end is not None:
                 taken_until -= 1
-                self._finish_update()
+                if self._standing:
+                    self._standing, self._pause_end = False, None
+                else:
+                    self._finish_update()
         arrivals = self._arrivals
         if self._calls_at <= taken_until or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
@@ -646,9 +664,18 @@ class ClosedFormEngine:
             self._waiting.append(heapq.heappop(arrivals)[2])
         if self._suspend_at is not None and self._suspend_at <= until:
             self._suspend_at, self._suspended_since = None, self._batch.tick
-        if update is not None and update.at <= until:
+        while self._disturbances and self._disturbances[0][0] <= until:
+            self._take_disturbance(*self._disturbances.popleft())
+        if update is not None and update.at <= until and not self._standing:
             self._begin_update(update)
         self._calls_at = self._first_call(NEVER if self._update is None else self._update.at)
+
+    def _take_disturbance(self, _: int, still_ticks: int, settings: EngineSettings) -> None:
+        self._batch.go_on_at(settings.decode)
+        self._prefill = self._chunked.cost = settings.prefill
+        if still_ticks:
+            self._standing = True
+            self._pause_end = (self._batch.tick if self._pause_end is None else self._pause_end) + still_ticks
 
     def _begin_update(self, update: Update) -> None:
         in_batch, chunked = self._batch.requests, self._chunked.request
@@ -807,7 +834,9 @@ class ClosedFormEngine:
         return at
 
     def _first_call(self, at: int) -> int:
-        """Return the first tick of aborts, a suspension, and ``at``."""
+        """Return the first tick of aborts, disturbances, a suspension, and ``at``."""
         if self._aborts:
             at = min(at, self._aborts[0][0])
+        if self._disturbances:
+            at = min(at, self._disturbances[0][0])
         return at if self._suspend_at is None else min(at, self._suspend_at)

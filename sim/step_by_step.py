@@ -7,6 +7,7 @@ boundary, one entry in a list per token, every sum made afresh.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, groupby
 
 from simpy.events import EventPriority
@@ -41,6 +42,8 @@ class StepByStepEngine:
         self._aborts: list[tuple[int, int]] = []
         self._update: tuple[int, int, WeightUpdate] | None = None
         self._pausing = False
+        self._disturbances: list[tuple[int, int, EngineSettings]] = []
+        self._still_ticks = 0  # of a pause that is no update's
         self._suspend_at: int | None = None
         self._suspended_since: int | None = None
         self._at_boundary = False
@@ -68,6 +71,11 @@ class StepByStepEngine:
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
         self._suspend_at = self._clock.now
+        self._wake_if_idle()
+
+    def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
+        self._disturbances.append((self._clock.now, still_ticks, settings))
         self._wake_if_idle()
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
@@ -141,7 +149,13 @@ class StepByStepEngine:
             self._waiting.append(self._arrivals.pop(0)[1])
         if self._suspend_at is not None and self._suspend_at <= until:
             self._suspend_at, self._suspended_since = None, self._clock.now
-        if update_at <= until:
+        while self._disturbances and self._disturbances[0][0] <= until:
+            _, still_ticks, costs = self._disturbances.pop(0)
+            self._still_ticks += still_ticks
+            self._settings = replace(self._settings, decode=costs.decode, prefill=costs.prefill)
+        if self._still_ticks:
+            self._pausing = True
+        elif update_at <= until:
             self._begin_update()
 
     def _end_early(self, request: Request) -> None:
@@ -229,6 +243,9 @@ class StepByStepEngine:
         self._pausing = True
 
     def _end_pause(self) -> None:
+        if self._still_ticks:
+            self._still_ticks, self._pausing = 0, False
+            return
         assert self._update is not None
         _, self.version, weight_update = self._update
         self._update = None
@@ -260,7 +277,7 @@ class StepByStepEngine:
         """Schedule the next boundary: the end of the pause, of the next step, or the first request."""
         decode = self._settings.decode
         if self._pausing:
-            at = now + self._settings.pause_ticks
+            at = now + (self._still_ticks or self._settings.pause_ticks)
         elif not self._takes_up_at_once():
             step_ticks = decode.batch_ticks[len(self._running)] + decode.context_ticks * self._context()
             at = now + self._prefill_ticks + step_ticks
@@ -268,6 +285,7 @@ class StepByStepEngine:
             self._prefill_ticks = 0
         else:
             calls = [tick for tick, _ in (*self._arrivals, *self._aborts)]
+            calls += [tick for tick, _, _ in self._disturbances]
             if self._update is not None:
                 calls.append(self._update[0])
             if self._suspend_at is not None:

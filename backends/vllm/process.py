@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,8 @@ SHARED_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
 """Python's shared memory and semaphores, and memory in which vLLM's workers on a CPU reduce."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """Then vLLM's processes are killed."""
+STOP_PERIOD_S = 0.1
+"""A process that is slowed down is stopped once in each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,37 @@ def remove_shared_memory(paths: set[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+
+def slow_down(pid: int, seconds: float, factor: float) -> None:
+    """Have a process and its children run ``1 / factor`` of the time, 0 if that is infinite, for ``seconds``; blocks.
+
+    If the process ends meanwhile, so do its children.
+    """
+    import psutil
+
+    process = psutil.Process(pid)
+    tree = [process, *process.children(recursive=True)]
+    end_s, runs_s = time.monotonic() + seconds, STOP_PERIOD_S / factor
+
+    def all_of(call: str) -> None:
+        for one in tree:
+            with contextlib.suppress(psutil.Error):
+                getattr(one, call)()
+
+    try:
+        while (left_s := end_s - time.monotonic()) > 0 and _lives(process):
+            all_of("suspend")
+            time.sleep(min(left_s, STOP_PERIOD_S - runs_s))
+            if runs_s:
+                all_of("resume")
+                time.sleep(runs_s)
+    finally:
+        all_of("resume" if _lives(process) else "kill")
+
+
+def _lives(process: Any) -> bool:
+    return bool(process.is_running() and process.status() != "zombie")
 
 
 def end_processes(processes: list[Any]) -> None:
