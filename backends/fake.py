@@ -138,10 +138,9 @@ class FakeEngine:
                 async with self._between_steps:
                     await asyncio.sleep(fault.seconds or 0.0)
             case "slow":
-                num_started, self._factor = self.num_started, self._factor * (fault.factor or 1.0)
+                self._factor = fault.factor or 1.0
                 await asyncio.sleep(fault.seconds or 0.0)
-                if self.num_started == num_started:
-                    self._factor /= fault.factor or 1.0
+                self._factor = 1.0
 
     async def generate(self, request: GenerateRequest) -> Generated:
         self._check()
@@ -292,13 +291,10 @@ class FakeTrainer:
     async def suffer(self, fault: FaultConfig) -> None:
         self._lost = fault.kind == "kill"
 
-    def _check(self) -> None:
-        if self._lost:
-            raise TrainerLostError("trainer lost: it does not run")
-
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         await asyncio.sleep(self._train_s)
-        self._check()
+        if self._lost:
+            raise TrainerLostError("trainer lost: it does not run")
         self._accumulated += [sample.rollout_id for sample in samples]
         if completes_step != (len(self._accumulated) == self._batch):
             raise BackendError(f"{len(self._accumulated)} samples of {self._batch}, completes_step={completes_step}")
@@ -316,7 +312,6 @@ class FakeTrainer:
 
     async def publish(self, version: int) -> Weights:
         await asyncio.sleep(0)
-        self._check()
         if self._sender is not None:
             published = self._sender.publish(FakeWeights(self.version), version)
             assert published is not None
@@ -330,7 +325,6 @@ class FakeTrainer:
             raise TransferError(fault)
 
     async def snapshot(self) -> None:
-        self._check()
         self._copied = self.version
 
     async def save(self, folder: Path) -> None:

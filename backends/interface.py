@@ -366,13 +366,10 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Suffers(Protocol):
-    """An engine or trainer that faults of a schedule can come to; without any it is never asked."""
+    """An engine or trainer that faults of a schedule can come to."""
 
     async def suffer(self, fault: FaultConfig) -> None:
-        """Carry a fault out, and return when it is over; ``kill`` of an engine or of a rank, and ``cut``, at once.
-
-        What it breaks shows as a real loss does: in calls in progress and later ones.
-        """
+        """Carry a fault out, and return when it is over; calls in progress and later ones find it as a real one."""
 
 
 class Codec(Protocol):

@@ -275,7 +275,12 @@ class SimulatedCluster:
             if getattr(config, name) is not None and config.policy is not None:
                 raise ConfigError(f"{name} must be left out with a [policy], whose engines and trainer never fail")
         if any(one.hits_engine for one in config.faults or ()):
-            fleet = _with_engines(config, fleet or FleetConfig())
+            if config.colocated:
+                kind = config.scheduler.kind
+                raise ConfigError(f"simulated faults of engines need two pools, got scheduler.kind={kind!r}")
+            fleet = fleet or FleetConfig()
+            own = [FleetGroupConfig(name="engines", engines=config.num_engines)]
+            fleet = fleet.model_copy(update={"groups": fleet.groups or own})
         if fleet is None or not fleet.groups:
             self._engines.update((engine, make(engine, settings)) for engine in range(config.num_engines))
             return None
@@ -308,10 +313,12 @@ class SimulatedCluster:
         Raises RunFailedError if the scheduler gave up, or the run was interrupted; the events until then are recorded.
         """
         if self._config.faults:
-            watch = FaultWatch(self._config.drawn_faults, self._fault_comes, path=Path(TRACE_FILE))
+            faults = self._config.drawn_faults
+            watch = FaultWatch(faults, self._fault_comes, path=Path(TRACE_FILE))
             recorder = FanOut(watch, recorder)
-            for fault in watch.timed():
-                self._after(to_ticks(fault.second or 0.0), lambda _, fault=fault: watch.comes(fault))  # type: ignore[misc]
+            for fault in faults:
+                if fault.second is not None:
+                    self._after(to_ticks(fault.second), lambda _, fault=fault: watch.comes(fault))  # type: ignore[misc]
         self._recorder = recorder
         for command in self._scheduler.start():
             recorder.command(0.0, command)
@@ -334,8 +341,7 @@ class SimulatedCluster:
             raise stalled(self._scheduler)
 
     def _fault_comes(self, fault: FaultConfig) -> None:
-        if fault.hits_engine:
-            assert self._fleet is not None
+        if self._fleet is not None and fault.engine is not None:
             self._fleet.suffer(fault)
         elif self._faults is not None and fault.rank is not None and fault.step is not None:  # else it is known before
             self._faults.strike(self._now_s)
@@ -582,27 +588,13 @@ def _trainer_faults(config: RunConfig) -> TrainerFaults | None:
     ranks = [one for one in config.faults or () if one.rank is not None]
     if faults is None:
         if ranks:
-            raise ConfigError(
-                "fleet.trainer is missing; simulated faults of a rank need its checkpoints and its restart, got "
-                f"faults with rank={ranks[0].rank}"
-            )
+            raise ConfigError(f"fleet.trainer is missing; simulated faults need it, got rank={ranks[0].rank}")
         return None
     drawn = TrainerFaults.drawn(faults, accelerators=config.training_accelerators, seed=config.seed)
     for one in ranks:
         if one.second is not None:
             drawn.strike(one.second)
     return drawn
-
-
-def _with_engines(config: RunConfig, fleet: FleetConfig) -> FleetConfig:
-    """Return a fleet that has the engines of a run, which never fail by themselves if it has no groups."""
-    if config.colocated:
-        raise ConfigError(
-            "faults of engines that are simulated need a schedule whose engines have accelerators of their own, got "
-            f"scheduler.kind={config.scheduler.kind!r}"
-        )
-    own = [FleetGroupConfig(name="engines", engines=config.num_engines)]
-    return fleet.model_copy(update={"groups": fleet.groups or own})
 
 
 def _weight_ticks(hardware: ResolvedHardware, *, colocated: bool) -> tuple[int, int]:

@@ -19,8 +19,6 @@ A weight update replaces 3-5 once: the engine pauses to load, then it has a boun
 everything that arrived before it finish, ``abort`` ends it, ``recompute`` charges the prefill of everything in
 the batch to the next step.
 
-A disturbance first pauses the engine, too, if it has it stand still; an update that has come waits until it is over.
-
 A suspension replaces 3-5 too, from the boundary at which it is taken up until an update is done; like an empty
 engine, a suspended one then takes calls up at once.
 
@@ -42,7 +40,9 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from simpy.events import EventPriority
@@ -451,15 +451,14 @@ class ClosedFormEngine:
 
     # Beyond 30 attributes, access is a look-up in a dictionary.
     __slots__ = (
-        "_aborts",
         "_arrivals",
         "_awake",
         "_batch",
         "_cache",
+        "_calls",
         "_calls_at",
         "_chunked",
         "_clock",
-        "_disturbances",
         "_drops_old_caches",
         "_engine_id",
         "_host",
@@ -472,7 +471,6 @@ class ClosedFormEngine:
         "_priority",
         "_recomputes",
         "_rollout_finished",
-        "_standing",
         "_step_tokens",
         "_suspend_at",
         "_suspended_since",
@@ -506,15 +504,13 @@ class ClosedFormEngine:
         self._chunked = ChunkedPrefill(self._batch, settings.prefill)
         self._weights = WeightHistory(settings.version)
         self._pause_end: int | None = None
-        self._standing = False  # paused by a disturbance, not by an update
         self._recomputes = False  # the next step prefills what is in the batch, whose KV cache is of older weights
         self._suspended_since: int | None = None  # tick
         # Calls not yet taken up; the tick of the first that is no arrival.
         self._calls_at = NEVER
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
         self._suspend_at: int | None = None  # tick of the call
-        self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
-        self._disturbances: deque[tuple[int, int, EngineSettings]] = deque()  # (tick, still ticks, costs), in order
+        self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # (tick, what to do), in order
         self._arrivals: list[tuple[int, int, Request]] = []  # heap of (tick, number, request)
         self._num_arrivals = 0
         # The only wake-up that counts, its tick, and the steps to it from the boundary before.
@@ -536,7 +532,12 @@ class ClosedFormEngine:
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
-        self._aborts.append((self._clock.now, rollout_id))
+        self._calls.append((self._clock.now, partial(self._abort, rollout_id)))
+        self._plan_call(self._clock.now)
+
+    def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
+        self._calls.append((self._clock.now, partial(self._disturb, still_ticks, settings)))
         self._plan_call(self._clock.now)
 
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
@@ -548,11 +549,6 @@ class ClosedFormEngine:
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
         self._suspend_at = self._clock.now
-        self._plan_call(self._clock.now)
-
-    def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
-        """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
-        self._disturbances.append((self._clock.now, still_ticks, settings))
         self._plan_call(self._clock.now)
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
@@ -617,10 +613,7 @@ class ClosedFormEngine:
             batch.stand_still(now)
             if self._pause_end is not None:
                 taken_until -= 1
-                if self._standing:
-                    self._standing, self._pause_end = False, None
-                else:
-                    self._finish_update()
+                self._finish_update()
         arrivals = self._arrivals
         if self._calls_at <= taken_until or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
@@ -657,25 +650,16 @@ class ClosedFormEngine:
             self._cache.take(self._joined[2].rollout_id)
 
     def _take_calls(self, until: int) -> None:
-        while self._aborts and self._aborts[0][0] <= until:
-            self._abort(self._aborts.popleft()[1])
+        while self._calls and self._calls[0][0] <= until:
+            self._calls.popleft()[1]()
         arrivals, update = self._arrivals, self._update
         while arrivals and arrivals[0][0] <= until and (update is None or arrivals[0][0] < update.at):
             self._waiting.append(heapq.heappop(arrivals)[2])
         if self._suspend_at is not None and self._suspend_at <= until:
             self._suspend_at, self._suspended_since = None, self._batch.tick
-        while self._disturbances and self._disturbances[0][0] <= until:
-            self._take_disturbance(*self._disturbances.popleft())
-        if update is not None and update.at <= until and not self._standing:
+        if update is not None and update.at <= until:
             self._begin_update(update)
         self._calls_at = self._first_call(NEVER if self._update is None else self._update.at)
-
-    def _take_disturbance(self, _: int, still_ticks: int, settings: EngineSettings) -> None:
-        self._batch.go_on_at(settings.decode)
-        self._prefill = self._chunked.cost = settings.prefill
-        if still_ticks:
-            self._standing = True
-            self._pause_end = (self._batch.tick if self._pause_end is None else self._pause_end) + still_ticks
 
     def _begin_update(self, update: Update) -> None:
         in_batch, chunked = self._batch.requests, self._chunked.request
@@ -759,6 +743,13 @@ class ClosedFormEngine:
                 return  # it has finished meanwhile
         self._host.rollout_aborted(self._engine_id, request)
 
+    def _disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Charge the ticks to the next step; without a request nobody sees them."""
+        self._batch.go_on_at(settings.decode)
+        self._prefill = self._chunked.cost = settings.prefill
+        if self._batch.requests or self._chunked.request:
+            self._batch.prefill_ticks += still_ticks
+
     def _finish_update(self) -> None:
         assert self._update is not None
         batch = self._batch
@@ -835,8 +826,6 @@ class ClosedFormEngine:
 
     def _first_call(self, at: int) -> int:
         """Return the first tick of aborts, disturbances, a suspension, and ``at``."""
-        if self._aborts:
-            at = min(at, self._aborts[0][0])
-        if self._disturbances:
-            at = min(at, self._disturbances[0][0])
+        if self._calls:
+            at = min(at, self._calls[0][0])
         return at if self._suspend_at is None else min(at, self._suspend_at)

@@ -73,8 +73,6 @@ class Place:
     ticks: dict[str, int] = field(default_factory=lambda: dict.fromkeys((THERE, STARTING, TRAINING, *LifeEnd), 0))
     ended: dict[LifeEnd, int] = field(default_factory=lambda: dict.fromkeys(LifeEnd, 0))
     """Engines that ended, by cause (counts)."""
-    slowed: list[float] = field(default_factory=list)
-    """Factors of the faults that slow its engine now."""
     due: list[FaultConfig] = field(default_factory=list)
     """Faults that wait for its engine."""
 
@@ -158,8 +156,8 @@ class EngineFleet:
             elif engine_id not in self.leaving:
                 yield engine
 
-    def _of(self, place: Place, *, version: int) -> EngineSettings:
-        settings, factor = self._settings[place.group.name], math.prod(place.slowed, start=place.life.slowdown)
+    def _of(self, place: Place, *, version: int, factor: float = 1.0) -> EngineSettings:
+        settings, factor = self._settings[place.group.name], factor * place.life.slowdown
         if factor != 1.0:
             settings = replace(settings, decode=settings.decode.slower(factor), prefill=settings.prefill.slower(factor))
         return replace(settings, version=version)
@@ -239,7 +237,6 @@ class EngineFleet:
         if engine_id is None:
             return
         self._cut.pop(engine_id, None)
-        place.slowed.clear()
         if engine_id not in self.leaving:
             self.leaving.add(engine_id)
             self._host.deliver(EngineLeaving(engine_id))
@@ -272,20 +269,18 @@ class EngineFleet:
             self._after(0, partial(self._strike, place, place.engine, fault))
 
     def _strike(self, place: Place, engine: int, fault: FaultConfig) -> None:
+        ticks = to_ticks(fault.seconds or 0.0)
         if fault.kind == "kill":
             self._kill(place, engine)
-        elif place.engine == engine:
-            ticks = to_ticks(fault.seconds or 0.0)
-            if fault.factor is not None:
-                place.slowed.append(fault.factor)
-                self._after(ticks, partial(self._recover, place, engine, fault.factor))
-            still_ticks = ticks if fault.factor is None else 0
-            self._engines[engine].disturb(still_ticks, self._of(place, version=0))
+        elif fault.factor is None:
+            self._disturb(place, engine, still_ticks=ticks)
+        else:
+            self._disturb(place, engine, factor=fault.factor)
+            self._after(ticks, partial(self._disturb, place, engine))
 
-    def _recover(self, place: Place, engine: int, factor: float) -> None:
+    def _disturb(self, place: Place, engine: int, *, still_ticks: int = 0, factor: float = 1.0) -> None:
         if place.engine == engine:
-            place.slowed.remove(factor)
-            self._engines[engine].disturb(0, self._of(place, version=0))
+            self._engines[engine].disturb(still_ticks, self._of(place, version=0, factor=factor))
 
     def _kill(self, place: Place, engine: int) -> None:
         """End an engine, whose machine stays, and start one in its place."""

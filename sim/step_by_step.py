@@ -7,7 +7,9 @@ boundary, one entry in a list per token, every sum made afresh.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, groupby
 
 from simpy.events import EventPriority
@@ -39,11 +41,9 @@ class StepByStepEngine:
         self._recomputes = False  # whether running requests are prefilled again in the next step: their cache is old
         # Calls not yet taken up, each with the tick of its arrival.
         self._arrivals: list[tuple[int, Request]] = []
-        self._aborts: list[tuple[int, int]] = []
+        self._calls: list[tuple[int, Callable[[], None]]] = []
         self._update: tuple[int, int, WeightUpdate] | None = None
         self._pausing = False
-        self._disturbances: list[tuple[int, int, EngineSettings]] = []
-        self._still_ticks = 0  # of a pause that is no update's
         self._suspend_at: int | None = None
         self._suspended_since: int | None = None
         self._at_boundary = False
@@ -59,7 +59,7 @@ class StepByStepEngine:
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
-        self._aborts.append((self._clock.now, rollout_id))
+        self._calls.append((self._clock.now, partial(self._abort, rollout_id)))
         self._wake_if_idle()
 
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
@@ -75,7 +75,7 @@ class StepByStepEngine:
 
     def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
         """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
-        self._disturbances.append((self._clock.now, still_ticks, settings))
+        self._calls.append((self._clock.now, partial(self._disturb, still_ticks, settings)))
         self._wake_if_idle()
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
@@ -140,23 +140,24 @@ class StepByStepEngine:
             self._host.rollout_finished(self._engine_id, request, spans)
 
     def _take_calls(self, until: int) -> None:
-        while self._aborts and self._aborts[0][0] <= until:
-            _, rollout_id = self._aborts.pop(0)
-            for request in [one for one in self._all() if one.rollout_id == rollout_id]:
-                self._end_early(request)
+        while self._calls and self._calls[0][0] <= until:
+            self._calls.pop(0)[1]()
         update_at = self._update[0] if self._update is not None else until + 1
         while self._arrivals and self._arrivals[0][0] <= until and self._arrivals[0][0] < update_at:
             self._waiting.append(self._arrivals.pop(0)[1])
         if self._suspend_at is not None and self._suspend_at <= until:
             self._suspend_at, self._suspended_since = None, self._clock.now
-        while self._disturbances and self._disturbances[0][0] <= until:
-            _, still_ticks, costs = self._disturbances.pop(0)
-            self._still_ticks += still_ticks
-            self._settings = replace(self._settings, decode=costs.decode, prefill=costs.prefill)
-        if self._still_ticks:
-            self._pausing = True
-        elif update_at <= until:
+        if update_at <= until:
             self._begin_update()
+
+    def _abort(self, rollout_id: int) -> None:
+        for request in [one for one in self._all() if one.rollout_id == rollout_id]:
+            self._end_early(request)
+
+    def _disturb(self, still_ticks: int, costs: EngineSettings) -> None:
+        self._settings = replace(self._settings, decode=costs.decode, prefill=costs.prefill)
+        if self._running or self._chunked:
+            self._prefill_ticks += still_ticks
 
     def _end_early(self, request: Request) -> None:
         request.keep(self._spans(request))  # in case it is submitted again
@@ -243,9 +244,6 @@ class StepByStepEngine:
         self._pausing = True
 
     def _end_pause(self) -> None:
-        if self._still_ticks:
-            self._still_ticks, self._pausing = 0, False
-            return
         assert self._update is not None
         _, self.version, weight_update = self._update
         self._update = None
@@ -277,15 +275,14 @@ class StepByStepEngine:
         """Schedule the next boundary: the end of the pause, of the next step, or the first request."""
         decode = self._settings.decode
         if self._pausing:
-            at = now + (self._still_ticks or self._settings.pause_ticks)
+            at = now + self._settings.pause_ticks
         elif not self._takes_up_at_once():
             step_ticks = decode.batch_ticks[len(self._running)] + decode.context_ticks * self._context()
             at = now + self._prefill_ticks + step_ticks
             self._step = (now, self._prefill_ticks)
             self._prefill_ticks = 0
         else:
-            calls = [tick for tick, _ in (*self._arrivals, *self._aborts)]
-            calls += [tick for tick, _, _ in self._disturbances]
+            calls = [one[0] for one in (*self._arrivals, *self._calls)]
             if self._update is not None:
                 calls.append(self._update[0])
             if self._suspend_at is not None:

@@ -123,11 +123,7 @@ class Driver:
         recorder, self._injector = recording.recorder, None
         if config.faults:
             self._injector = FaultInjector(
-                config.drawn_faults,
-                folder=lock.folder,
-                pool=self._pool,
-                trainer=parts.trainer,
-                spawn=self._tasks.spawn,
+                config, folder=lock.folder, pool=self._pool, trainer=parts.trainer, tasks=self._tasks
             )
             recorder = FanOut(self._injector.watch, recorder)
         self._evaluation = Evaluation(

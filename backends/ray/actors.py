@@ -201,9 +201,7 @@ class RayTrainer:
         await self._call("reload", "reload")
 
     async def suffer(self, fault: FaultConfig) -> None:
-        """Kill a rank; the next call finds it, if none is in progress."""
-        if self._ranks and fault.rank is not None:
-            ray.kill(self._ranks[fault.rank])
+        ray.kill(self._ranks[fault.rank or 0])
 
     async def shutdown(self) -> None:
         ranks, self._ranks = self._ranks, []

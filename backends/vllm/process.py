@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,34 +103,26 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def slow_down(pid: int, seconds: float, factor: float) -> None:
-    """Have a process and its children run ``1 / factor`` of the time, 0 if that is infinite, for ``seconds``; blocks.
-
-    If the process ends meanwhile, so do its children.
-    """
+    """Have a process and its children run ``1 / factor`` of the next ``seconds``; blocks. They end if it ends."""
     import psutil
 
     process = psutil.Process(pid)
     tree = [process, *process.children(recursive=True)]
     end_s, runs_s = time.monotonic() + seconds, STOP_PERIOD_S / factor
 
-    def all_of(call: str) -> None:
+    def signalled(number: signal.Signals) -> bool:
         for one in tree:
-            with contextlib.suppress(psutil.Error):
-                getattr(one, call)()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
-    try:
-        while (left_s := end_s - time.monotonic()) > 0 and _lives(process):
-            all_of("suspend")
-            time.sleep(min(left_s, STOP_PERIOD_S - runs_s))
-            if runs_s:
-                all_of("resume")
-                time.sleep(runs_s)
-    finally:
-        all_of("resume" if _lives(process) else "kill")
-
-
-def _lives(process: Any) -> bool:
-    return bool(process.is_running() and process.status() != "zombie")
+    while (left_s := end_s - time.monotonic()) > 0 and signalled(signal.SIGSTOP):
+        time.sleep(min(left_s, STOP_PERIOD_S - runs_s))
+        if runs_s:
+            signalled(signal.SIGCONT)
+            time.sleep(runs_s)
+    if not signalled(signal.SIGCONT):
+        signalled(signal.SIGKILL)
 
 
 def end_processes(processes: list[Any]) -> None:

@@ -440,10 +440,9 @@ class RunConfig(StrictModel):
         """The faults, each of an engine with its engine: which one is a function of seed and place in the list."""
 
         def drawn(number: int, fault: FaultConfig) -> FaultConfig:
-            if fault.engine is not None or not fault.hits_engine:
-                return fault
             engine = random.Random(f"{self.seed} faults {number}").randrange(self.num_engines)
-            return fault.model_copy(update={"engine": engine})
+            as_is = fault.engine is not None or not fault.hits_engine
+            return fault if as_is else fault.model_copy(update={"engine": engine})
 
         return [drawn(number, fault) for number, fault in enumerate(self.faults or ())]
 
@@ -650,10 +649,8 @@ def check_config(config: RunConfig) -> RunConfig:
         train = train.model_copy(update=defaults)
     steps = min(CHECK_STEPS, config.optimizer_steps)
     return config.model_copy(
-        update={
-            **{"optimizer_steps": steps, "scheduler": scheduler, "train": train},
-            **dict.fromkeys(("plan", "compare", "faults")),
-        }
+        update={"optimizer_steps": steps, "scheduler": scheduler, "train": train}
+        | dict.fromkeys(("plan", "compare", "faults"))
     )
 
 
@@ -699,14 +696,6 @@ def read_hardware(path: Path, option: str) -> dict[str, Any]:
     return table
 
 
-def read_faults(path: Path) -> list[Any]:
-    """Return ``[[faults]]`` of a file; ConfigError if there are none."""
-    tables = read_toml(path, "--faults").get("faults")
-    if not isinstance(tables, list):
-        raise ConfigError(f"--faults {path} must hold tables [[faults]]")
-    return tables
-
-
 def completed(
     tables: Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -718,10 +707,11 @@ def completed(
 ) -> dict[str, Any]:
     """Return the tables of a run file with overrides, seed, tables of other files, and absolute paths.
 
-    Raises ConfigError as ``with_overrides``, ``read_hardware`` and ``read_faults``, or if a path has a zero byte.
+    Raises ConfigError as ``with_overrides`` and ``read_hardware``, or if a path has a zero byte, or without [[faults]].
     """
     replaced: dict[str, Any] = {} if hardware is None else {"hardware": read_hardware(hardware, "--hardware")}
-    replaced |= {} if faults is None else {"faults": read_faults(faults)}
+    if faults is not None:
+        replaced["faults"] = read_toml(faults, "--faults").get("faults", [])
     data = with_overrides({**tables, **({} if seed is None else {"seed": seed}), **replaced}, overrides)
     make_paths_absolute(data, folder)
     return data

@@ -1,9 +1,7 @@
 """When the faults of a run come: one recorder for simulated and real runs.
 
-Theory of operation. An event or command passes here before anything records it. The first report of an optimizer step
-has its faults come: before the scheduler has answered the report, so whoever carries a fault out at once precedes the
-answer, and whoever starts a task or an event follows the report. A full disk is here, too: no later event or command
-can be recorded.
+Theory of operation. An event passes here before anything records it. The first report of an optimizer step has its
+faults come: before the scheduler's answer if they are carried out at once, after it if that takes a task or an event.
 """
 
 from __future__ import annotations
@@ -19,15 +17,11 @@ from pipelinerl.util.explain import cannot_write
 
 
 class FaultWatch:
-    """A recorder that has faults come after their steps (mutable). ``path``: the file that cannot be written then."""
+    """Has faults come after steps; at seconds ``comes`` is called. ``path``: what a full disk refuses (mutable)."""
 
     def __init__(self, faults: Iterable[FaultConfig], come: Callable[[FaultConfig], None], *, path: Path) -> None:
         self._left, self._come, self._path = list(faults), come, path
         self._full = False
-
-    def timed(self) -> list[FaultConfig]:
-        """Return the faults that come at a second: ``comes`` is to be called then."""
-        return [one for one in self._left if one.second is not None]
 
     def comes(self, fault: FaultConfig) -> None:
         """Have a fault come."""
