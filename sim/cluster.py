@@ -317,7 +317,9 @@ class SimulatedCluster:
             watch = FaultWatch(faults, self._fault_comes, path=Path(TRACE_FILE))
             recorder = FanOut(watch, recorder)
             for fault in faults:
-                if fault.second is not None:
+                if self._faults is not None and fault.rank is not None and fault.second is not None:
+                    self._faults.strike(fault.second)  # its work is planned beforehand
+                elif fault.second is not None:
                     self._after(to_ticks(fault.second), lambda _, fault=fault: watch.comes(fault))  # type: ignore[misc]
         self._recorder = recorder
         for command in self._scheduler.start():
@@ -343,7 +345,7 @@ class SimulatedCluster:
     def _fault_comes(self, fault: FaultConfig) -> None:
         if self._fleet is not None and fault.engine is not None:
             self._fleet.suffer(fault)
-        elif self._faults is not None and fault.rank is not None and fault.step is not None:  # else it is known before
+        elif self._faults is not None and fault.rank is not None:
             self._faults.strike(self._now_s)
 
     def measured(self) -> RunMeasurements | None:
@@ -590,11 +592,7 @@ def _trainer_faults(config: RunConfig) -> TrainerFaults | None:
         if ranks:
             raise ConfigError(f"fleet.trainer is missing; simulated faults need it, got rank={ranks[0].rank}")
         return None
-    drawn = TrainerFaults.drawn(faults, accelerators=config.training_accelerators, seed=config.seed)
-    for one in ranks:
-        if one.second is not None:
-            drawn.strike(one.second)
-    return drawn
+    return TrainerFaults.drawn(faults, accelerators=config.training_accelerators, seed=config.seed)
 
 
 def _weight_ticks(hardware: ResolvedHardware, *, colocated: bool) -> tuple[int, int]:

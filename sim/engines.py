@@ -151,7 +151,7 @@ class EngineFleet:
         """Note a publication; yield the engines that take it."""
         self._published = command
         for engine_id, engine in self._engines.items():
-            if engine_id in self._cut:
+            if engine_id in self._cut and engine_id not in self.leaving:
                 self._after(self._transfer_ticks, partial(self._kill, self._cut[engine_id], engine_id))
             elif engine_id not in self.leaving:
                 yield engine

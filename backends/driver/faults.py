@@ -22,7 +22,6 @@ from pipelinerl.util.explain import writing
 
 LOG = logging.getLogger("pipelinerl")
 FAULTS_LOG = "faults.jsonl"
-KILLED = "it was killed by a fault of the schedule"
 
 
 def check_faults(config: RunConfig, parts: Parts) -> None:
@@ -38,10 +37,12 @@ class FaultInjector:
 
     def __init__(self, config: RunConfig, *, folder: Path, pool: EnginePool, trainer: Trainer, tasks: RunTasks) -> None:
         self._path, self._pool, self._trainer, self._tasks = folder / LOGS_FOLDER / FAULTS_LOG, pool, trainer, tasks
-        self._left = config.drawn_faults
-        for line in self._path.read_text().splitlines() if self._path.exists() else ():
-            if (came := FaultConfig.model_validate_json(line)) in self._left:
-                self._left.remove(came)
+        self._left, came = [], self._path.read_text().splitlines() if self._path.exists() else []
+        for fault in config.drawn_faults:
+            if (line := _line(fault)) in came:
+                came.remove(line)
+            else:
+                self._left.append(fault)
         self.watch = FaultWatch(self._left, self._comes, path=folder / TRACE_FILE)
 
     def start(self, now_s: float) -> None:
@@ -55,12 +56,11 @@ class FaultInjector:
         self.watch.comes(fault)
 
     def _comes(self, fault: FaultConfig) -> None:
-        line = fault.model_dump_json(exclude_none=True)
-        LOG.warning("a fault comes: %s", line)
+        LOG.warning("a fault comes: %s", _line(fault))
         with writing(self._path):
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a") as file:
-                file.write(f"{line}\n")
+                file.write(f"{_line(fault)}\n")
         if fault.kind != "disk_full":
             self._tasks.spawn(self._carry_out(fault))
 
@@ -74,4 +74,8 @@ class FaultInjector:
                 assert isinstance(handle.engine, Suffers)  # checked
                 await handle.engine.suffer(fault)
                 if fault.kind == "kill":  # calls in progress find it, too, if there are any
-                    self._pool.lost(handle, EngineLostError(KILLED))
+                    self._pool.lost(handle, EngineLostError("killed by a fault of the schedule"))
+
+
+def _line(fault: FaultConfig) -> str:
+    return fault.model_dump_json(exclude_none=True)

@@ -678,9 +678,10 @@ def load_run(
         ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.
     """
     path = Path(path)
-    tables = completed(
-        read_toml(path, "run file"), overrides, seed, folder=path.parent, hardware=hardware, faults=faults
-    )
+    tables = read_toml(path, "run file")
+    if faults is not None:
+        tables["faults"] = read_toml(faults, "--faults").get("faults", [])
+    tables = completed(tables, overrides, seed, folder=path.parent, hardware=hardware)
     config = parse_run(tables, name=path.name)
     if config.compare is None:
         return config
@@ -703,15 +704,12 @@ def completed(
     *,
     folder: Path,
     hardware: Path | None = None,
-    faults: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the tables of a run file with overrides, seed, tables of other files, and absolute paths.
+    """Return the tables of a run file with overrides, seed, ``[hardware]`` of another file, and absolute paths.
 
-    Raises ConfigError as ``with_overrides`` and ``read_hardware``, or if a path has a zero byte, or without [[faults]].
+    Raises ConfigError as ``with_overrides`` and ``read_hardware``, or if a path has a zero byte.
     """
-    replaced: dict[str, Any] = {} if hardware is None else {"hardware": read_hardware(hardware, "--hardware")}
-    if faults is not None:
-        replaced["faults"] = read_toml(faults, "--faults").get("faults", [])
+    replaced = {} if hardware is None else {"hardware": read_hardware(hardware, "--hardware")}
     data = with_overrides({**tables, **({} if seed is None else {"seed": seed}), **replaced}, overrides)
     make_paths_absolute(data, folder)
     return data
