@@ -38,10 +38,9 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
-from pipelinerl.records.faults import FaultWatch
 from pipelinerl.records.reports import RunMeasurements
 from pipelinerl.records.run_folder import TRACE_FILE
-from pipelinerl.records.trace import FanOut, Recorder
+from pipelinerl.records.trace import FanOut, FaultWatch, Recorder
 from pipelinerl.scheduler.base import Scheduler, TrainerState
 from pipelinerl.scheduler.events import (
     AbortRollout,

@@ -49,6 +49,5 @@ class FaultConfig(StrictModel):
         if self.rank is not None and self.kind != "kill":
             raise ValueError(f"rank needs kind='kill', got rank={self.rank}, kind={self.kind!r}")
         if self.engine is not None and not self.hits_engine:
-            beside = f"rank={self.rank}" if self.rank is not None else f"kind={self.kind!r}"
-            raise ValueError(f"engine must be left out with {beside}, got {self.engine}")
+            raise ValueError(f"engine must be left out with rank or kind='disk_full', got {self.engine}")
         return self

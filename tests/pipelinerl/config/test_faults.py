@@ -23,8 +23,8 @@ CONVENTIONAL = "scheduler.kind=conventional"
         ("kind='kill', step=1, seconds=5", ".seconds must be left out with kind='kill', got 5"),
         ("kind='stop', step=1, seconds=5, factor=2", ".factor must be left out with kind='stop', got 2"),
         ("kind='cut', step=1, rank=0", ".rank needs kind='kill', got rank=0, kind='cut'"),
-        ("kind='kill', step=1, rank=0, engine=1", ".engine must be left out with rank=0, got 1"),
-        ("kind='disk_full', step=1, engine=1", ".engine must be left out with kind='disk_full', got 1"),
+        ("kind='kill', step=1, rank=0, engine=1", ".engine must be left out with rank or kind='disk_full', got 1"),
+        ("kind='disk_full', step=1, engine=1", ".engine must be left out with rank or kind='disk_full', got 1"),
         ("kind='kill', step=1, engine=2", ".engine must be at most 1, got 2"),
         ("kind='kill', step=1, rank=2", ".rank must be at most 1, got 2"),
         ("kind='kill', step=6", ".step must be at most 5, got 6"),  # the sixth step ends the run
