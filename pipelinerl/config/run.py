@@ -354,7 +354,7 @@ class RunConfig(StrictModel):
     """Speed of the cluster."""
     fleet: FleetConfig | None = None
     """Engines that come and go, and failures of the trainer. None: nothing fails."""
-    faults: Annotated[list[FaultConfig], Field(min_length=1)] | None = None
+    faults: list[FaultConfig] | None = Field(default=None, min_length=1)
     """Faults at given times, simulated and real. None: none."""
     policy: PolicyConfig | None = None
     """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
