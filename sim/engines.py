@@ -236,7 +236,6 @@ class EngineFleet:
         engine_id, place.engine = place.engine, None
         if engine_id is None:
             return
-        self._cut.pop(engine_id, None)
         if engine_id not in self.leaving:
             self.leaving.add(engine_id)
             self._host.deliver(EngineLeaving(engine_id))

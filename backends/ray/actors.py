@@ -201,7 +201,8 @@ class RayTrainer:
         await self._call("reload", "reload")
 
     async def suffer(self, fault: FaultConfig) -> None:
-        ray.kill(self._ranks[fault.rank or 0])
+        for rank in self._ranks[fault.rank or 0 :][:1]:  # it may have gone on with fewer
+            ray.kill(rank)
 
     async def shutdown(self) -> None:
         ranks, self._ranks = self._ranks, []
