@@ -37,8 +37,9 @@ from backends.interface import (
     Weights,
 )
 from backends.transfer.transport import SenderContext, TransportEnds, WeightReceiver, WeightSender, ends_of
+from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, TransferError
+from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, TrainerLostError, TransferError
 from pipelinerl.hardware.transport import OURS
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -104,7 +105,7 @@ class FakeEngine:
         self._receiver = receiver
         self._end_token = None if endless else END_TOKEN
         self._num_slots, self._step_s, self._update_s = num_slots, step_s, update_s
-        self._lost = True
+        self._lost, self._cut, self._factor = True, False, 1.0
         self._weights = Weights(0, "memory:0")
         self._sequences: dict[int, _Sequence] = {}  # in order of arrival: the first ``num_slots`` run
         self._loop: asyncio.Task[None] | None = None
@@ -112,6 +113,7 @@ class FakeEngine:
     async def start(self) -> None:
         self.num_started += 1
         self._lost, self._weights = False, Weights(0, "memory:0")
+        self._cut, self._factor = False, 1.0
         self._work, self._between_steps = asyncio.Event(), asyncio.Lock()  # of this event loop
         self._loop = asyncio.create_task(self._steps())
 
@@ -125,6 +127,20 @@ class FakeEngine:
                 known = sequence.generated(aborted=True, reported_every=self._stream_tokens)
                 sequence.done.set_exception(AnswerLostError(LOSS, known))
         self._sequences.clear()
+
+    async def suffer(self, fault: FaultConfig) -> None:
+        match fault.kind:
+            case "kill":
+                self.die()
+            case "cut":
+                self._cut = True
+            case "stop":
+                async with self._between_steps:
+                    await asyncio.sleep(fault.seconds or 0.0)
+            case "slow":
+                self._factor = fault.factor or 1.0
+                await asyncio.sleep(fault.seconds or 0.0)
+                self._factor = 1.0
 
     async def generate(self, request: GenerateRequest) -> Generated:
         self._check()
@@ -145,6 +161,8 @@ class FakeEngine:
             sequence.end(aborted=True)
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        if self._cut:
+            self.die()
         self._check()
         begin_s = time.monotonic()
         async with self._between_steps:
@@ -181,7 +199,7 @@ class FakeEngine:
         while True:
             await self._work.wait()
             async with self._between_steps:
-                await asyncio.sleep(self._step_s)
+                await asyncio.sleep(self._factor * self._step_s)
                 for rollout_id, sequence in list(self._sequences.items())[: self._num_slots]:
                     sequence.tokens.append(int(sequence.rng.integers(NUM_TOKENS)))
                     sequence.versions.append(self._weights.version)
@@ -265,13 +283,18 @@ class FakeTrainer:
         self._batch, self._train_s = train_batch_size, train_s
         self._kl_coefficient = kl_coefficient
         self._accumulated: list[int] = []
-        self._copied = 0
+        self._copied, self._lost = 0, False
 
     async def start(self) -> None:
-        self.version, self._accumulated = 0, []
+        self.version, self._accumulated, self._lost = 0, [], False
+
+    async def suffer(self, fault: FaultConfig) -> None:
+        self._lost = fault.kind == "kill"
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         await asyncio.sleep(self._train_s)
+        if self._lost:
+            raise TrainerLostError("trainer lost: it does not run")
         self._accumulated += [sample.rollout_id for sample in samples]
         if completes_step != (len(self._accumulated) == self._batch):
             raise BackendError(f"{len(self._accumulated)} samples of {self._batch}, completes_step={completes_step}")

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.workers.processes import Launch, LocalWorker
+from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import EngineLostError
 from pipelinerl.records.reports import DecodeSteps
@@ -361,6 +362,14 @@ class Trainer(Protocol):
 
     async def shutdown(self) -> None:
         """End all processes; a second call does nothing."""
+
+
+@runtime_checkable
+class Suffers(Protocol):
+    """An engine or trainer that faults of a schedule can come to."""
+
+    async def suffer(self, fault: FaultConfig) -> None:
+        """Carry a fault out, and return when it is over; calls in progress and later ones find it as a real one."""
 
 
 class Codec(Protocol):

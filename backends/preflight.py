@@ -61,11 +61,6 @@ def task_of(config: RunConfig) -> Task | None:
     return None
 
 
-def trainer_ranks(config: RunConfig) -> int:
-    """Return the ranks of the trainer: one for every accelerator that trains, or that takes turns."""
-    return config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
-
-
 def evaluation_task_config(train: TrainConfig) -> TaskConfig:
     """Return the table of the evaluation task: the training task with some settings changed."""
     return train.task.model_copy(update={"settings": train.task.settings | train.evaluation.settings})

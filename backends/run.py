@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.driver.checkpoint import Checkpoint, read_newest
+from backends.driver.faults import check_faults
 from backends.driver.lifecycle import Driver
 from backends.driver.metrics import MetricsLog
 from backends.driver.tasks import DriverLoop
@@ -86,6 +87,7 @@ def drive(
             taken over.
         BackendError: If the trainer, the reference model, or too many engines, were lost; likewise.
     """
+    check_faults(config, parts)
     limit = config.train_table.trainer.restarts
     before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
     new = partial(Driver, config, parts=parts, task=task, evaluation_task=evaluation_task, lock=lock, trial=trial)

@@ -27,16 +27,20 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heapreplace
 from itertools import repeat
+from pathlib import Path
 from typing import assert_never
 
 from pipelinerl.config.environment import PrefixCaching
+from pipelinerl.config.faults import FaultConfig
+from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig
 from pipelinerl.config.resolve import named_hardware, new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.costs import LatencyConfig, ResolvedHardware, training_cost
 from pipelinerl.records.reports import RunMeasurements
-from pipelinerl.records.trace import Recorder
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import FanOut, FaultWatch, Recorder
 from pipelinerl.scheduler.base import Scheduler, TrainerState
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -117,6 +121,7 @@ class FrontEnd:
         self._clock, self._host, self._engine_id = clock, host, engine_id
         self._engine = engine = make(clock, self, engine_id, settings)
         self.abort, self.update, self.suspend = engine.abort, engine.update, engine.suspend
+        self.disturb = engine.disturb
         self.rollout_aborted, self.rollout_preempted = host.rollout_aborted, host.rollout_preempted
         self.weights_loaded = host.weights_loaded
         self._request_ticks, self._report_ticks = to_ticks(latency.request_s), to_ticks(latency.report_s)
@@ -264,15 +269,23 @@ class SimulatedCluster:
     def _make_engines(
         self, make: Callable[[int, EngineSettings], SimulatedEngine], settings: EngineSettings
     ) -> EngineFleet | None:
-        config = self._config
-        if config.fleet is not None and config.policy is not None:
-            raise ConfigError("fleet must be left out with a [policy], whose engines and trainer never fail")
-        if config.fleet is None or not config.fleet.groups:
+        config, fleet = self._config, self._config.fleet
+        for name in ("fleet", "faults"):
+            if getattr(config, name) is not None and config.policy is not None:
+                raise ConfigError(f"{name} must be left out with a [policy], whose engines and trainer never fail")
+        if any(one.hits_engine for one in config.faults or ()):
+            if config.colocated:
+                kind = config.scheduler.kind
+                raise ConfigError(f"simulated faults of engines need two pools, got scheduler.kind={kind!r}")
+            fleet = fleet or FleetConfig()
+            own = [FleetGroupConfig(name="engines", engines=config.num_engines)]
+            fleet = fleet.model_copy(update={"groups": fleet.groups or own})
+        if fleet is None or not fleet.groups:
             self._engines.update((engine, make(engine, settings)) for engine in range(config.num_engines))
             return None
         return EngineFleet(
             config,
-            config.fleet,
+            fleet,
             clock=self._clock,
             host=self,
             engines=self._engines,
@@ -298,6 +311,15 @@ class SimulatedCluster:
 
         Raises RunFailedError if the scheduler gave up, or the run was interrupted; the events until then are recorded.
         """
+        if self._config.faults:
+            faults = self._config.drawn_faults
+            watch = FaultWatch(faults, self._fault_comes, path=Path(TRACE_FILE))
+            recorder = FanOut(watch, recorder)
+            for fault in faults:
+                if self._faults is not None and fault.rank is not None and fault.second is not None:
+                    self._faults.strike(fault.second)  # its work is planned beforehand
+                elif fault.second is not None:
+                    self._after(to_ticks(fault.second), lambda _, fault=fault: watch.comes(fault))  # type: ignore[misc]
         self._recorder = recorder
         for command in self._scheduler.start():
             recorder.command(0.0, command)
@@ -318,6 +340,12 @@ class SimulatedCluster:
             raise RunInterruptedError("interrupted; what was finished is kept")
         if self._stop is StopReason.STALLED:
             raise stalled(self._scheduler)
+
+    def _fault_comes(self, fault: FaultConfig) -> None:
+        if self._fleet is not None and fault.engine is not None:
+            self._fleet.suffer(fault)
+        elif self._faults is not None and fault.rank is not None:
+            self._faults.strike(self._now_s)
 
     def measured(self) -> RunMeasurements | None:
         """Return what the ledger cannot know; None if nothing comes and goes."""
@@ -558,7 +586,10 @@ def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: Lear
 
 def _trainer_faults(config: RunConfig) -> TrainerFaults | None:
     faults = None if config.fleet is None else config.fleet.trainer
+    ranks = [one for one in config.faults or () if one.rank is not None]
     if faults is None:
+        if ranks:
+            raise ConfigError(f"fleet.trainer is missing; simulated faults need it, got rank={ranks[0].rank}")
         return None
     return TrainerFaults.drawn(faults, accelerators=config.training_accelerators, seed=config.seed)
 

@@ -40,7 +40,9 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from simpy.events import EventPriority
@@ -179,6 +181,10 @@ class DecodeBatch:
     def stand_still(self, until: int) -> None:
         """Make no step until a tick, which is a boundary then."""
         self.tick = until
+
+    def go_on_at(self, decode: DecodeCost) -> None:
+        """Make the steps from this boundary on at another cost."""
+        self._batch_ticks, self._context_ticks = decode.batch_ticks, decode.context_ticks
 
     def break_off(self, at: int) -> None:
         """Have the step that is under way end at a tick, before its time."""
@@ -396,21 +402,21 @@ class ChunkedPrefill:
         self.held_tokens = 0
         """Room that it holds in the KV cache (tokens)."""
         self._cached_tokens = 0
-        self._batch, self._cost = batch, cost
+        self._batch, self.cost = batch, cost
 
     def begin(self, request: Request, cached_tokens: int) -> None:
         """Admit a request with ``cached_tokens`` in the KV cache; ``go_on`` makes its chunks."""
         batch, self.request, self._cached_tokens = self._batch, request, cached_tokens
         self.held_tokens = request.tokens_to_prefill + 1
         batch.capacity -= self.held_tokens
-        batch.prefill_ticks += self._cost.fixed_ticks
+        batch.prefill_ticks += self.cost.fixed_ticks
         request.prefill_ticks -= batch.worked_ticks()
 
     def go_on(self, request: Request, tokens: int) -> tuple[int, int | None]:
         """Make a chunk of at most ``tokens`` in the next step; return its tokens, and the ticks of the last chunk."""
         cached, whole = self._cached_tokens, request.tokens_to_prefill
         self._cached_tokens = end = min(whole, cached + tokens)
-        ticks = self._cost.more_ticks(end, cached)
+        ticks = self.cost.more_ticks(end, cached)
         if end == whole:
             self.release()
             return end - cached, ticks
@@ -421,7 +427,7 @@ class ChunkedPrefill:
         """Prefill from the first token again, with new weights."""
         if self.request is not None:
             self._cached_tokens = 0
-            self._batch.prefill_ticks += self._cost.fixed_ticks
+            self._batch.prefill_ticks += self.cost.fixed_ticks
 
     def release(self) -> list[Request]:
         """Revoke the admission and return the request, if there is one."""
@@ -445,11 +451,11 @@ class ClosedFormEngine:
 
     # Beyond 30 attributes, access is a look-up in a dictionary.
     __slots__ = (
-        "_aborts",
         "_arrivals",
         "_awake",
         "_batch",
         "_cache",
+        "_calls",
         "_calls_at",
         "_chunked",
         "_clock",
@@ -504,7 +510,7 @@ class ClosedFormEngine:
         self._calls_at = NEVER
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
         self._suspend_at: int | None = None  # tick of the call
-        self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
+        self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # (tick, what to do), in order
         self._arrivals: list[tuple[int, int, Request]] = []  # heap of (tick, number, request)
         self._num_arrivals = 0
         # The only wake-up that counts, its tick, and the steps to it from the boundary before.
@@ -526,7 +532,12 @@ class ClosedFormEngine:
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
-        self._aborts.append((self._clock.now, rollout_id))
+        self._calls.append((self._clock.now, partial(self._abort, rollout_id)))
+        self._plan_call(self._clock.now)
+
+    def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
+        self._calls.append((self._clock.now, partial(self._disturb, still_ticks, settings)))
         self._plan_call(self._clock.now)
 
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
@@ -639,8 +650,8 @@ class ClosedFormEngine:
             self._cache.take(self._joined[2].rollout_id)
 
     def _take_calls(self, until: int) -> None:
-        while self._aborts and self._aborts[0][0] <= until:
-            self._abort(self._aborts.popleft()[1])
+        while self._calls and self._calls[0][0] <= until:
+            self._calls.popleft()[1]()
         arrivals, update = self._arrivals, self._update
         while arrivals and arrivals[0][0] <= until and (update is None or arrivals[0][0] < update.at):
             self._waiting.append(heapq.heappop(arrivals)[2])
@@ -732,6 +743,13 @@ class ClosedFormEngine:
                 return  # it has finished meanwhile
         self._host.rollout_aborted(self._engine_id, request)
 
+    def _disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Charge the ticks to the next step; without a request nobody sees them."""
+        self._batch.go_on_at(settings.decode)
+        self._prefill = self._chunked.cost = settings.prefill
+        if self._batch.requests or self._chunked.request:
+            self._batch.prefill_ticks += still_ticks
+
     def _finish_update(self) -> None:
         assert self._update is not None
         batch = self._batch
@@ -807,7 +825,7 @@ class ClosedFormEngine:
         return at
 
     def _first_call(self, at: int) -> int:
-        """Return the first tick of aborts, a suspension, and ``at``."""
-        if self._aborts:
-            at = min(at, self._aborts[0][0])
+        """Return the first tick of aborts, disturbances, a suspension, and ``at``."""
+        if self._calls:
+            at = min(at, self._calls[0][0])
         return at if self._suspend_at is None else min(at, self._suspend_at)

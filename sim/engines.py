@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
@@ -72,6 +73,8 @@ class Place:
     ticks: dict[str, int] = field(default_factory=lambda: dict.fromkeys((THERE, STARTING, TRAINING, *LifeEnd), 0))
     ended: dict[LifeEnd, int] = field(default_factory=lambda: dict.fromkeys(LifeEnd, 0))
     """Engines that ended, by cause (counts)."""
+    due: list[FaultConfig] = field(default_factory=list)
+    """Faults that wait for its engine."""
 
 
 class EngineFleet:
@@ -90,6 +93,7 @@ class EngineFleet:
         transfer_ticks: int,
     ) -> None:
         self.leaving: set[int] = set()
+        self._cut: dict[int, Place] = {}  # by engine: its next transfer fails
         self._fleet, self._clock, self._host, self._engines = fleet, clock, host, engines
         self._make, self._transfer_ticks = make, transfer_ticks
         self._settings = {group.name: settings(group) for group in fleet.groups}
@@ -146,10 +150,14 @@ class EngineFleet:
     def publishes(self, command: PublishWeights) -> Iterator[SimulatedEngine]:
         """Note a publication; yield the engines that take it."""
         self._published = command
-        yield from (engine for engine_id, engine in self._engines.items() if engine_id not in self.leaving)
+        for engine_id, engine in self._engines.items():
+            if engine_id in self._cut and engine_id not in self.leaving:
+                self._after(self._transfer_ticks, partial(self._kill, self._cut[engine_id], engine_id))
+            elif engine_id not in self.leaving:
+                yield engine
 
-    def _of(self, place: Place, *, version: int) -> EngineSettings:
-        settings, factor = self._settings[place.group.name], place.life.slowdown
+    def _of(self, place: Place, *, version: int, factor: float = 1.0) -> EngineSettings:
+        settings, factor = self._settings[place.group.name], factor * place.life.slowdown
         if factor != 1.0:
             settings = replace(settings, decode=settings.decode.slower(factor), prefill=settings.prefill.slower(factor))
         return replace(settings, version=version)
@@ -198,6 +206,9 @@ class EngineFleet:
         self._host.deliver(EngineJoined(place.engine, version))
         if published is not None and published.version != version:
             engine.update(published.version, published.weight_update, now + self._transfer_ticks)
+        due, place.due = place.due, []
+        for fault in due:
+            self.suffer(fault)
 
     def _plan_end(self, place: Place) -> None:
         life = place.life
@@ -242,6 +253,41 @@ class EngineFleet:
             return self._host.start_of_turn(request.rollout_id)
         reported = min(spans.num_tokens, request.length - 1) // every * every
         return max(request.num_known, reported)
+
+    # ----------------------------------------------------------------------------------------- faults
+
+    def suffer(self, fault: FaultConfig) -> None:
+        """Have a fault come to the engine of a place, or its next one; ``cut`` at once, others in the next event."""
+        assert fault.engine is not None  # drawn
+        place = self._places[fault.engine]
+        if place.engine is None:
+            place.due.append(fault)
+        elif fault.kind == "cut":
+            self._cut[place.engine] = place
+        else:
+            self._after(0, partial(self._strike, place, place.engine, fault))
+
+    def _strike(self, place: Place, engine: int, fault: FaultConfig) -> None:
+        ticks = to_ticks(fault.seconds or 0.0)
+        if fault.kind == "kill":
+            self._kill(place, engine)
+        elif fault.factor is None:
+            self._disturb(place, engine, still_ticks=ticks)
+        else:
+            self._disturb(place, engine, factor=fault.factor)
+            self._after(ticks, partial(self._disturb, place, engine))
+
+    def _disturb(self, place: Place, engine: int, *, still_ticks: int = 0, factor: float = 1.0) -> None:
+        if place.engine == engine:
+            self._engines[engine].disturb(still_ticks, self._of(place, version=0, factor=factor))
+
+    def _kill(self, place: Place, engine: int) -> None:
+        """End an engine, whose machine stays, and start one in its place."""
+        if place.engine == engine:
+            self._lose(place, with_notice=False)
+            place.ended[LifeEnd.FAILED] += 1
+            self._enter(place, STARTING)
+            self._after(to_ticks(self._fleet.start_s), partial(self._load, place, place.life))
 
     # ---------------------------------------------------------------------------------------- results
 

@@ -26,10 +26,12 @@ waits and inside an optimizer step. Versions published before a failure stay pub
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -189,6 +191,11 @@ class TrainerFaults:
         if config.mtbf_hours is None:
             return cls(config, ())
         return cls(config, _failure_times(3600 * config.mtbf_hours / accelerators, seed))
+
+    def strike(self, at_s: float) -> None:
+        """Have a failure come at a second that no work has reached, beside the others."""
+        self._failures = heapq.merge([max(at_s, self._now_s)], chain([self._failure_at_s], self._failures))
+        self._failure_at_s = next(self._failures)
 
     def extend(self, begin_s: float, work_s: float) -> float:
         """Return the time from ``begin_s`` until ``work_s`` of work is done (seconds).

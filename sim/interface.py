@@ -253,5 +253,8 @@ class SimulatedEngine(Protocol):
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
 
+    def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
+
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""

@@ -7,6 +7,9 @@ boundary, one entry in a list per token, every sum made afresh.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, groupby
 
 from simpy.events import EventPriority
@@ -38,7 +41,7 @@ class StepByStepEngine:
         self._recomputes = False  # whether running requests are prefilled again in the next step: their cache is old
         # Calls not yet taken up, each with the tick of its arrival.
         self._arrivals: list[tuple[int, Request]] = []
-        self._aborts: list[tuple[int, int]] = []
+        self._calls: list[tuple[int, Callable[[], None]]] = []
         self._update: tuple[int, int, WeightUpdate] | None = None
         self._pausing = False
         self._suspend_at: int | None = None
@@ -56,7 +59,7 @@ class StepByStepEngine:
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
-        self._aborts.append((self._clock.now, rollout_id))
+        self._calls.append((self._clock.now, partial(self._abort, rollout_id)))
         self._wake_if_idle()
 
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
@@ -68,6 +71,11 @@ class StepByStepEngine:
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
         self._suspend_at = self._clock.now
+        self._wake_if_idle()
+
+    def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
+        """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
+        self._calls.append((self._clock.now, partial(self._disturb, still_ticks, settings)))
         self._wake_if_idle()
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
@@ -132,10 +140,8 @@ class StepByStepEngine:
             self._host.rollout_finished(self._engine_id, request, spans)
 
     def _take_calls(self, until: int) -> None:
-        while self._aborts and self._aborts[0][0] <= until:
-            _, rollout_id = self._aborts.pop(0)
-            for request in [one for one in self._all() if one.rollout_id == rollout_id]:
-                self._end_early(request)
+        while self._calls and self._calls[0][0] <= until:
+            self._calls.pop(0)[1]()
         update_at = self._update[0] if self._update is not None else until + 1
         while self._arrivals and self._arrivals[0][0] <= until and self._arrivals[0][0] < update_at:
             self._waiting.append(self._arrivals.pop(0)[1])
@@ -143,6 +149,15 @@ class StepByStepEngine:
             self._suspend_at, self._suspended_since = None, self._clock.now
         if update_at <= until:
             self._begin_update()
+
+    def _abort(self, rollout_id: int) -> None:
+        for request in [one for one in self._all() if one.rollout_id == rollout_id]:
+            self._end_early(request)
+
+    def _disturb(self, still_ticks: int, costs: EngineSettings) -> None:
+        self._settings = replace(self._settings, decode=costs.decode, prefill=costs.prefill)
+        if self._running or self._chunked:
+            self._prefill_ticks += still_ticks
 
     def _end_early(self, request: Request) -> None:
         request.keep(self._spans(request))  # in case it is submitted again
@@ -267,7 +282,7 @@ class StepByStepEngine:
             self._step = (now, self._prefill_ticks)
             self._prefill_ticks = 0
         else:
-            calls = [tick for tick, _ in (*self._arrivals, *self._aborts)]
+            calls = [one[0] for one in (*self._arrivals, *self._calls)]
             if self._update is not None:
                 calls.append(self._update[0])
             if self._suspend_at is not None:

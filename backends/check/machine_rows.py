@@ -10,7 +10,6 @@ from typing import Any, Self
 import numpy as np
 
 from backends.interface import PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
-from backends.preflight import trainer_ranks
 from pipelinerl.config.resolve import named_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -65,7 +64,7 @@ class Expected:
 
         def seconds(values: Coefficients) -> float:
             assert self.gpu is not None and self.model is not None  # noqa: PT018  # not a test
-            ranks, shared = trainer_ranks(self.config), self.config.train_table.trainer.sequence_parallel
+            ranks, shared = self.config.trainer_ranks, self.config.train_table.trainer.sequence_parallel
             known = {} if layers is None else {"recomputation": layers / self.model.layers}
             values = values.model_copy(update=NOTHING_BESIDE | known)
             cost = derive_training(
@@ -84,7 +83,7 @@ class Expected:
             self.model,
             self.config.train_transport,
             tensor_parallel=self.config.cluster.tensor_parallel,
-            training_accelerators=trainer_ranks(self.config),
+            training_accelerators=self.config.trainer_ranks,
             colocated=self.config.colocated,
             zero_stage=self.config.train_table.trainer.zero_stage,
             coefficients=values,
@@ -221,7 +220,7 @@ def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample]
             reference_logprob_T=nothing_T,
         )
 
-    on_all = [length for length in lengths for _ in range(trainer_ranks(config) // trainer.sequence_parallel)]
+    on_all = [length for length in lengths for _ in range(config.trainer_ranks // trainer.sequence_parallel)]
     return [sample(-1 - number, length) for number, length in enumerate(on_all)], lengths
 
 
@@ -249,7 +248,7 @@ def pack_rows(
     times = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in phases.items())
     what = f"a pack of {sum(lengths)} tokens"
     if "flop_sum" in metrics and "peak_flops" in metrics and spent_s:
-        mfu = metrics["flop_sum"] / trainer_ranks(config) / spent_s / metrics["peak_flops"]
+        mfu = metrics["flop_sum"] / config.trainer_ranks / spent_s / metrics["peak_flops"]
         times += f"; {mfu:.0%} of the peak FLOP/s"
     advice = "look at clocks and power (nvidia-smi -q -d PERFORMANCE), other processes, and the all-reduce above"
     pack_s = expected.pack_s(lengths, metrics.get("recomputed_layers"))

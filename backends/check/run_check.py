@@ -23,7 +23,7 @@ from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
 from backends.kinds import RayBackend, backend_of, own_share, with_local_model
 from backends.owner import driving
-from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
+from backends.preflight import check_run, evaluation_task, task_of
 from backends.run import drive
 from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_trace, doubts, hardware_toml, write_hardware
 from pipelinerl.calibration.solve import HardwareFit
@@ -217,7 +217,7 @@ class _Trial:
         return [*self.rows, self._hardware_row(fitted)]
 
     async def _measure(self, parts: Parts, began_s: float) -> None:
-        what = f"start of {len(parts.engines)} engines and {trainer_ranks(self.config)} ranks"
+        what = f"start of {len(parts.engines)} engines and {self.config.trainer_ranks} ranks"
         self.rows.append(CheckRow(what=what, measured=f"{time.monotonic() - began_s:.0f} s"))
         if parts.self_test is None:
             self.rows.append(unchecked("machines and links", "this backend does not measure them"))

@@ -103,7 +103,7 @@ def _digest(path: Path) -> str:
 FOLDER = "checkpoints"
 MAY_DIFFER = (
     *("hardware.", "compare.", "train.checkpoint.", "train.logging.", "train.engine.", "train.trainer."),
-    *("train.ray_address.", "train.weights_folder."),
+    *("train.ray_address.", "train.weights_folder.", "faults."),
 )
 """Beginnings of keys that may differ when a run is resumed."""
 TRAINER_FOLDER = "trainer"

@@ -20,6 +20,7 @@ from typing import Any
 from backends.driver.checkpoint import Checkpoint, CheckpointKeeper
 from backends.driver.engines import EnginePool
 from backends.driver.evaluation import SHARE_OF_SLOTS, Evaluation
+from backends.driver.faults import FaultInjector
 from backends.driver.fleet import FleetRequests
 from backends.driver.loop import EventLoop
 from backends.driver.metrics import SamplesLog
@@ -37,6 +38,7 @@ from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError,
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
 from pipelinerl.records.run_folder import LOGS_FOLDER
+from pipelinerl.records.trace import FanOut
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
@@ -121,6 +123,12 @@ class Driver:
             turns = partial(Turns, config, codec=parts.codec, log=logs / ENVIRONMENTS_LOG, launch=parts.launch)
             self._turns = turns(self._train.task, number=count)
             self._evaluation_turns = turns(evaluation_task_config(self._train), number=-(-count // SHARE_OF_SLOTS))
+        recorder, self._injector = recording.recorder, None
+        if config.faults:
+            self._injector = FaultInjector(
+                config, folder=lock.folder, pool=self._pool, trainer=parts.trainer, tasks=self._tasks
+            )
+            recorder = FanOut(self._injector.watch, recorder)
         self._evaluation = Evaluation(
             config,
             self._state,
@@ -142,7 +150,7 @@ class Driver:
             preprocessing=self._preprocessing,
             evaluation=self._evaluation,
             samples=samples,
-            recorder=recording.recorder,
+            recorder=recorder,
             after_steps=(
                 (self._train.checkpoint.every, self._keep),
                 (self._train.checkpoint.export_every, self._export),
@@ -251,6 +259,8 @@ class Driver:
     async def _until_stopped(self) -> None:
         if self._state.version == self._config.optimizer_steps:  # it was interrupted before its last event
             await self._before_end()
+        if self._injector is not None:
+            self._injector.start(self._state.time_s)
         await self._loop.start(resumed=self._checkpoint is not None)
         await self._tasks.ended.wait()
         await self._wind_up()

@@ -26,6 +26,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
+import os
 import pickle
 import socket
 import time
@@ -56,7 +58,8 @@ from backends.trainer.publish import ABORT_THREAD, TRANSFER_THREAD
 from backends.trainer.settings import RankSettings, rank_environment
 from backends.trainer.step import PHASES
 from backends.vllm.engine import VLLMEngine
-from backends.vllm.process import VLLMSettings, remove_shared_memory
+from backends.vllm.process import VLLMSettings, remove_shared_memory, slow_down
+from pipelinerl.config.faults import FaultConfig
 from pipelinerl.errors import (
     BackendError,
     EngineLostError,
@@ -208,6 +211,10 @@ class RayTrainer:
     async def reload(self) -> None:
         await self._call("reload", "reload")
 
+    async def suffer(self, fault: FaultConfig) -> None:
+        for rank in self._ranks[fault.rank or 0 :][:1]:  # it may have gone on with fewer
+            ray.kill(rank)
+
     async def shutdown(self) -> None:
         ranks, self._ranks = self._ranks, []
         if ranks:
@@ -280,10 +287,12 @@ class RayEngine:
         self._reports: dict[tuple[int, int], list[bytes]] = {}  # of requests in progress; others come too late
         self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
+        self._cut = False
         self.num_started = 0
 
     async def start(self) -> None:
         self.num_started += 1
+        self._cut = False
         self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
         phase, limit_s = "placing", PLACING_S if self.num_started > 1 else self._settings.start_timeout_s
@@ -315,7 +324,21 @@ class RayEngine:
     async def abort(self, rollout_id: int) -> None:
         await self._call("abort", rollout_id)
 
+    async def suffer(self, fault: FaultConfig) -> None:
+        match fault.kind:
+            case "kill":
+                ray.kill(self._actor)
+            case "cut":
+                self._cut = True
+            case _:
+                with contextlib.suppress(RayError, EngineLostError):  # it has been lost meanwhile
+                    pid = await self._call("__ray_call__", lambda _: os.getpid())
+                    await _future(_on(self._node, slow_down, pid, fault.seconds, fault.factor or math.inf))
+
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        if self._cut:
+            self._lost.set()
+            raise self._loss("update", "its transfer of weights was cut by a fault of the schedule")
         times: UpdateTimes = await self._call("update", weights, weight_update)
         return times
 
@@ -353,7 +376,7 @@ class RayEngine:
             ray.kill(actor)
         if left:
             with contextlib.suppress(RayError, TimeoutError):  # its machine may be gone, too
-                await asyncio.wait_for(_future(_removal(left, self._node)), SHUTDOWN_TIMEOUT_S)
+                await asyncio.wait_for(_future(_on(self._node, remove_shared_memory, left)), SHUTDOWN_TIMEOUT_S)
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         actor, lost = self._actor, self._lost
@@ -405,6 +428,6 @@ def _this_node() -> tuple[str, str]:
     return socket.gethostname(), str(ray.get_runtime_context().get_node_id())
 
 
-def _removal(paths: set[str], node: str) -> Any:
+def _on(node: str, function: Callable[..., Any], *arguments: Any) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0)(remove_shared_memory).options(scheduling_strategy=there).remote(paths)
+    return ray.remote(num_cpus=0)(function).options(scheduling_strategy=there).remote(*arguments)

@@ -44,7 +44,6 @@ from backends.interface import (
     Share,
     TrainerKind,
 )
-from backends.preflight import trainer_ranks
 from backends.ray.actors import RayTrainer
 from backends.this_machine import driver_fault, memory_bytes, network_variables
 from backends.trainer.footprint import SHARED_MEMORY
@@ -347,4 +346,4 @@ def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None
 
 def _rank_bundles(config: RunConfig) -> range:
     first = 0 if config.colocated else config.num_engines
-    return range(first, first + trainer_ranks(config))
+    return range(first, first + config.trainer_ranks)

@@ -28,7 +28,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.interface import Share
 from backends.lora import TARGETS, adapter_shapes, adapter_weights, add_adapters
-from backends.preflight import trainer_ranks
 from backends.this_machine import memory_bytes
 from backends.trainer.attention import register_packed_attention, sequence_arguments
 from backends.trainer.fsdp2.experts import experts_of
@@ -289,7 +288,7 @@ Own = Callable[[Any, TrainerConfig, int], Footprint]
 def footprint(config: RunConfig, model_config: Any, own: Own = of_deepspeed, **changed: Any) -> Footprint:
     """Return a rank's GPU memory, with some keys of ``train.trainer`` changed; see the head of this file."""
     assert config.train is not None
-    trainer, loss, ranks = config.train.trainer.model_copy(update=changed), config.train.loss, trainer_ranks(config)
+    trainer, loss, ranks = config.train.trainer.model_copy(update=changed), config.train.loss, config.trainer_ranks
     policy = on_meta(model_config, torch.bfloat16)
     if config.train.lora is not None:
         add_adapters(policy, config.train.lora)
@@ -440,7 +439,7 @@ def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemo
         other = model if teacher is None else shape_of(AutoConfig.from_pretrained(teacher))
         fused += share.ranks * _fused_bytes(other)
     state = STATE_BYTES * trained
-    return HostMemory(transport.host_bytes(transfer), state * share.ranks / trainer_ranks(config), fused)
+    return HostMemory(transport.host_bytes(transfer), state * share.ranks / config.trainer_ranks, fused)
 
 
 def _fused_bytes(model: PolicyModel) -> int:
@@ -453,7 +452,7 @@ def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Sha
     """Check the machines' host memory (``shares`` None: this one, in a private Ray); ``ConfigError`` names a key."""
     assert config.train is not None
     if shares is None:
-        engines, ranks = config.generation_accelerators, trainer_ranks(config)
+        engines, ranks = config.generation_accelerators, config.trainer_ranks
         shares = [Share("this machine", memory_bytes(), engines, ranks, leads=True)]
         otherwise = "train.ray_address must lead to a cluster of more machines"
     else:

@@ -25,7 +25,6 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from backends.preflight import trainer_ranks
 from backends.trainer.attention import packed_attention
 from backends.trainer.exchange import exchange
 from pipelinerl.config.run import RunConfig
@@ -90,7 +89,7 @@ def divides(config: RunConfig, model_config: Any, size: int) -> bool:
 
 def _divided(config: RunConfig, model_config: Any) -> dict[str, int]:
     heads = model_config.get_text_config().num_attention_heads
-    return {"ranks of the trainer": trainer_ranks(config), "attention heads": heads}
+    return {"ranks of the trainer": config.trainer_ranks, "attention heads": heads}
 
 
 def spread(policy: Any, group: SequenceGroup) -> None:

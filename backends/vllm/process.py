@@ -6,6 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,8 @@ SHARED_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
 """Python's shared memory and semaphores, and memory in which vLLM's workers on a CPU reduce."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """Then vLLM's processes are killed."""
+STOP_PERIOD_S = 0.1
+"""A process that is slowed down is stopped once in each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,29 @@ def remove_shared_memory(paths: set[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+
+def slow_down(pid: int, seconds: float, factor: float) -> None:
+    """Have a process and its children run ``1 / factor`` of the next ``seconds``; blocks. They end if it ends."""
+    import psutil
+
+    process = psutil.Process(pid)
+    tree = [process, *process.children(recursive=True)]
+    end_s, runs_s = time.monotonic() + seconds, STOP_PERIOD_S / factor
+
+    def signalled(number: signal.Signals) -> bool:
+        for one in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+
+    while (left_s := end_s - time.monotonic()) > 0 and signalled(signal.SIGSTOP):
+        time.sleep(min(left_s, STOP_PERIOD_S - runs_s))
+        if runs_s:
+            signalled(signal.SIGCONT)
+            time.sleep(runs_s)
+    if not signalled(signal.SIGCONT):
+        signalled(signal.SIGKILL)
 
 
 def end_processes(processes: list[Any]) -> None:

@@ -29,6 +29,9 @@ MeasuredOption = Annotated[
 HardwareOption = Annotated[
     Path | None, typer.Option("--hardware", metavar="FILE.toml", help="Use the [hardware] table of this file.")
 ]
+FaultsOption = Annotated[
+    Path | None, typer.Option("--faults", metavar="FILE.toml", help="Use the [[faults]] of this file.")
+]
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", min=1, help="Number of processes; default: one per core.")
 ]

@@ -26,6 +26,7 @@ def simulate(
     out: options.OutOption = None,
     trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
     hardware: options.HardwareOption = None,
+    faults: options.FaultsOption = None,
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
@@ -34,7 +35,7 @@ def simulate(
     from pipelinerl.pages.runs import run_page
     from sim.run import simulate as simulate_run
 
-    config = load_run(run, overrides, seed, hardware=hardware)
+    config = load_run(run, overrides, seed, hardware=hardware, faults=faults)
     if measured:
         from pipelinerl.calibration.measured import of_its_arm
 

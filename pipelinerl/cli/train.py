@@ -58,13 +58,14 @@ def train(
         bool, typer.Option("--check", help="Check task, machines and links, and make a few optimizer steps.")
     ] = False,
     hardware: options.HardwareOption = None,
+    faults: options.FaultsOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
     from pipelinerl.config.run import load_run
     from pipelinerl.pages.runs import run_page
 
-    config = load_run(run, overrides, seed, hardware=hardware)
+    config = load_run(run, overrides, seed, hardware=hardware, faults=faults)
     if check:
         if resume:
             raise ConfigError("--check begins a run of its own, got --resume, too")

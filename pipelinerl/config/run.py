@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.config.environment import EnvironmentConfig
+from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
 from pipelinerl.config.train import Temperature, TrainConfig
 from pipelinerl.errors import ConfigError
@@ -352,6 +354,8 @@ class RunConfig(StrictModel):
     """Speed of the cluster."""
     fleet: FleetConfig | None = None
     """Engines that come and go, and failures of the trainer. None: nothing fails."""
+    faults: list[FaultConfig] | None = Field(default=None, min_length=1)
+    """Faults at given times, simulated and real. None: none."""
     policy: PolicyConfig | None = None
     """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
     ``group_size`` and ``length.max``, and of ``environment.turns`` only ``max`` and ``context_max``: prompts, lengths,
@@ -432,6 +436,22 @@ class RunConfig(StrictModel):
         return longest if environment is None else min(longest * environment.turns.max, environment.turns.context_max)
 
     @property
+    def drawn_faults(self) -> list[FaultConfig]:
+        """The faults, each of an engine with its engine: which one is a function of seed and place in the list."""
+
+        def drawn(number: int, fault: FaultConfig) -> FaultConfig:
+            engine = random.Random(f"{self.seed} faults {number}").randrange(self.num_engines)
+            as_is = fault.engine is not None or not fault.hits_engine
+            return fault if as_is else fault.model_copy(update={"engine": engine})
+
+        return [drawn(number, fault) for number, fault in enumerate(self.faults or ())]
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Ranks of a real trainer (count): one for every accelerator that trains, or that takes turns."""
+        return self.training_accelerators // (self.cluster.tensor_parallel if self.colocated else 1)
+
+    @property
     def colocated(self) -> bool:
         """Whether the same accelerators generate and train in turn."""
         return self.scheduler.schedule.colocated
@@ -460,6 +480,7 @@ class RunConfig(StrictModel):
         self._check_environment()
         self._check_step_tokens()
         self._check_fleet()
+        self._check_faults()
         return self
 
     def _check_cluster(self) -> None:
@@ -573,6 +594,14 @@ class RunConfig(StrictModel):
                     f"failures, got {mean_s:g} s"
                 )
 
+    def _check_faults(self) -> None:
+        limits = {"engine": self.num_engines, "rank": self.trainer_ranks, "step": self.optimizer_steps}
+        for number, fault in enumerate(self.faults or ()):
+            for name, limit in limits.items():
+                value = getattr(fault, name)
+                if value is not None and value >= limit:
+                    raise ValueError(f"faults.{number}.{name} must be at most {limit - 1}, got {value}")
+
     def _check_environment(self) -> None:
         if self.environment is None:
             return
@@ -620,7 +649,8 @@ def check_config(config: RunConfig) -> RunConfig:
         train = train.model_copy(update=defaults)
     steps = min(CHECK_STEPS, config.optimizer_steps)
     return config.model_copy(
-        update={"optimizer_steps": steps, "scheduler": scheduler, "train": train, "plan": None, "compare": None}
+        update={"optimizer_steps": steps, "scheduler": scheduler, "train": train}
+        | dict.fromkeys(("plan", "compare", "faults"))
     )
 
 
@@ -628,7 +658,12 @@ def check_config(config: RunConfig) -> RunConfig:
 
 
 def load_run(
-    path: str | Path, overrides: Sequence[str] = (), seed: int | None = None, *, hardware: Path | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    *,
+    hardware: Path | None = None,
+    faults: Path | None = None,
 ) -> RunConfig:
     """Read a run file, apply overrides in order, and check everything; paths in the result are absolute.
 
@@ -637,12 +672,16 @@ def load_run(
         overrides: ``a.b=value`` each; the value is TOML, or else a plain string.
         seed: Replaces ``seed`` of the file.
         hardware: A file. Its table ``[hardware]`` replaces that of the run file; the overrides apply afterwards.
+        faults: A file. Its tables ``[[faults]]`` replace those of the run file, likewise.
 
     Raises:
         ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.
     """
     path = Path(path)
-    tables = completed(read_toml(path, "run file"), overrides, seed, folder=path.parent, hardware=hardware)
+    tables = read_toml(path, "run file")
+    if faults is not None:
+        tables["faults"] = read_toml(faults, "--faults").get("faults", [])
+    tables = completed(tables, overrides, seed, folder=path.parent, hardware=hardware)
     config = parse_run(tables, name=path.name)
     if config.compare is None:
         return config

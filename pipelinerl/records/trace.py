@@ -13,6 +13,7 @@ first. The same run gives the same bytes.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -25,6 +26,7 @@ from io import BufferedWriter, RawIOBase
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar, cast, get_args, get_type_hints
 
+from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig, parse_run
 from pipelinerl.errors import ConfigError, SchedulerError, TraceError
@@ -46,6 +48,7 @@ from pipelinerl.scheduler.events import (
     RolloutPreempted,
     StartRollout,
     StopReason,
+    TrainingFinished,
     TurnFinished,
     VersionSpans,
     WeightUpdate,
@@ -100,6 +103,36 @@ class FanOut:
         """Record a command."""
         for one in self._recorders:
             one.command(time_s, command)
+
+
+class FaultWatch:
+    """A recorder that has faults come after their steps, for simulated and real runs (mutable).
+
+    It comes before other recorders. ``come`` is called before the scheduler answers the step: a task or an event that
+    it begins follows the answer. ``path``: what a full disk refuses.
+    """
+
+    def __init__(self, faults: Iterable[FaultConfig], come: Callable[[FaultConfig], None], *, path: Path) -> None:
+        self._left, self._come, self._path = list(faults), come, path
+        self._full = False
+
+    def comes(self, fault: FaultConfig) -> None:
+        """Have a fault come."""
+        self._left.remove(fault)
+        self._come(fault)
+        self._full |= fault.kind == "disk_full"
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Have the faults of a step come; RunFailedError if the disk is full."""
+        self.command(time_s, event)
+        if isinstance(event, TrainingFinished):
+            for fault in [one for one in self._left if one.step == event.version]:
+                self.comes(fault)
+
+    def command(self, time_s: float, command: Command | Event) -> None:  # noqa: ARG002
+        """Raise RunFailedError if the disk is full."""
+        if self._full:
+            raise cannot_write(self._path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
 class TraceWriter:

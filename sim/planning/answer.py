@@ -180,6 +180,8 @@ def searched(
             "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "
             f"workload.length as a run with it has them, got policy.task='{config.policy.task}'"
         )
+    if config.faults is not None:
+        raise ConfigError(f"plan searches without [[faults]]: leave them out, got {len(config.faults)}")
     if config.fleet is not None and config.fleet.groups:
         names = ", ".join(group.name for group in config.fleet.groups)
         raise ConfigError(f"plan searches the engines: give plan.spot in place of fleet.groups, got groups {names}")

@@ -66,6 +66,7 @@ NOT_SEARCHED = {
     "train.engine.gpu_memory_utilization": "set it as high as your engines bear",
     "hardware": "given, and drawn where it is not measured",
     "fleet": "given, without groups",
+    "faults": "left out",
 }
 """Keys, or whole tables of them, that no axis searches, with the reason."""
 

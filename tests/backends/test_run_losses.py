@@ -13,7 +13,7 @@ pytest.importorskip("psutil")
 torch = pytest.importorskip("torch")
 constants = pytest.importorskip("huggingface_hub.constants")
 
-from ledger_check import check_ledger, metrics_of  # noqa: E402
+from ledger_check import check_ledger, metrics_of, records  # noqa: E402
 from real_run import EXAMPLE, Process, cached_model, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
+from pipelinerl.scheduler.events import EngineLeaving, TrainingFinished  # noqa: E402
+from sim.run import simulate  # noqa: E402
 
 pytestmark = [pytest.mark.real(seconds=90), pytest.mark.filterwarnings("ignore")]
 
@@ -152,3 +154,25 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_si
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert command("export", out / "checkpoints" / "step_000022", "--out", tmp_path / "exported").status == 0
     check_same_model(tmp_path / "exported", out / "model")
+
+
+def test_faults_of_a_schedule_are_the_same_story_simulated_and_for_real(tmp_path):
+    """A killed engine, a slow one, a cut one; engines get ids in the order of their joins."""
+    make_tiny_model(tmp_path / "model", fit_steps=0)
+    faults = "{kind='kill', step=2}, {kind='slow', step=3, seconds=1.0, factor=4.0}, {kind='cut', step=5}"
+    sets = ["optimizer_steps=8", "train.evaluation.problems=0", "scheduler.train_batch_size=64", f"faults=[{faults}]"]
+    run = Process(tmp_path / "model", tmp_path / "real", *sets)
+    summary = run.summary()
+    assert summary.engine_restarts == 2
+    check_ledger(tmp_path / "real", load_run(EXAMPLE, sets), summary)
+    simulate(load_run(tmp_path / "real" / "run.toml"), out=tmp_path / "simulated", trace=True)
+    for out in (tmp_path / "real", tmp_path / "simulated"):
+        step, changes = 0, []
+        for row in records(out):
+            match row.event:
+                case TrainingFinished(version=version):
+                    step = version
+                case EngineLeaving(engine=engine):
+                    changes.append((engine, step))
+        assert changes == [(0, 2), (1, 5)]
+    assert run.left_over() == []

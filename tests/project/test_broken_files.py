@@ -59,6 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "run.toml").write_text(TINY)
     simulate(load_run(root / "run.toml"), out=root / "run", trace=True)
     (root / "run" / "metrics.jsonl").write_bytes(METRICS)
+    (root / "faults.toml").write_text('[[faults]]\nkind = "slow"\nstep = 2\nseconds = 1.0\nfactor = 2.0\n')
     (root / "verl.log").write_bytes(LOG)
     (root / "times.csv").write_bytes(TIMES)
     (root / "lengths.csv").write_text("prompt_id,response_tokens,prompt_tokens\n1,5,9\n1,6,9\n2,7,9\n2,8,9\n")
@@ -135,6 +136,7 @@ READERS: list[tuple[str, tuple[str, ...]]] = [
     ("lengths.csv", (*SIMULATE, *LENGTHS)),
     ("verl.log", ("calibrate", "--from", "verl", "verl.log", *JOB)),
     ("run.toml", (*SIMULATE, "--hardware", "run.toml")),
+    ("faults.toml", (*SIMULATE, "--faults", "faults.toml")),
     *(
         (log, ("calibrate", "--from", name, log, *JOB, "--set", BATCH, *SHORT * (name in ("areal", "nemo-rl"))))
         for log, name in (

@@ -128,6 +128,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     page = section("docs/training_task.md", "Your own task")
     (task,) = [block[3] for block in FENCE.finditer(page) if block[1] == "python"]
     (tmp_path / "my_tasks.py").write_text(task, encoding="utf-8")
+    blocks = FENCE.finditer(section("docs/training_faults.md", "Faults on purpose"))
+    (tmp_path / "faults.toml").write_text(next(one[3] for one in blocks if one[1] == "toml"), encoding="utf-8")
     (tmp_path / "step_times.csv").write_text(STEP_TIMES, encoding="utf-8")
     shutil.copy(EXAMPLES / "logs" / "verl_console.log", tmp_path / "train.log")
     monkeypatch.chdir(tmp_path)

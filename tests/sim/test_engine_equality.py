@@ -41,6 +41,8 @@ class Script:
     """When the first rollout finishes, the second is aborted."""
     late: list[tuple[int, int]]
     """Tick, engine: one more rollout is started."""
+    disturbances: list[tuple[int, int, int, int]]
+    """Tick, engine, ticks for which it stands still, factor on its costs from then on."""
     ends_at: int
     """Tick of the end, before all that engines do at it."""
 
@@ -77,6 +79,8 @@ class Scripted(Log):
             self.at(tick, lambda rollout_id=rollout_id: self.abort(rollout_id))
         for tick, engine in script.late:
             self.at(tick, lambda engine=engine: self.start_next(engine))
+        for tick, *disturbance in script.disturbances:
+            self.at(tick, lambda disturbance=disturbance: self.disturb(*disturbance))
         self.publish_next()
         self.clock.run(until=script.ends_at)
         ended = [[(one.rollout_id, spans, times_of(one)) for one, spans in engine.end()] for engine in self.engines]
@@ -94,6 +98,11 @@ class Scripted(Log):
         self.place[rollout_id] = engine
         delay = self.script.rollouts[rollout_id][2]
         self.engines[engine].submit(self.requests[rollout_id], self.clock.now + delay)
+
+    def disturb(self, engine, still_ticks, factor):
+        given = self.script.engine
+        slower = replace(given, decode=given.decode.slower(factor), prefill=given.prefill.slower(factor))
+        self.engines[engine].disturb(still_ticks, slower)
 
     def abort(self, rollout_id):
         if self.place[rollout_id] is not None:
@@ -171,6 +180,7 @@ def scripts(draw, *, unit=1, longest=12):
         totals[k] += sum(observed + generated for observed, generated, _, _ in more)
     most_tokens = max(totals)
     num_engines = draw(st.integers(1, 3))
+    engine = st.integers(0, num_engines - 1)
     return Script(
         engine=EngineSettings(
             decode=DecodeCost((0, *(unit * ticks for ticks in step)), unit * draw(st.sampled_from([0, 0, 1, 2]))),
@@ -188,7 +198,8 @@ def scripts(draw, *, unit=1, longest=12):
         updates=draw(st.lists(st.tuples(delay, delay, kind, st.sampled_from([False, False, True])), max_size=8)),
         aborts=draw(st.lists(st.tuples(tick, rollout_id), max_size=6)),
         aborts_on_finish=draw(st.dictionaries(rollout_id, rollout_id, max_size=4)),
-        late=draw(st.lists(st.tuples(tick, st.integers(0, num_engines - 1)), max_size=8)),
+        late=draw(st.lists(st.tuples(tick, engine), max_size=8)),
+        disturbances=draw(st.lists(st.tuples(tick, engine, st.just(0) | delay, st.integers(1, 3)), max_size=4)),
         ends_at=draw(tick) + unit,
     )
 

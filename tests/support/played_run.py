@@ -63,7 +63,7 @@ class Played(Keeping):
 
 def play(
     steps, *, batch, slots, length, engines=1, group_size=1, prompt_tokens=0, success_rate=0.5, hardware=None, seed=0,
-    environment=None, fleet=None, make=ClosedFormEngine, **scheduler,
+    environment=None, fleet=None, faults=None, make=ClosedFormEngine, **scheduler,
 ):  # fmt: skip
     """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both.
 
@@ -86,6 +86,8 @@ def play(
         tables["environment"] = environment
     if fleet is not None:
         tables["fleet"] = fleet
+    if faults is not None:
+        tables["faults"] = faults
     if tables["scheduler"].get("kind") == "conventional":
         tables["cluster"] = {"accelerators": engines}
     return Played(parse_run(tables), engine_factory=make)

@@ -95,6 +95,12 @@ EVERY_KEY: dict[str, Any] = {
         ],
         "trainer": {"mtbf_hours": 50000.0, "checkpoint_every_s": 1800.0, "checkpoint_s": 20.0, "restart_s": 300.0},
     },
+    "faults": [
+        {
+            "kind": "slow", "engine": 1, "rank": None, "step": 5, "second": None, "seconds": 10.0, "factor": 3.0,
+        },
+        {"kind": "kill", "rank": 7, "second": 12.5},
+    ],
     "policy": {
         "task": "reverse", "size": 12, "layers": 3, "width": 24, "heads": 2, "temperature": 0.9,
         "learning_rate": 3e-4, "gradient_clip": 0.5,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, all_to_all_single
 
-from backends.preflight import trainer_ranks
 from backends.trainer.exchange import exchange
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -31,7 +30,7 @@ def experts_of(model: torch.nn.Module) -> list[Any]:
 
 def check_experts(config: RunConfig, policy: Any) -> None:
     """Check that ranks and experts can be divided; else ``ConfigError``."""
-    each, ranks = config.train_table.trainer.expert_parallel, trainer_ranks(config)
+    each, ranks = config.train_table.trainer.expert_parallel, config.trainer_ranks
     numbers = {experts.num_experts for experts in experts_of(policy)}
     if not numbers:
         raise ConfigError(
