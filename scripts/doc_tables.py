@@ -38,6 +38,8 @@ PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_THEIR_OWN = ("train", "plan")
 """Tables of the run file that other pages show."""
+SAME = {"policy.loss": "As `train.loss`, without `kl_coefficient`, `teacher`, `value_coefficient`."}
+"""Tables of the run file with keys that another table shows."""
 ELSEWHERE: dict[type[BaseModel], str] = {
     RunReport: "summary.json",
     ClusterConfig: "[cluster]",
@@ -131,7 +133,9 @@ def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[s
     schema, texts = model.model_json_schema(), meanings(model)
     for name, field in model.model_fields.items():
         inner, key, meaning = models_in(field.annotation), f"{prefix}{name}", texts.get(name, "")
-        if len(inner) > 1:  # tagged by kind
+        if key in SAME:
+            rows.append(f"| `{key}` | table; none | {SAME[key]} |")
+        elif len(inner) > 1:  # tagged by kind
             kinds = [get_args(one.model_fields["kind"].annotation)[0] for one in inner]
             rows.append(f"| `{key}.kind` | {', '.join(kinds)}; none | {meaning} |")
             for one, its_kind in zip(inner, kinds, strict=True):
