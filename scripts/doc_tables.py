@@ -67,7 +67,7 @@ BRIEF = (
     "plan.json",
     "validation.json",
 )
-"""Reports with a row per top-level key, which names the nested keys; the Python page has their meanings."""
+"""Reports with a row per top-level key; the Python page has the nested keys."""
 ROOFLINE = "roofline"
 """Kind of decode step whose keys are usually derived; one row names them."""
 GUARD = 1e5
@@ -186,6 +186,7 @@ def report_rows(
     shown: dict[type[BaseModel], str] | None = None,
     prefix: str = "",
     brief: bool = False,
+    names: bool = False,
 ) -> list[str]:
     """Return a row per key of a report: key, meaning with its unit. A repeated table has only its new keys.
 
@@ -193,7 +194,8 @@ def report_rows(
         models: Models whose fields are the keys.
         shown: Models shown before, with the place of their rows.
         prefix: Text before each key.
-        brief: One row per key, which names the nested keys.
+        brief: One row per key.
+        names: A row names the nested keys.
     """
     shown = dict(ELSEWHERE) if shown is None else shown
     rows: list[str] = []
@@ -212,9 +214,9 @@ def report_rows(
                 meaning += f" Keys as in `{shown[known]}`{more}"
             holds = container(field.annotation)
             alone = brief or holds is not None
-            if inner and brief and known is not inner[0]:
-                names = [f"`{one}`" for one in inner[0].model_fields if known is None or one not in known.model_fields]
-                meaning += f" {'Keys' if known is None else 'And'}: {', '.join(names)}."
+            if inner and names and known is not inner[0]:
+                keys = [f"`{one}`" for one in inner[0].model_fields if known is None or one not in known.model_fields]
+                meaning += f" {'Keys' if known is None else 'And'}: {', '.join(keys)}."
             if not inner or alone or known is not None:
                 rows.append(f"| `{key}` | {meaning} |")
             if inner and known is not inner[0]:
@@ -297,7 +299,7 @@ def table_of(name: str) -> list[str]:
         return [
             "| key | meaning |",
             "|---|---|",
-            *report_rows(REPORTS[name], brief=name in BRIEF),
+            *report_rows(REPORTS[name], brief=name in BRIEF, names=name.startswith("summary.json")),
         ]
     if name in OF_THEIR_OWN:
         return run_file_table(name)
