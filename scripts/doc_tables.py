@@ -69,7 +69,7 @@ BRIEF = (
 )
 """Reports with a row per top-level key; the Python page has the nested keys."""
 ROOFLINE = "roofline"
-"""Kind of decode step whose keys are usually derived; one row names them."""
+"""Kind of decode step whose keys are usually derived; they share a row."""
 GUARD = 1e5
 """Larger limits only prevent overflow; a sentence of the page has them."""
 
@@ -140,8 +140,10 @@ def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[s
             rows.append(f"| `{key}.kind` | {', '.join(kinds)}; none | {meaning} |")
             for one, its_kind in zip(inner, kinds, strict=True):
                 if its_kind == ROOFLINE:
-                    keys = ", ".join(f"`{name}`" for name in one.model_fields if name != "kind")
-                    rows.append(f"| `{key}` | table; none | {its_kind}: {keys} (`{one.__name__}`). |")
+                    file = one.__module__.replace(".", "/")
+                    rows.append(
+                        f"| `{key}` | table; none | {its_kind}: the fields of `{one.__name__}` in `{file}.py`. |"
+                    )
                 else:
                     rows += key_rows(one, f"{key}.", its_kind)[1:]
         elif inner:
@@ -299,7 +301,7 @@ def table_of(name: str) -> list[str]:
         return [
             "| key | meaning |",
             "|---|---|",
-            *report_rows(REPORTS[name], brief=name in BRIEF, names=name.startswith("summary.json")),
+            *report_rows(REPORTS[name], brief=name in BRIEF, names=name == "summary.json"),
         ]
     if name in OF_THEIR_OWN:
         return run_file_table(name)
