@@ -89,6 +89,8 @@ def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     words |= {"object": "table"}
     limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema and schema[key] < GUARD]
+    if "minimum" in schema and schema.get("maximum", GUARD) < GUARD:
+        bounds = [f"{schema['minimum']:g}–{schema['maximum']:g}"]
     return " ".join([words.get(schema.get("type", ""), "list"), ", ".join(bounds)]).strip()
 
 
