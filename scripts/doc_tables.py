@@ -159,9 +159,14 @@ def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[s
 
 def run_file_table(table: str | None) -> list[str]:
     """Return the keys of one table of the run file; None: of all tables that no other page shows."""
-    rows = {row: row.partition(".")[0].removeprefix("| `") for row in key_rows(RunConfig)}
-    shown = [row for row, its in rows.items() if (its if its in OF_THEIR_OWN else None) == table]
-    return ["| key | value; default | meaning |", "|---|---|---|", *shown]
+    shown: dict[tuple[str, str], list[str]] = {}
+    for row in key_rows(RunConfig):
+        key, rest = row.removeprefix("| ").split(" | ", 1)
+        root = key.strip("`").partition(".")[0]
+        if (root if root in OF_THEIR_OWN else None) == table:
+            shown.setdefault((root, rest), []).append(key)  # keys of the same meaning share a row
+    rows = [f"| {', '.join(keys)} | {rest}" for (_, rest), keys in shown.items()]
+    return ["| key | value; default | meaning |", "|---|---|---|", *rows]
 
 
 def knob_table() -> list[str]:
