@@ -38,6 +38,8 @@ PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_THEIR_OWN = ("train", "plan")
 """Tables of the run file that other pages show."""
+SAME = {"policy.loss": "As `train.loss`, without `kl_coefficient`, `teacher`, `value_coefficient`."}
+"""Tables of the run file with keys that another table shows."""
 ELSEWHERE: dict[type[BaseModel], str] = {
     RunReport: "summary.json",
     ClusterConfig: "[cluster]",
@@ -65,9 +67,9 @@ BRIEF = (
     "plan.json",
     "validation.json",
 )
-"""Reports with a row per top-level key, which names the nested keys; the Python page has their meanings."""
+"""Reports with a row per top-level key; the Python page has the nested keys."""
 ROOFLINE = "roofline"
-"""Kind of decode step whose keys are usually derived; one row names them."""
+"""Kind of decode step whose keys are usually derived; they share a row."""
 GUARD = 1e5
 """Larger limits only prevent overflow; a sentence of the page has them."""
 
@@ -87,6 +89,8 @@ def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     words |= {"object": "table"}
     limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema and schema[key] < GUARD]
+    if "minimum" in schema and schema.get("maximum", GUARD) < GUARD:
+        bounds = [f"{schema['minimum']:g}–{schema['maximum']:g}"]
     return " ".join([words.get(schema.get("type", ""), "list"), ", ".join(bounds)]).strip()
 
 
@@ -131,13 +135,17 @@ def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[s
     schema, texts = model.model_json_schema(), meanings(model)
     for name, field in model.model_fields.items():
         inner, key, meaning = models_in(field.annotation), f"{prefix}{name}", texts.get(name, "")
-        if len(inner) > 1:  # tagged by kind
+        if key in SAME:
+            rows.append(f"| `{key}` | table; none | {SAME[key]} |")
+        elif len(inner) > 1:  # tagged by kind
             kinds = [get_args(one.model_fields["kind"].annotation)[0] for one in inner]
             rows.append(f"| `{key}.kind` | {', '.join(kinds)}; none | {meaning} |")
             for one, its_kind in zip(inner, kinds, strict=True):
                 if its_kind == ROOFLINE:
-                    keys = ", ".join(f"`{name}`" for name in one.model_fields if name != "kind")
-                    rows.append(f"| `{key}` | table; none | {its_kind}: {keys} (`{one.__name__}`). |")
+                    file = one.__module__.replace(".", "/")
+                    rows.append(
+                        f"| `{key}` | table; none | {its_kind}: the fields of `{one.__name__}` in `{file}.py`. |"
+                    )
                 else:
                     rows += key_rows(one, f"{key}.", its_kind)[1:]
         elif inner:
@@ -151,9 +159,14 @@ def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[s
 
 def run_file_table(table: str | None) -> list[str]:
     """Return the keys of one table of the run file; None: of all tables that no other page shows."""
-    rows = {row: row.partition(".")[0].removeprefix("| `") for row in key_rows(RunConfig)}
-    shown = [row for row, its in rows.items() if (its if its in OF_THEIR_OWN else None) == table]
-    return ["| key | value; default | meaning |", "|---|---|---|", *shown]
+    shown: dict[tuple[str, str], list[str]] = {}
+    for row in key_rows(RunConfig):
+        key, rest = row.removeprefix("| ").split(" | ", 1)
+        root = key.strip("`").partition(".")[0]
+        if (root if root in OF_THEIR_OWN else None) == table:
+            shown.setdefault((root, rest), []).append(key)  # keys of the same meaning share a row
+    rows = [f"| {', '.join(keys)} | {rest}" for (_, rest), keys in shown.items()]
+    return ["| key | value; default | meaning |", "|---|---|---|", *rows]
 
 
 def knob_table() -> list[str]:
@@ -182,6 +195,7 @@ def report_rows(
     shown: dict[type[BaseModel], str] | None = None,
     prefix: str = "",
     brief: bool = False,
+    names: bool = False,
 ) -> list[str]:
     """Return a row per key of a report: key, meaning with its unit. A repeated table has only its new keys.
 
@@ -189,7 +203,8 @@ def report_rows(
         models: Models whose fields are the keys.
         shown: Models shown before, with the place of their rows.
         prefix: Text before each key.
-        brief: One row per key, which names the nested keys.
+        brief: One row per key.
+        names: A row names the nested keys.
     """
     shown = dict(ELSEWHERE) if shown is None else shown
     rows: list[str] = []
@@ -208,9 +223,9 @@ def report_rows(
                 meaning += f" Keys as in `{shown[known]}`{more}"
             holds = container(field.annotation)
             alone = brief or holds is not None
-            if inner and brief and known is not inner[0]:
-                names = [f"`{one}`" for one in inner[0].model_fields if known is None or one not in known.model_fields]
-                meaning += f" {'Keys' if known is None else 'And'}: {', '.join(names)}."
+            if inner and names and known is not inner[0]:
+                keys = [f"`{one}`" for one in inner[0].model_fields if known is None or one not in known.model_fields]
+                meaning += f" {'Keys' if known is None else 'And'}: {', '.join(keys)}."
             if not inner or alone or known is not None:
                 rows.append(f"| `{key}` | {meaning} |")
             if inner and known is not inner[0]:
@@ -293,7 +308,7 @@ def table_of(name: str) -> list[str]:
         return [
             "| key | meaning |",
             "|---|---|",
-            *report_rows(REPORTS[name], brief=name in BRIEF),
+            *report_rows(REPORTS[name], brief=name in BRIEF, names=name == "summary.json"),
         ]
     if name in OF_THEIR_OWN:
         return run_file_table(name)

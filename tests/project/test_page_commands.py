@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +112,7 @@ BROUGHT = {
         "pipelinerl train my_run.toml --set scheduler.kind=conventional --check --out check_conventional",
     ],
 }
-"""Commands that make a page's inputs, besides a run file, a log and a table; they run first."""
+"""Commands that make a page's inputs, besides a run file and a table; they run first."""
 NO_SIGNAL = "wrong, signal: nothing can be learned: take other problems, or another model"
 
 
@@ -131,7 +130,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     blocks = FENCE.finditer(section("docs/training_faults.md", "Faults on purpose"))
     (tmp_path / "faults.toml").write_text(next(one[3] for one in blocks if one[1] == "toml"), encoding="utf-8")
     (tmp_path / "step_times.csv").write_text(STEP_TIMES, encoding="utf-8")
-    shutil.copy(EXAMPLES / "logs" / "verl_console.log", tmp_path / "train.log")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     return tmp_path
