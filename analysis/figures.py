@@ -1,4 +1,4 @@
-"""Figures of runs, one function each: a ``Chart`` for files and pages, or a ``Figure`` where marks are special.
+"""Figures of runs and reports, each a function: a ``Chart`` for files and pages, a ``Figure`` where marks are special.
 
 Figures are plain ``Figure`` objects, not pyplot's, and matplotlib's settings are put back: there is no global state.
 Widths are those of a paper's column (86 mm) or page; no text is smaller than 7 pt. Lag is in optimizer steps, means of
@@ -8,7 +8,9 @@ it are by token. "Fig." is a figure of the paper, arXiv 2509.19128.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -46,12 +48,23 @@ from analysis.chart import (
     limits,
     line,
     make_panels,
+    rule,
+    series_styles,
     styled,
 )
 from analysis.read import Run
+from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.costs import UtilisationDecode
+from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
+from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport
+from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 from pipelinerl.records.profile_report import EngineTimeline, Timeline
 from pipelinerl.records.reports import TrainerSeconds
+from pipelinerl.records.validation_report import ValidationReport
+from pipelinerl.theory import paper
+from pipelinerl.theory.lengths import lengths_from, uniform_lengths
 from pipelinerl.util.arrays import FloatArray
 
 MOST_WINDOWS = 10_000
@@ -465,3 +478,270 @@ def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:
         axes.vlines(at, 1.0, top, color=MUTED, linewidth=0.6)
         if index % every == 0:
             axes.text(at, top, f"{update.version}", ha="center", va="bottom", color=MUTED, fontsize=7)
+
+
+# ---------------------------------------------- throughput against the largest lag (Fig. 9), beside the analytic model
+
+NUM_LAGS = 24
+MARKER_PT = 4.5
+RIM_PT = 3.5
+"""Growth of a marker for each later one that covers it, so that its rim shows (points)."""
+COVERED = 0.03
+"""Largest distance at which markers cover each other (share of the largest lag and throughput)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RateCurves:
+    """Throughput (tokens/flash) of both methods at the same bounds on lag in the analytic model (paper, appendix A)."""
+
+    max_lag: FloatArray
+    """Bounds g (optimizer steps)."""
+    pipeline: FloatArray
+    conventional: FloatArray
+    """With G = g + 1."""
+
+
+def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | None:
+    """Return the paper's Fig. 9 for a run file, up to a lag (optimizer steps); None where appendix A does not apply.
+
+    It describes runs in the paper's mode (``decode.kind = "utilisation"``) with fixed or uniform lengths.
+    """
+    decode, length = config.hardware.decode, config.workload.length
+    if not isinstance(decode, UtilisationDecode) or length.kind not in ("fixed", "uniform"):
+        return None
+    lengths = uniform_lengths(length.max) if length.kind == "uniform" else lengths_from([length.max])
+    setting = paper.Setting(
+        curve=fitted_utilisation() if decode.table is None else read_utilisation(decode.table),
+        lengths=lengths,
+        accelerators=config.cluster.accelerators,
+        train_batch_size=config.scheduler.train_batch_size,
+        training_flashes_per_token=resolved_hardware(config).training.token_s / decode.flash_s,
+    )
+    lags = np.unique(np.geomspace(1, max(2.0, largest_lag), NUM_LAGS).round().astype(int))
+    points = paper.throughput_against_lag(setting, [int(lag) for lag in lags])
+    return RateCurves(
+        max_lag=np.array([point.max_lag for point in points], dtype=float),
+        pipeline=np.array([point.pipeline.rates.total for point in points]),
+        conventional=np.array([point.conventional.total for point in points]),
+    )
+
+
+def throughput_against_max_lag(runs: Sequence[Run], curves: RateCurves | None = None) -> Chart:
+    """Return throughput against the largest lag (Fig. 9): a marker per run, and the curves of the analytic model.
+
+    The unit is tokens/flash if all runs know it, else tokens/s; ConfigError if there are curves and it is tokens/s.
+    """
+    flashes = [run.report.tokens_per_flash for run in runs]
+    rates = [rate for rate in flashes if rate is not None]
+    unit = "tokens/flash"
+    if len(rates) < len(runs):
+        unit, rates = "tokens/s", [run.report.tokens_per_s for run in runs]
+        if curves is not None:
+            raise ConfigError("runs must know their tokens/flash to be drawn with analytic curves, got tokens/s")
+    series = []
+    if curves is not None:
+        for method, curve in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
+            series.append(line(f"{method}, model", curves.max_lag, curve, series_styles([method], [0.0])[0]))
+    places = [(run.report.lag.max, rate) for run, rate in zip(runs, rates, strict=True)]
+    for index, (run, style) in enumerate(styled(runs)):
+        size = MARKER_PT + RIM_PT * _num_covering(places, index)
+        look: dict[str, Any] = {"color": style.color, "marker": style.marker, "size": size}
+        lag, rate = places[index]
+        mean = {"mean lag": [run.report.lag.mean]}
+        series.append(Series(label=run.name, mark=Mark.POINTS, x=[lag], y=[rate], hover=mean, **look))
+    return Chart(
+        title="Throughput against the largest lag",
+        caption="Higher is faster, further left is closer to on-policy.",
+        x=Axis(label="largest lag", unit="optimizer steps", ticks=8, values="0"),
+        y=Axis(label="throughput", unit=unit, handy=True, values="0,0" if unit == "tokens/s" else "0.00"),
+        series=[*series, *limits(runs, mark=Mark.RULE_X)],
+    )
+
+
+def _num_covering(places: Sequence[tuple[float, float]], index: int) -> int:
+    """Return how many later markers cover this one."""
+    lag, rate = places[index]
+    reach_lag, reach_rate = (COVERED * max(values) for values in zip(*places, strict=True))
+    return sum(abs(x - lag) <= reach_lag and abs(y - rate) <= reach_rate for x, y in places[index + 1 :])
+
+
+def speedup_by_scenario(comparison: ComparisonReport) -> Chart:
+    """Return the speed-up of every arm over the baseline, a row per scenario."""
+    scenarios = comparison.scenarios
+    arms = {arm.name: arm.summary for arm in comparison.arms}
+    styles = series_styles([one.scheduler for one in arms.values()], [one.lag.max for one in arms.values()])
+    series = []
+    for name, style in zip(arms, styles, strict=True):
+        if name == comparison.baseline:
+            series.append(rule(f"{name} (baseline)", 1.0, color=style.color, dash=style.dash))
+            continue
+        cells = [
+            (arm.speedup, row)
+            for row, scenario in enumerate(scenarios)
+            for arm in scenario.arms
+            if arm.name == name and arm.speedup is not None
+        ]
+        if cells:
+            x, y = zip(*cells, strict=True)
+            series.append(Series(label=name, mark=Mark.POINTS, x=x, y=y, color=style.color, marker=style.marker))
+    return Chart(
+        title="Speed-up by scenario",
+        caption=f"Trained tokens/s over those of {comparison.baseline}: right of 1 is faster.",
+        x=Axis(label="speed-up", unit="ratio of trained tokens/s"),
+        y=Axis(label="", rows=[scenario.name for scenario in scenarios]),
+        series=series,
+        switch=None,
+    )
+
+
+# ------------------------------------------------------------------------- plans, numbers of environments, validations
+
+RATE = Axis(label="throughput", unit="tokens/s", handy=True, values="0,0")
+SYSTEM_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
+
+
+def throughput_against_lag(report: PlanReport) -> Chart:
+    """Return throughput against mean lag (Fig. 3b): every screened candidate, the simulated ones, their Pareto front.
+
+    Bars through the recommendation and the run file hold 80 % of the draws.
+    """
+    screened = report.screened
+    columns = zip(screened.family, screened.lag_mean, screened.tokens_per_s, screened.label, strict=True)
+    simulated = ((one.family, one.lag_mean, one.tokens_per_s, one.label) for one in report.simulated)
+    series = [*_by_family("screened", columns, mark=Mark.CLOUD, alpha=0.35), *_by_family("simulated", simulated)]
+    known = {one.label: one for one in report.simulated}
+    front = [known[label] for label in report.front]
+    lags, rates = [one.lag_mean for one in front], [one.tokens_per_s for one in front]
+    series.append(Series(label="Pareto front", mark=Mark.STEPS, x=lags, y=rates, color=MUTED, width=0.7))
+    for one, marker, size, name in ((report.own, "D", 6.0, "run file"), (report.recommended, "*", 12.0, "recommended")):
+        if one is not None:
+            series += _with_band(name, one, one.lag_mean, color=INK, marker=marker, size=size)
+    if report.run.mean_lag_limit is not None:
+        series.append(rule("mean_lag_limit", report.run.mean_lag_limit, color=INK, dash=":"))
+    caption = (
+        "Small: screened, large: simulated, both with central values; the line is their Pareto front. Recommendation "
+        "and run file are means of the draws, with a bar of 80 % of them."
+    )
+    return Chart(
+        title="Throughput against mean lag of all candidates",
+        caption=caption,
+        x=Axis(label="mean lag", unit="optimizer steps", ticks=8),
+        y=RATE,
+        series=series,
+    )
+
+
+def _by_family(
+    stage: str, candidates: Iterable[tuple[str, float, float, str]], *, mark: Mark = Mark.POINTS, alpha: float = 1.0
+) -> list[Series]:
+    """Return a series for each family of ``candidates``: family, mean lag, throughput, label."""
+    families: dict[str, list[tuple[float, float, str]]] = {}
+    for family, lag, rate, label in candidates:
+        families.setdefault(family, []).append((lag, rate, label))
+    series = []
+    for family, places in families.items():
+        style = series_styles([family], [0.0])[0]
+        lags, rates, labels = zip(*places, strict=True)
+        look: dict[str, Any] = {"mark": mark, "color": style.color, "marker": style.marker, "alpha": alpha}
+        series.append(Series(label=f"{family}, {stage}", x=lags, y=rates, hover={"": labels}, **look))
+    return series
+
+
+def _with_band(label: str, one: PlannedCandidate, x: float, **look: Any) -> list[Series]:
+    low, high = one.band_tokens_per_s
+    bar: dict[str, Any] = {"color": look["color"], "width": 0.7, "named": False}
+    return [
+        Series(label=label, mark=Mark.POINTS, x=[x], y=[one.tokens_per_s], hover={"": [one.label]}, **look),
+        Series(label=label, mark=Mark.UPWARDS, x=[x], y=[low], other=[high], **bar),
+    ]
+
+
+def throughput_against_split(report: PlanReport) -> Chart:
+    """Return screened throughput against the split, with its band; the recommendation must not be colocated."""
+    splits, chosen = report.splits, report.recommended.cluster.generation_accelerators
+    assert chosen is not None
+    across, band = splits.generation_accelerators, "80 % of the draws"
+    return Chart(
+        title="Throughput against the split",
+        caption="Screened, with the other choices as recommended; the dashed line is the recommended split.",
+        x=Axis(label="accelerators that generate", values="0"),
+        y=RATE,
+        series=[
+            Series(label=band, mark=Mark.AREA, x=across, y=splits.low, other=splits.high, color=BLUE, alpha=0.2),
+            Series(label="screened", x=across, y=splits.tokens_per_s, color=BLUE),
+            rule("recommended", chosen),
+        ],
+    )
+
+
+def plan_charts(report: PlanReport) -> dict[str, Chart]:
+    """Return the charts of a plan by file name."""
+    charts = {"plan_throughput_against_lag": throughput_against_lag(report)}
+    if report.splits.generation_accelerators:
+        charts["plan_throughput_against_split"] = throughput_against_split(report)
+    return charts
+
+
+def cases_charts(reports: Mapping[str, PlanReport]) -> list[Chart]:
+    """Return the charts of the plans of several cases by name, with the name in each title."""
+    charts = ((name, chart) for name, one in reports.items() for chart in plan_charts(one).values())
+    return [replace(chart, title=f"{name}: {chart.title}") for name, chart in charts]
+
+
+def environments_charts(report: EnvironmentsReport) -> list[Chart]:
+    """Return rollouts per hour against the number of environments, and with prices the cost of a rollout."""
+    counts = [row.count for row in report.rows]
+    hover = {"bottleneck": [row.bottleneck.value for row in report.rows]}
+    rates, costs = ([row.rollouts_per_hour for row in report.rows], [row.usd_per_1000_rollouts for row in report.rows])
+    panels: list[tuple[str, str, Axis, Sequence[float | None]]] = [
+        ("Throughput", "rollouts per hour", Axis(label="trained", unit="rollouts/h", values="0,0"), rates)
+    ]
+    if None not in costs:
+        panels.append(("Cost", "cost", Axis(label="USD per 1000 rollouts", values="0,0"), costs))
+    return [
+        Chart(
+            title=f"{title} against environments",
+            caption="The knee: the fewest whose rate is within 5 % of the largest.",
+            x=Axis(label="environments", values="0"),
+            y=axis,
+            series=[
+                Series(label=label, x=counts, y=values, color=BLUE, marked=True, hover=hover),
+                rule(f"knee: {report.knee}", report.knee, color=VERMILLION),
+                rule(f"slots of engines: {report.slots}", report.slots, dash=":"),
+            ],
+        )
+        for title, label, axis, values in panels
+    ]
+
+
+def validation_chart(report: ValidationReport) -> Chart | None:
+    """Return predicted over measured by system, for rows with a relative error; None without such a row."""
+    rows = [row for row in report.rows if row.is_relative]
+    if not rows:
+        return None
+    series = [
+        Series(label="1: as measured", mark=Mark.RULE_X, x=[1.0], y=[0.0], color=MUTED, width=0.8),
+        *(replace(rule("30 % off", ratio, dash=":"), named=ratio < 1) for ratio in (0.7, 1.3)),
+    ]
+    families = dict.fromkeys(row.family for row in rows)
+    for family, color in zip(families, cycle(SYSTEM_COLORS), strict=False):
+        places = [place for place, row in enumerate(rows) if row.family == family]
+        mine = [rows[place] for place in places]
+        low, high = ([(getattr(row, end) or row.predicted) / row.measured for row in mine] for end in ("low", "high"))
+        band: dict[str, Any] = {"mark": Mark.ACROSS, "width": 1.0, "named": False}
+        series.append(Series(label=family, x=low, y=places, other=high, color=color, **band))
+        hover = {
+            "": [row.id for row in mine],
+            "predicted": [f"{row.predicted:,.4g} {row.quantity}" for row in mine],
+            "measured": [f"{row.measured:,.4g} {row.quantity}" for row in mine],
+        }
+        ratios = [row.predicted / row.measured for row in mine]
+        series.append(Series(label=family, mark=Mark.POINTS, x=ratios, y=places, color=color, hover=hover))
+    return Chart(
+        title="Published runs, predicted over measured, by system",
+        caption="1 is right; a line is the 80 % band. A click on a system in the legend takes it away.",
+        x=Axis(label="predicted / measured", log=True),
+        y=Axis(label="", rows=[row.id for row in rows]),
+        series=series,
+        switch=None,
+    )

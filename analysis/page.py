@@ -25,11 +25,12 @@ from analysis.figures import (
     lag_by_position,
     mean_lag_by_step,
     samples_against_time,
+    speedup_by_scenario,
+    throughput_against_max_lag,
     time_split,
 )
 from analysis.learning import ess, reward
 from analysis.read import Run
-from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.pages.page import Page, Table, short, sort_values
 from pipelinerl.records.comparison_report import ComparisonReport
 

@@ -12,13 +12,19 @@ from matplotlib.figure import Figure
 
 from analysis import figures, learning
 from analysis.chart import PAGE_IN, PALE, drawn, save_figure
+from analysis.figures import (
+    RateCurves,
+    analytic_curves,
+    environments_charts,
+    plan_charts,
+    speedup_by_scenario,
+    throughput_against_max_lag,
+    validation_chart,
+)
 from analysis.read import Run, read_comparison, read_run, read_runs
-from analysis.reports import environments_charts, plan_charts, validation_chart
-from analysis.throughput import RateCurves, analytic_curves, speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.environments_report import EnvironmentsReport
+from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
 from pipelinerl.records.validation_report import ValidationReport

@@ -17,8 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from backends.check.machine_rows import Expected, longest_pack, machine_rows, pack_rows, taught
-from backends.check.task_rows import environment_rows, task_rows
+from backends.check.task_rows import (
+    Expected,
+    environment_rows,
+    longest_pack,
+    machine_rows,
+    pack_rows,
+    task_rows,
+    taught,
+)
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
 from backends.kinds import RayBackend, backend_of, own_share, with_local_model

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pipelinerl.calibration.log import CalibratedLog, quantile
 from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.pages.page import Page, Place, Section, Table, markdown_table, short
-from pipelinerl.records.diagnosis_report import DiagnosisReport, Gain
+from pipelinerl.records.plan_report import DiagnosisReport, Gain
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
 
 TABLE_FILE = "validation.md"

@@ -7,8 +7,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.pages.overview import overview
-from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
+from pipelinerl.pages.page import (
+    COMMAND,
+    Layout,
+    Page,
+    Place,
+    Section,
+    Table,
+    cost_line,
+    duration,
+    overview,
+    sentence,
+    short,
+)
 from pipelinerl.pages.runs import DEPENDS, config_and_text, setting_assumptions, setting_of
 from pipelinerl.records.plan_report import (
     Assumed,

@@ -19,8 +19,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from pipelinerl.records.figure_data import FigureRecorder
-from pipelinerl.records.profile_report import EnginesOverTime, FigureData, PlacesOverTime, TurnsProfile
+from pipelinerl.records.profile_report import EnginesOverTime, FigureData, FigureRecorder, PlacesOverTime, TurnsProfile
 from pipelinerl.records.reports import (
     EnvironmentReport,
     FleetReport,

@@ -18,8 +18,7 @@ from pipelinerl.calibration.log import CalibratedLog, LoggedStep
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig, flat
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.diagnosis_report import DiagnosisReport, Gain, GpuTime
-from pipelinerl.records.plan_report import Band, PlannedCandidate
+from pipelinerl.records.plan_report import Band, DiagnosisReport, Gain, GpuTime, PlannedCandidate
 from pipelinerl.util.arrays import FloatArray
 from sim.batch import busy_engines
 from sim.planning.answer import searched

@@ -17,8 +17,8 @@ from matplotlib.text import Text
 
 from analysis import figures, learning
 from analysis.chart import METHOD_HUES, PAGE_IN, drawn, handy_time, hue, series_styles, tone
+from analysis.figures import speedup_by_scenario, throughput_against_max_lag
 from analysis.read import Run, read_run
-from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.records.comparison_report import ComparisonReport
 
 FIGURES: dict[str, Callable[[list[Run], ComparisonReport], Figure]] = {

@@ -37,8 +37,11 @@ from sim.step_by_step import StepByStepEngine
 
 torch = pytest.importorskip("torch")
 
-from sim.learning.loop import Learner, one_thread  # noqa: E402
-from sim.learning.relearn import relearn  # noqa: E402
+from sim.learning.loop import (  # noqa: E402
+    Learner,
+    one_thread,
+    relearn,
+)
 
 
 def rows_of(folder):

@@ -20,8 +20,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.pages.evidence import diagnosis_page
 from pipelinerl.pages.page import page_markdown
-from pipelinerl.records.diagnosis_report import DiagnosisReport, GpuTime
-from pipelinerl.records.plan_report import PlanReport
+from pipelinerl.records.plan_report import DiagnosisReport, GpuTime, PlanReport
 from sim.batch import measured_steps
 from sim.planning.answer import searched
 from sim.planning.certainty import make_draws
