@@ -12,15 +12,6 @@ from matplotlib.figure import Figure
 
 from analysis import figures, learning
 from analysis.chart import PAGE_IN, PALE, drawn, save_figure
-from analysis.figures import (
-    RateCurves,
-    analytic_curves,
-    environments_charts,
-    plan_charts,
-    speedup_by_scenario,
-    throughput_against_max_lag,
-    validation_chart,
-)
 from analysis.read import Run, read_comparison, read_run, read_runs
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
@@ -57,7 +48,7 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
 
 
 def _draw_plan(folder: Path, out: Path) -> list[Path]:
-    charts = plan_charts(PlanReport.read(folder / PLAN_FILE))
+    charts = figures.plan_charts(PlanReport.read(folder / PLAN_FILE))
     return _save({name: drawn(chart, height=2.4) for name, chart in charts.items()}, out)
 
 
@@ -68,14 +59,14 @@ def _draw_environments(folder: Path, out: Path) -> list[Path]:
 
 def environments_figure(report: EnvironmentsReport) -> Figure:
     """Draw throughput against the number of environments, and with prices the cost below it."""
-    charts = environments_charts(report)
+    charts = figures.environments_charts(report)
     height, title = 0.8 + 1.2 * len(charts), "What more environments give"
     return drawn(charts, height=height, title=title, rows=len(charts), sharex=True)
 
 
 def save_validation(report: ValidationReport, out: Path) -> list[Path]:
     """Draw predicted over measured, if a row has a relative error."""
-    chart = validation_chart(report)
+    chart = figures.validation_chart(report)
     if chart is None:
         return []
     figure = drawn(chart, width=PAGE_IN, height=1.0 + 0.14 * len(chart.y.rows))
@@ -86,9 +77,9 @@ def save_validation(report: ValidationReport, out: Path) -> list[Path]:
     return _save({"validation": figure}, out)
 
 
-def _save(figures: Mapping[str, Figure], out: Path) -> list[Path]:
+def _save(made: Mapping[str, Figure], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
-    return [path for name, figure in figures.items() for path in save_figure(figure, out, name)]
+    return [path for name, figure in made.items() for path in save_figure(figure, out, name)]
 
 
 def _draw_comparison(folder: Path, out: Path) -> list[Path]:
@@ -96,7 +87,7 @@ def _draw_comparison(folder: Path, out: Path) -> list[Path]:
     arms = next(scenario.arms for scenario in comparison.scenarios if scenario.arms)  # the first one stands for all
     runs = [read_run(folder / arm.folder, arm.name) for arm in arms]
     config = load_run(folder / arms[0].folder / RUN_FILE)
-    curves = analytic_curves(config, largest_lag=max(run.report.lag.max for run in runs))
+    curves = figures.analytic_curves(config, largest_lag=max(run.report.lag.max for run in runs))
     seeds = {}
     if all(run.has_ess for run in runs):  # they have learned
         seeds = {arm.name: [read_run(folder / one) for one in arm.folders] for arm in arms}
@@ -108,7 +99,7 @@ def save_figures(
     folder: Path,
     *,
     comparison: ComparisonReport | None = None,
-    curves: RateCurves | None = None,
+    curves: figures.RateCurves | None = None,
     seeds: Mapping[str, Sequence[Run]] = MappingProxyType({}),
 ) -> list[Path]:
     """Write every figure that the data allow; return the files, two per figure.
@@ -123,10 +114,10 @@ def save_figures(
     """
     made = _run_figures(runs, _timeline_runs(runs, comparison))
     if len(runs) > 1 or curves is not None:
-        made["throughput_against_max_lag"] = drawn(throughput_against_max_lag(runs, curves), height=2.0)
+        made["throughput_against_max_lag"] = drawn(figures.throughput_against_max_lag(runs, curves), height=2.0)
     scenarios = comparison.scenarios if comparison is not None else []
     if comparison is not None and sum(any(arm.speedup is not None for arm in one.arms) for one in scenarios) > 1:
-        made["speedup_by_scenario"] = drawn(speedup_by_scenario(comparison), height=0.5 + 0.2 * len(scenarios))
+        made["speedup_by_scenario"] = drawn(figures.speedup_by_scenario(comparison), height=0.5 + 0.2 * len(scenarios))
     if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
         made["learning"] = learning.learning(seeds)
         made["lag_and_ess"] = learning.lag_and_ess(seeds)

@@ -19,18 +19,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from pipelinerl.records import reports
 from pipelinerl.records.profile_report import EnginesOverTime, FigureData, FigureRecorder, PlacesOverTime, TurnsProfile
-from pipelinerl.records.reports import (
-    EnvironmentReport,
-    FleetReport,
-    LengthReport,
-    RolloutCounts,
-    RolloutSeconds,
-    RunTotals,
-    TokenCounts,
-    TrainerSeconds,
-    Utilisation,
-)
 from pipelinerl.records.step_ledger import Admission, FinishedRollouts, Gathered, TrainingLedger, find_bottleneck
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.drift import DriftModel, modelled_ess
@@ -310,7 +300,7 @@ class RunLedger:
         """Return the rollouts that have ended so far, by how they ended (counts)."""
         return dict(self._ended)
 
-    def summary(self) -> RunTotals:
+    def summary(self) -> reports.RunTotals:
         """Return the numbers of the run so far that follow from its trace and its configuration."""
         duration_s, ended, tokens = self._time_s, self._ended, self._tokens
         generated = self._tokens_finished + self._tokens_cut_short
@@ -318,7 +308,7 @@ class RunLedger:
         rest_s = max(0.0, duration_s - training_s - publishing_s)
         engine_s = self.fleet.there_s(duration_s)
         environments = None if self.turns is None else self.turns.report(duration_s, finished=self._num_finished)
-        return RunTotals(
+        return reports.RunTotals(
             optimizer_steps=self._version,
             duration_s=duration_s,
             samples_trained=ended["trained"],
@@ -326,7 +316,7 @@ class RunLedger:
             samples_per_s=ended["trained"] / duration_s if duration_s else 0.0,
             tokens_per_s=tokens["trained"] / duration_s if duration_s else 0.0,
             lag=self._trainer.lag.report(),
-            rollouts=RolloutCounts(
+            rollouts=reports.RolloutCounts(
                 started=self._num_started,
                 finished=self._num_finished,
                 **ended,
@@ -334,17 +324,17 @@ class RunLedger:
                 interruptions=self._num_interruptions,
                 preemptions=self._num_preemptions,
             ),
-            tokens=TokenCounts(generated=generated, **tokens, unfinished=generated - sum(tokens.values())),
+            tokens=reports.TokenCounts(generated=generated, **tokens, unfinished=generated - sum(tokens.values())),
             discarded_by_reason=self._reasons,
-            length=LengthReport(
+            length=reports.LengthReport(
                 finished_mean=self._tokens_finished / self._num_finished if self._num_finished else 0.0,
                 trained_mean=tokens["trained"] / ended["trained"] if ended["trained"] else 0.0,
             ),
-            utilisation=Utilisation(
+            utilisation=reports.Utilisation(
                 generation=self.busy_engine_s() / engine_s if engine_s else 0.0,
                 training=training_s / duration_s if duration_s else 0.0,
             ),
-            seconds=TrainerSeconds(
+            seconds=reports.TrainerSeconds(
                 generating=rest_s if self._colocated else 0.0,
                 training=training_s,
                 publishing=publishing_s,
@@ -456,12 +446,12 @@ class FleetLedger:
         there = [(0.0, self._num_first), *self._there.points, (duration_s, len(self._since_s))]
         return EnginesOverTime(time_s=[one[0] for one in there], engines=[int(one[1]) for one in there])
 
-    def report(self, duration_s: float, steps: Sequence[StepRow]) -> FleetReport | None:
+    def report(self, duration_s: float, steps: Sequence[StepRow]) -> reports.FleetReport | None:
         """Return the numbers of the run; None if no engine has joined or left."""
         if not (self._num_joined or self._num_left):
             return None
         step_s = np.diff([0.0, *(row.time_s for row in steps)])
-        return FleetReport(
+        return reports.FleetReport(
             engines_mean=self.there_s(duration_s) / duration_s if duration_s else float(len(self._since_s)),
             joined=self._num_joined,
             left=self._num_left,
@@ -629,7 +619,7 @@ class TurnLedger:
         if self._places.is_due():
             self._places.add((time_s, *self._counts.values()))
 
-    def report(self, duration_s: float, *, finished: int) -> EnvironmentReport:
+    def report(self, duration_s: float, *, finished: int) -> reports.EnvironmentReport:
         """Return the numbers of the run after so many seconds, with ``finished`` rollouts."""
         seconds = dict(self._seconds)
         for place, since_s in self._open.values():
@@ -639,7 +629,7 @@ class TurnLedger:
         if self._knows_work:
             rest = max(0.0, seconds[Place.ENGINE] - self._prefill_s - self._decode_s)  # below 0 in the last digit only
             parts |= {"queue": rest, "prefill": self._prefill_s, "decode": self._decode_s}
-        return EnvironmentReport(
+        return reports.EnvironmentReport(
             count=self._count,
             in_use_mean=sum(seconds.values()) / duration_s if duration_s else 0.0,
             turns_mean=self._num_turns / finished,
@@ -647,5 +637,5 @@ class TurnLedger:
             errors=self._faults[EnvironmentFault.ERROR],
             retries=self._num_retries,
             expired=self._faults[EnvironmentFault.EXPIRED],
-            seconds=RolloutSeconds(**{name: one / finished for name, one in parts.items()}),
+            seconds=reports.RolloutSeconds(**{name: one / finished for name, one in parts.items()}),
         )

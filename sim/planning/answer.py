@@ -37,29 +37,8 @@ from pipelinerl.records.plan_report import (
 from pipelinerl.records.reports import Prices
 from pipelinerl.records.run_folder import FLEET_FILE, PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from pipelinerl.util.explain import writing
+from sim.planning import choose, explain
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
-from sim.planning.choose import (
-    AT_LOW_END,
-    ON_AVERAGE,
-    TIE,
-    best_of,
-    check_lags,
-    in_order,
-    likely_to_keep,
-    next_to_simulate,
-    pareto_front,
-    round_sizes,
-    why_not,
-)
-from sim.planning.explain import (
-    not_tried,
-    screened_columns,
-    stages_of,
-    synchronous_is_faster,
-    verdict,
-    why_infeasible,
-    why_none_kept,
-)
 from sim.planning.fleet import FleetPlanner, fleet_run, lending
 from sim.planning.screen import Candidate, Screened, Screener, own_candidate, screen_all, within_limits
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
@@ -148,7 +127,7 @@ NO_FLEET = (
 )
 MOST_COMPARED = 24
 """Candidates compared over draws, if no more have been simulated (count)."""
-CHANGE = 2 * TIE
+CHANGE = 2 * choose.TIE
 """Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
 
 
@@ -227,7 +206,7 @@ class _Search:
         self.screener = Screener(config, self.space.answers)
         self.kept, self.rejected = screen_all(self.space, self.screener, self.choices)
         if not self.kept:
-            raise ConfigError(*why_infeasible(self.rejected, self.space))
+            raise ConfigError(*explain.why_infeasible(self.rejected, self.space))
         self.own = own_candidate(self.space)
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
         self.own_runs = whole and self.space.memory.excluded_because(config) is None
@@ -242,10 +221,10 @@ class _Search:
         number = max(1, self.total - len(own) - 1)
         outcomes: list[Outcome] = []
         tried: list[str] = []
-        for size in (*round_sizes(number), 1):
+        for size in (*choose.round_sizes(number), 1):
             if len(tried) >= number and self.within(outcomes):
                 break
-            chosen = next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
+            chosen = choose.next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
             jobs = [self.job(one) for one in (*own, *(one.candidate for one in chosen))]
             ended = runner.run(jobs[: self.total - len(outcomes)], before=len(outcomes), total=self.total)
             if not ended:
@@ -280,23 +259,23 @@ class _Search:
             simulated = [one.candidate.label for one in outcomes]
             num_left = sum(one.candidate.label not in simulated for one in self.kept)
             if num_left:
-                raise ConfigError(why_none_kept(broken, self.space, num_kept=len(self.kept), num_left=num_left))
-            raise ConfigError(*why_infeasible(self.rejected + [rejected for _, rejected in broken], self.space))
+                raise ConfigError(explain.why_none_kept(broken, self.space, num_kept=len(self.kept), num_left=num_left))
+            raise ConfigError(*explain.why_infeasible(self.rejected + [rejected for _, rejected in broken], self.space))
         guessed = {one.key for one in self.assumed}
         draws = make_draws(self.config, self.space.measured, guessed=guessed)
         outcomes, drawn = self._compared(outcomes, draws, runner)
 
         averse = self.plan.risk == "averse"
-        ranked_by = AT_LOW_END if averse else ON_AVERAGE
+        ranked_by = choose.AT_LOW_END if averse else choose.ON_AVERAGE
 
         def share(one: Outcome) -> float:
             return self._rank(drawn, one.candidate.label)
 
-        ranked = in_order(self.within(outcomes), share)
+        ranked = choose.in_order(self.within(outcomes), share)
         best = ranked[0]
         other = next((one for one in ranked if one.candidate.layout != best.candidate.layout), None)
         families = {
-            family: best_of(some, share)
+            family: choose.best_of(some, share)
             if (some := [one for one in ranked if one.candidate.family == family])
             else None
             for family in self.plan.schedulers
@@ -311,8 +290,8 @@ class _Search:
         }
         second = None if other is None else described[other.candidate.label]
         found = [one for one in families.values() if one]
-        slower = synchronous_is_faster(found, self.space, self.screener, share, ranked=ranked_by)
-        front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
+        slower = explain.synchronous_is_faster(found, self.space, self.screener, share, ranked=ranked_by)
+        front = choose.pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
             run=PlannedRun(
                 accelerators=self.config.cluster.accelerators,
@@ -333,7 +312,7 @@ class _Search:
             recommended=described[best.candidate.label],
             runner_up=None
             if other is None or second is None
-            else RunnerUp(**dict(second), why=why_not(other, best, share, second.verdict, ranked=ranked_by)),
+            else RunnerUp(**dict(second), why=choose.why_not(other, best, share, second.verdict, ranked=ranked_by)),
             families={
                 family: None if one is None else described[one.candidate.label] for family, one in families.items()
             },
@@ -347,10 +326,10 @@ class _Search:
             ),
             simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
             front=[ranked[index].candidate.label for index in front],
-            screened=screened_columns(self.kept),
+            screened=explain.screened_columns(self.kept),
             sensitivity=sensitivity(drawn, best.candidate.label, least=CHANGE),
             splits=split_curve(self.space, best.candidate, self.screener, drawn.draws),
-            stages=stages_of(self.space, best.candidate, self.screener),
+            stages=explain.stages_of(self.space, best.candidate, self.screener),
         )
         return self._with_fleet(report, best, runner), best.candidate
 
@@ -391,8 +370,8 @@ class _Search:
             complete=not runner.interrupted and not runner.failures,
             failures=sorted(runner.failures),
             within_limits=sum(one.rejected(self.limits) is None for one in outcomes),
-            lag_ratios={family: one.ratio for family, one in check_lags(outcomes, self.kept).items()},
-            not_tried=not_tried(self.space, self.choices, self.kept, self.rejected),
+            lag_ratios={family: one.ratio for family, one in choose.check_lags(outcomes, self.kept).items()},
+            not_tried=explain.not_tried(self.space, self.choices, self.kept, self.rejected),
         )
 
     def _compared(
@@ -404,8 +383,8 @@ class _Search:
         """
         runner.on_progress("certainty", 0, 1)
         outcomes, done = list(outcomes), {one.candidate.label for one in outcomes}
-        likely = likely_to_keep(self.kept, self.limits, outcomes)
-        others = next_to_simulate(likely, self.limits, MOST_COMPARED, outcomes=outcomes) if likely else []
+        likely = choose.likely_to_keep(self.kept, self.limits, outcomes)
+        others = choose.next_to_simulate(likely, self.limits, MOST_COMPARED, outcomes=outcomes) if likely else []
         compared = [one.candidate for one in self.within(outcomes)]
         unsimulated = [one.candidate for one in others if one.candidate.label not in done]
         compared += unsimulated[: max(0, MOST_COMPARED - len(compared))]
@@ -448,7 +427,7 @@ class _Search:
             idle=outcome.candidate.idle or None,
             band=drawn.band(label),
             over_own=None if own is None else drawn.over(label, own.candidate.label),
-            verdict=verdict(outcome, self.screener, self.limits),
+            verdict=explain.verdict(outcome, self.screener, self.limits),
         )
 
     def _numbers(self, outcome: Outcome) -> CandidateNumbers:
