@@ -45,8 +45,7 @@ from backends.trainer.sequence_parallel import SequenceGroup, over_ranks, spread
 from backends.trainer.settings import RankSettings, nccl_logs
 from backends.trainer.state import RankState
 from backends.trainer.step import StepMeter, learning_rate_factor, row_loss
-from backends.transfer.connection import address_towards
-from backends.transfer.rendezvous import RendezvousStore, own_address, reserved_port
+from backends.transfer.rendezvous import RendezvousStore, address_towards, own_address, reserved_port
 from backends.transfer.verify import checksum64
 from backends.workers.main import log_to
 from pipelinerl.errors import BackendError

@@ -41,8 +41,8 @@ from typing import Any
 
 import torch
 
-from backends.transfer.connection import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
 from backends.transfer.delta import Payload
+from backends.transfer.rendezvous import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
 from backends.transfer.row import BUCKET_BYTES, SharedRow, cuts, digest, label, layout, machine, ranges, row_bytes
 from backends.transfer.transport import Membership, Parameters
 from backends.transfer.verify import check_names, checksum64

@@ -22,7 +22,7 @@ from pipelinerl.config.run import RunConfig, parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import prefill_s
 from pipelinerl.records.plan_report import Band, FleetPlan, FleetRow
-from pipelinerl.theory.checkpoints import daly_interval, daly_share
+from pipelinerl.theory.steady_state import daly_interval, daly_share
 from pipelinerl.util.arrays import FloatArray
 from sim.planning.choose import TIE
 from sim.planning.screen import Candidate, Screener

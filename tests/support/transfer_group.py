@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from backends.transfer.connection import RendezvousServer
 from backends.transfer.group import Receiver, Sender
+from backends.transfer.rendezvous import RendezvousServer
 from backends.transfer.row import digest, label, layout, parameters_of, row_bytes, view_of
 from backends.transfer.transport import Membership, Parameters
 from backends.transfer.verify import checksum64

@@ -26,14 +26,17 @@ from pipelinerl.hardware.prior import END_SDS, PAIRS_MEAN, RUN_SD, SYNC_ARM_SD, 
 from pipelinerl.pages.evidence import speed_up_words, validation_markdown, validation_page, validation_sentence
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, UnusableRow, ValidationReport
 from sim.run import simulate
-from sim.validation.infer import STEP, SimulationGrid, run_config, simulation_grid
 from sim.validation.predict import (
     ASSUMED_SD,
+    STEP,
     AloneRun,
+    SimulationGrid,
     alone_run,
     by_family,
     family_interval,
+    run_config,
     shipped_runs,
+    simulation_grid,
     speed_up_summary,
     speed_ups,
     spread_of,
