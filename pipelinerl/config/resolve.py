@@ -172,14 +172,23 @@ def run_trainer_fits(
 ) -> bool:
     """Return whether training fits into the memory of its accelerators; arguments as for ``run_coefficients``."""
     values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
-    return derive.trainer_fits(
-        gpu,
+    needed = _trainer_bytes(config, model, values, training_accelerators, values.pack_tokens)
+    return needed <= values.memory_share * gpu.memory_bytes * (1 + derive.ROUNDING)
+
+
+def _trainer_bytes(
+    config: RunConfig, model: LanguageModel, values: Coefficients, accelerators: int, pack_tokens: float
+) -> float:
+    """Return the memory of one accelerator that trains (bytes)."""
+    return derive.training_memory(
         model,
-        accelerators=training_accelerators,
+        accelerators=accelerators,
         zero_stage=zero_stage_of(config),
-        coefficients=values,
+        pack_tokens=pack_tokens,
+        recomputation=values.recomputation,
+        adapter_rank=values.adapter_rank,
         sequence_parallel=sequence_parallel_of(config),
-    )
+    ).total
 
 
 def least_memory(
@@ -193,20 +202,12 @@ def least_memory(
     pack = longest / min(int(values.sequence_accelerators), training_accelerators)
     if "pack_tokens" in stated_coefficients(config):
         pack = values.pack_tokens
-    trainer = derive.training_memory(
-        model,
-        accelerators=training_accelerators,
-        zero_stage=zero_stage_of(config),
-        pack_tokens=pack,
-        recomputation=values.recomputation,
-        adapter_rank=values.adapter_rank,
-        sequence_parallel=sequence_parallel_of(config),
-    )
+    trainer = _trainer_bytes(config, model, values, training_accelerators, pack)
     engine, own = named_engine(config.hardware, gpu, model)
     held = own.weight_bytes * own.parameters + own.state_bytes + longest * own.cached_bytes(tensor_parallel)
     needed = (values.memory_reserve_bytes + held / tensor_parallel) / (values.memory_share * engine.memory_bytes)
     shares = [] if config.hardware.kv_cache_tokens is not None else [needed]
-    return [*shares, trainer.total / (values.memory_share * gpu.memory_bytes)]
+    return [*shares, trainer / (values.memory_share * gpu.memory_bytes)]
 
 
 def zero_stage_of(config: RunConfig) -> int:
