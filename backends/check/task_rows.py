@@ -112,11 +112,6 @@ class Expected:
         return coefficients(level, named_coefficients(self.config))
 
 
-def reduce_bytes_s(*, one_node: bool) -> Callable[[Gpu, Coefficients], float]:
-    """Return the bandwidth of the link in an all-reduce (bytes/s)."""
-    return lambda gpu, values: values.allreduce_share * ring_bytes_s(gpu, one_node=one_node)
-
-
 SOCKET = "Socket"
 """NCCL's name of plain TCP."""
 ATTENTION_ERROR = {"cpu": 1e-5, "gpu": 2e-2}
@@ -153,12 +148,12 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
         expected, size_gb = Expected.of(config, test.ranks[0].device), test.ranks[0].link_gb
         what = f"broadcast of {size_gb:.3g} GB to the engines' machines"
         advice = "look at the network that leads to rank 0's address: one stream of TCP, verified by the host's cores"
-        rows.append(expected.rate(what, test.to_engines_gb_s, _stream_bytes_s, advice))
+        rows.append(
+            expected.rate(
+                what, test.to_engines_gb_s, lambda gpu, values: min(values.stream_bandwidth, gpu.network), advice
+            )
+        )
     return rows
-
-
-def _stream_bytes_s(gpu: Gpu, values: Coefficients) -> float:
-    return min(values.stream_bandwidth, gpu.network)
 
 
 def _machine_row(one: PlaceFacts) -> CheckRow:
@@ -187,13 +182,17 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
     else:
         backend = "NCCL" if config.train_table.device == "gpu" else "gloo"
         advice = "look at NCCL_DEBUG=INFO: which network it takes, and whether over GPUDirect RDMA"
+
+        def link_bytes_s(gpu: Gpu, values: Coefficients) -> float:
+            return values.allreduce_share * ring_bytes_s(gpu, one_node=one_node)
+
         reduced = [one.reduce_gb_s for one in ranks if one.reduce_gb_s is not None]
         sent = [one.broadcast_gb_s for one in ranks if one.broadcast_gb_s is not None]
         for what, speeds in (
             (f"all-reduce of {len(ranks)} ranks ({backend})", reduced),
             (f"broadcast of {first.link_gb:.3g} GB to {len(ranks)} ranks ({backend})", sent),
         ):
-            rows.append(expected.rate(what, min(speeds), reduce_bytes_s(one_node=one_node), advice))
+            rows.append(expected.rate(what, min(speeds), link_bytes_s, advice))
     if first.to_host_gb_s is not None:
         speed = min(one.to_host_gb_s for one in ranks if one.to_host_gb_s is not None)
         advice = "weights cross to the host at every update: look at PCIe lanes and at the NUMA node of the process"

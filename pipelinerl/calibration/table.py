@@ -1,16 +1,4 @@
-"""Tables of step times, which ``measure`` writes and ``calibrate`` reads.
-
-=================  =========================================================================  ==================
-column             meaning                                                                    kinds
-=================  =========================================================================  ==================
-``kind``           ``decode``, ``prefill``, ``request``, ``train`` or ``matmul``              all
-``accelerators``   accelerators that work together (count); 1 if left out                     all but matmul
-``batch``          sequences in the step, or requests (count)                                 all
-``ctx``            tokens of context of each sequence                                         decode
-``tokens``         tokens of all sequences together, prompts included                         all but decode, matmul
-``seconds``        how long it took (seconds)                                                 all but matmul
-``utilisation``    share of the peak, in (0, 1] (no unit)                                     matmul
-=================  =========================================================================  ==================
+"""Tables of step times, which ``measure`` writes and ``calibrate`` reads; docs/calibration.md has the columns by kind.
 
 A row of ``request`` times ``batch`` requests sent together, with ``tokens`` of prompts in all, without their decode
 steps: prefill, and the work of engine and front end per request. A row of ``train`` is one whole optimizer step of one

@@ -197,7 +197,9 @@ def _comparison_table(comparison: ComparisonReport) -> Table:
     for scenario in comparison.scenarios:
         for arm in scenario.arms:
             seeds = f" ({len(arm.folders)} seeds)" if learned and len(arm.folders) > 1 else ""
-            rest = _learning(arm) if learned else _time_shares(arm)
+            run_s = arm.summary.duration_s or 1.0
+            shares = [f"{seconds / run_s:.0%}" if seconds else "-" for _, seconds in arm.summary.seconds]
+            rest = _learning(arm) if learned else shares
             rows.append([scenario.name, arm.name + seeds, *_numbers_of_arm(arm, flashes, priced), *rest])
     return Table(
         title=f"speed-up over {comparison.baseline}",
@@ -229,11 +231,6 @@ def _numbers_of_arm(arm: ArmReport, flashes: bool, priced: bool) -> list[str]:
         f"{report.lag.mean:.2f}",
         f"{report.lag.max}",
     ]
-
-
-def _time_shares(arm: ArmReport) -> list[str]:
-    duration_s = arm.summary.duration_s or 1.0
-    return [f"{seconds / duration_s:.0%}" if seconds else "-" for _, seconds in arm.summary.seconds]
 
 
 def _learning(arm: ArmReport) -> list[str]:

@@ -506,16 +506,12 @@ def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
         median_error_high=high,
         p90_error=float(np.quantile(every, 0.9)),
         within_45_percent=sum(error <= 0.45 for error in every) / len(every),
-        within_band=sum(_inside(row) for row in rows) / len(rows),
+        within_band=sum((row.alone_low or 0.0) <= row.measured <= (row.alone_high or 0.0) for row in rows) / len(rows),
         bias=float(np.mean([error for family in log_errors.values() for error in family])),
         family_sd=spread.family_sd,
         row_sd=spread.row_sd,
         naive_median_error=_naive(rows),
     )
-
-
-def _inside(row: PredictedRow) -> bool:
-    return row.alone_low is not None and row.alone_high is not None and row.alone_low <= row.measured <= row.alone_high
 
 
 def _naive(rows: Sequence[PredictedRow]) -> float | None:

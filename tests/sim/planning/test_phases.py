@@ -16,8 +16,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from pipelinerl.config.question import PHASES, Question, ask
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
-from sim.planning.answer import PlannedCase
-from sim.planning.phases import RESTART_S, SLICES, cheapest, compare_phases
+from sim.planning.answer import RESTART_S, SLICES, PlannedCase, cheapest, compare_phases
 from sim.planning.screen import Screener, screen_all
 from sim.planning.simulate import HowToPlan
 from sim.planning.space import SearchSpace, with_values
