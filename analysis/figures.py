@@ -65,7 +65,7 @@ from pipelinerl.records.reports import TrainerSeconds
 from pipelinerl.records.validation_report import ValidationReport
 from pipelinerl.theory import paper
 from pipelinerl.theory.lengths import lengths_from, uniform_lengths
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, grouped
 
 MOST_WINDOWS = 10_000
 """Windows of a run that smooth its lag (count)."""
@@ -635,11 +635,8 @@ def _by_family(
     stage: str, candidates: Iterable[tuple[str, float, float, str]], *, mark: Mark = Mark.POINTS, alpha: float = 1.0
 ) -> list[Series]:
     """Return a series for each family of ``candidates``: family, mean lag, throughput, label."""
-    families: dict[str, list[tuple[float, float, str]]] = {}
-    for family, lag, rate, label in candidates:
-        families.setdefault(family, []).append((lag, rate, label))
     series = []
-    for family, places in families.items():
+    for family, places in grouped((family, place) for family, *place in candidates).items():
         style = series_styles([family], [0.0])[0]
         lags, rates, labels = zip(*places, strict=True)
         look: dict[str, Any] = {"mark": mark, "color": style.color, "marker": style.marker, "alpha": alpha}

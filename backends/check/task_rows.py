@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from backends.interface import Codec, PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
+from backends.interface import Codec, RankFacts, Sample, SelfTest, TrainResult
 from backends.preflight import trainer_ranks
 from backends.workers.environments import EnvironmentPool
 from backends.workers.processes import WorkerFailedError
@@ -130,7 +130,9 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
     rows = [CheckRow(what="versions", measured=text, expected="the same on all machines")]
     if others:
         rows = [wrong("versions", f"{text}; but {', '.join(sorted(others))}", "install the same on all machines")]
-    rows += [_machine_row(one) for one in test.places]
+    for one in test.places:
+        free = f"{one.free_memory_gb:.0f} of {one.memory_gb:.0f} GB free, {one.free_shared_gb:.0f} GB in /dev/shm"
+        rows.append(CheckRow(what=f"machine {one.machine}", measured="; ".join([free, *one.gpus])))
     if any(one.sees_folder is False for one in test.places):
         blind = ", ".join(one.machine for one in test.places if one.sees_folder is False)
         rows.append(
@@ -154,12 +156,6 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
             )
         )
     return rows
-
-
-def _machine_row(one: PlaceFacts) -> CheckRow:
-    gpus = f"; {'; '.join(one.gpus)}" if one.gpus else ""
-    text = f"{one.free_memory_gb:.0f} of {one.memory_gb:.0f} GB free, {one.free_shared_gb:.0f} GB in /dev/shm{gpus}"
-    return CheckRow(what=f"machine {one.machine}", measured=text)
 
 
 def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool) -> list[CheckRow]:

@@ -319,20 +319,17 @@ REPEATS = 3
 """Of a speed, after once to warm up; the fastest counts: others may use the link, too."""
 
 
-def _kernel(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "scaled_dot_product_attention, one sequence at a time"
-    return "torch varlen_attn" if hopper_kernel(device) is None else "FlashAttention 3"
-
-
 def self_test(device: torch.device, num_bytes: int, *, nccl_log: str | None = None) -> RankFacts:
     """Measure with all-reduce, broadcast and copy of so many bytes; all ranks call it together."""
     torch.manual_seed(SEED)
     cuda = device.type == "cuda"
     reduce_gb_s, broadcast_gb_s = _links_gb_s(device, num_bytes)
+    kernel = "scaled_dot_product_attention, one sequence at a time"
+    if cuda:
+        kernel = "torch varlen_attn" if hopper_kernel(device) is None else "FlashAttention 3"
     return RankFacts(
         device=torch.cuda.get_device_name(device) if cuda else "CPU",
-        kernel=_kernel(device),
+        kernel=kernel,
         attention_error=attention_error(device, torch.bfloat16 if cuda else torch.float32),
         same_checksum=same_checksum(device),
         reduce_gb_s=reduce_gb_s,

@@ -1,11 +1,8 @@
 """Predict published runs from their published settings and from other runs of the same system.
 
-Theory. Four numbers about a system are uncertain: a factor g on its times of generation, a factor t on its times of
-training, one on the rest of a step, and the mean answer m where it is not published. Before any measurement each is
-log-normal around the hardware model's central value. Measurements of the *other* rows of a family sharpen that (Bayes'
-rule on a grid of simulations). The prediction is the median over the likely seconds of a step; its band holds 80 %, as
-a normal distribution of the logs. A row without a family is predicted from the hardware model alone, with a band from
-its error for other families.
+docs/validation.md says how a row is predicted. Theory: factors g and t on a system's times of generation and training,
+one on the rest of a step, and an unpublished mean answer m are log-normal around the hardware model's central value
+before any measurement; those of the *other* rows of a family sharpen that (Bayes' rule on a grid of simulations).
 
 How far off is the hardware model alone, for a system that nobody has measured? The log of predicted over measured
 seconds of row i of family f is a sum, e_fi = c + b_f + w_fi: the error about every system, about a family (software,
@@ -36,7 +33,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib import resources
 from statistics import NormalDist
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +60,7 @@ from pipelinerl.records.validation_report import (
 )
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from pipelinerl.theory.paper import staleness_applied_compute
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, grouped
 from sim.parallel import run_all
 from sim.run import simulate_steps
 from sim.validation.reconstruct import (
@@ -436,8 +433,6 @@ def _weighted_median(value_P: FloatArray, weight_P: FloatArray) -> float:
     return float(value_P[order_P][np.searchsorted(np.cumsum(weight_P[order_P]), 0.5)])
 
 
-Value = TypeVar("Value")
-
 # ----------------------------------------------------------------------------------------------------------- the report
 
 SAME = 0.05
@@ -492,8 +487,8 @@ def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
     if not rows:
         return None
     ratios = [(row.family, row.alone / row.measured) for row in rows if row.alone is not None]
-    log_errors = by_family((family, math.log(ratio)) for family, ratio in ratios)
-    errors = by_family((family, abs(ratio - 1)) for family, ratio in ratios)
+    log_errors = grouped((family, math.log(ratio)) for family, ratio in ratios)
+    errors = grouped((family, abs(ratio - 1)) for family, ratio in ratios)
     every = [error for family in errors.values() for error in family]
     samples = [np.asarray(family) for family in errors.values()]
     low, high = family_interval(samples, lambda sample: float(np.median(np.concatenate(sample))))
@@ -593,11 +588,11 @@ def _jobs(
     """Return all rows, the simulations to make, and why some rows cannot be simulated."""
     ids = {run.id for run in runs}
     known = [*runs, *(run for run in others if run.id not in ids)]
-    families = by_family((run.family, run) for run in known)
+    families = grouped((run.family, run) for run in known)
     wanted = {run.family for run in runs}
     needed = [(run, families[run.family]) for run in known if run.family in wanted]
     if any(_has_pair(families[one]) for one in wanted):
-        theirs = by_family((run.family, run) for run in judges or ()).values()
+        theirs = grouped((run.family, run) for run in judges or ()).values()
         needed += [(run, rows) for rows in theirs if _has_pair(rows) for run in rows]
     rebuilt: list[ReconstructedRun] = []
     reasons: dict[str, str] = {}
@@ -872,22 +867,14 @@ def unseen_bands(runs: Iterable[AloneRun], judges: Sequence[AloneRun] | None = N
     rows, bands = list(runs), {}
     for row in rows:
         others = (one for one in (rows if judges is None else judges) if one.family != row.family)
-        spread = spread_of(by_family((one.family, one.log_error) for one in others))
+        spread = spread_of(grouped((one.family, one.log_error) for one in others))
         factor = math.exp(prior.END_SDS * spread.sd * row.spread_factor)
         middle_s = row.predicted_s / math.exp(spread.centre)
         bands[row.id] = Band(middle_s / factor, middle_s, middle_s * factor)
     return bands
 
 
-def by_family(pairs: Iterable[tuple[object, Value]]) -> dict[object, list[Value]]:
-    """Return the values of each family, in order."""
-    families: dict[object, list[Value]] = {}
-    for family, value in pairs:
-        families.setdefault(family, []).append(value)
-    return families
-
-
-def spread_of(log_errors: Mapping[object, Sequence[float]]) -> Spread:
+def spread_of(log_errors: Mapping[Any, Sequence[float]]) -> Spread:
     """Return the spread of log errors, given by family; each family has a row at least."""
     families = [np.asarray(errors, dtype=float) for errors in log_errors.values()]
     if len(families) < 3:
@@ -958,9 +945,9 @@ def speed_ups(grids: Sequence[SimulationGrid], judges: Sequence[SimulationGrid] 
         ratio_D = _log_ratio(pair, drawn)
         others = [(one, error) for one, error in errors if one.family != pair.family]
         measured = [one.measured for one, _ in others]
-        error = spread_of(by_family((one.family, error) for one, error in others))
+        error = spread_of(grouped((one.family, error) for one, error in others))
         modelled = (float(np.median(ratio_D)) - error.centre, math.hypot(float(ratio_D.std()), error.sd))
-        middle, sd = _with_published(*modelled, by_family((one.family, math.log(one.measured)) for one, _ in others))
+        middle, sd = _with_published(*modelled, grouped((one.family, math.log(one.measured)) for one, _ in others))
         spread = prior.END_SDS * sd
         made.append(
             SpeedUp(
@@ -999,7 +986,12 @@ def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
     error = np.array([abs(one.predicted / one.measured - 1) for one in made])
     constant = np.array([abs(one.constant / one.measured - 1) for one in made])
     brier_ends = family_interval(_by_family(made, square - always), _mean_of_means)
-    error_ends = family_interval(_by_family(made, np.column_stack([error, constant])), _median_difference)
+
+    def median_difference(families: Sequence[FloatArray]) -> float:
+        first, second = np.median(np.concatenate(families), axis=0)
+        return float(first - second)
+
+    error_ends = family_interval(_by_family(made, np.column_stack([error, constant])), median_difference)
     return SpeedUpSummary(
         pairs=len(made),
         families=len({one.family for one in made}),
@@ -1020,19 +1012,13 @@ def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
 
 def _by_family(made: Sequence[SpeedUp], values: Sequence[float] | FloatArray) -> list[FloatArray]:
     """Return the data of each pair, shape [pairs, ...], by family."""
-    families = by_family((one.family, index) for index, one in enumerate(made))
+    families = grouped((one.family, index) for index, one in enumerate(made))
     return [np.asarray(values, dtype=float)[indices] for indices in families.values()]
 
 
 def _mean_of_means(families: Sequence[FloatArray]) -> float:
     """Return the mean in which every family has the same weight, however many pairs it has."""
     return float(np.mean([family.mean() for family in families]))
-
-
-def _median_difference(families: Sequence[FloatArray]) -> float:
-    """Return the median of the first column less that of the second, of all pairs together."""
-    first, second = np.median(np.concatenate(families), axis=0)
-    return float(first - second)
 
 
 def _pairs(grids: Sequence[SimulationGrid]) -> list[Pair]:
