@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.check.task_rows import Expected, longest_pack, machine_rows, pack_rows
+from backends.check.run_check import Expected, longest_pack, machine_rows, pack_rows
 from backends.interface import PlaceFacts, RankFacts, SelfTest, TrainResult
 from backends.trainer.packing import pack
 from pipelinerl.config.run import RunConfig, load_run

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from refusals import message  # noqa: E402
 
-from backends.check.task_rows import ATTENTION_ERROR  # noqa: E402
+from backends.check.run_check import ATTENTION_ERROR  # noqa: E402
 from backends.trainer import attention as module  # noqa: E402
 from backends.trainer import rank as self_test  # noqa: E402
 from backends.trainer.attention import check_kernel, packed_attention  # noqa: E402

@@ -40,7 +40,7 @@ from transfer_group import held_by, row_of  # noqa: E402
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
 import backends.trainer.rank  # noqa: E402
-from backends.check.task_rows import taught  # noqa: E402
+from backends.check.run_check import taught  # noqa: E402
 from backends.interface import Sample, TrainResult  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank, deepspeed_config, torch_adamw_passes  # noqa: E402
 from backends.trainer.model import load_policy  # noqa: E402
