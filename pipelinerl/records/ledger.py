@@ -24,35 +24,7 @@ from pipelinerl.records.profile_report import EnginesOverTime, FigureData, Figur
 from pipelinerl.records.step_ledger import Admission, FinishedRollouts, Gathered, TrainingLedger, find_bottleneck
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.drift import DriftModel, modelled_ess
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    Command,
-    DiscardReason,
-    DiscardRollouts,
-    EngineJoined,
-    EngineLeaving,
-    EngineLeft,
-    EngineSeconds,
-    EnvironmentFailed,
-    EnvironmentFault,
-    Event,
-    ObservationReady,
-    OpenEnvironment,
-    PublishWeights,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutPreempted,
-    RolloutScored,
-    StartRollout,
-    StartTraining,
-    Stop,
-    TrainingFinished,
-    TurnFinished,
-    VersionSpans,
-    WeightsLoaded,
-    WeightsPublished,
-)
+from pipelinerl.scheduler import events
 
 
 class RunLedger:
@@ -90,7 +62,7 @@ class RunLedger:
         self._tokens_finished = self._tokens_cut_short = 0  # tokens of finished rollouts, of those that ended early
         self._ended = dict.fromkeys(("trained", "discarded", "aborted", "failed"), 0)
         self._tokens = dict.fromkeys(self._ended, 0)
-        self._reasons = dict.fromkeys(DiscardReason, 0)
+        self._reasons = dict.fromkeys(events.DiscardReason, 0)
         self._num_interruptions = self._num_preemptions = 0
         # By id of an engine that is there.
         self._engine_rollouts = dict.fromkeys(range(num_engines), 0)
@@ -108,11 +80,11 @@ class RunLedger:
 
     # --------------------------------------------------------------------------------------- events
 
-    def event(self, time_s: float, event: Event) -> None:
+    def event(self, time_s: float, event: events.Event) -> None:
         """Record an event that was reported at ``time_s``."""
         self._time_s = time_s
         # These three come once per rollout or turn; `match` would cost three times as much as `isinstance`.
-        if isinstance(event, RolloutFinished):
+        if isinstance(event, events.RolloutFinished):
             rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
             if event.engine is None:
                 self._tokens_cut_short -= self._between_turns.pop(rollout_id)
@@ -127,40 +99,40 @@ class RunLedger:
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
             return
-        if isinstance(event, RolloutScored):
+        if isinstance(event, events.RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
             self._trainer.open_step.num_scoring -= 1
             return
-        if isinstance(event, TurnFinished):
+        if isinstance(event, events.TurnFinished):
             self._turn_finished(event)
             return
         match event:
-            case RolloutAborted():
+            case events.RolloutAborted():
                 self._aborted(event)
-            case RolloutFailed():
+            case events.RolloutFailed():
                 self._failed(event)
-            case RolloutPreempted():
+            case events.RolloutPreempted():
                 self._num_preemptions += 1
-            case TrainingFinished():
+            case events.TrainingFinished():
                 self._trained(event)
-            case WeightsPublished():
+            case events.WeightsPublished():
                 self._trainer.published(time_s, event.publish_s, self.profile)
-            case WeightsLoaded():
+            case events.WeightsLoaded():
                 self._loaded(event)
-            case EngineJoined():
+            case events.EngineJoined():
                 self.fleet.joined(time_s, event.engine)
                 self._engine_rollouts[event.engine] = 0
                 self._busy_since_s[event.engine] = self._busy_s[event.engine] = 0.0
-            case EngineLeaving():
+            case events.EngineLeaving():
                 self.fleet.leaving.add(event.engine)
-            case EngineLeft():
+            case events.EngineLeft():
                 self.fleet.left(time_s, event, busy_s=self._busy_s.pop(event.engine))
                 del self._engine_rollouts[event.engine], self._busy_since_s[event.engine]
 
-    def command(self, time_s: float, command: Command) -> None:
+    def command(self, time_s: float, command: events.Command) -> None:
         """Record a command that was given at ``time_s``."""
         self._time_s = time_s
-        if isinstance(command, StartRollout):  # comes once per rollout
+        if isinstance(command, events.StartRollout):  # comes once per rollout
             rollout_id, engine = command.rollout_id, command.engine
             if self._interrupted and rollout_id in self._interrupted:
                 self._tokens_cut_short -= self._interrupted.pop(rollout_id)
@@ -178,19 +150,19 @@ class RunLedger:
                 self.profile.rollout_started(time_s, rollout_id, engine, in_progress)
             return
         match command:
-            case OpenEnvironment():
+            case events.OpenEnvironment():
                 self._num_started += 1
                 self.profile.num_first += time_s == 0.0
                 self._between_turns[command.rollout_id] = 0
-            case StartTraining():
+            case events.StartTraining():
                 self._training_started(command)
-            case PublishWeights():
+            case events.PublishWeights():
                 self.profile.published(time_s, command.version)
-            case DiscardRollouts():
+            case events.DiscardRollouts():
                 self._discarded(command)
-            case AbortRollout():
+            case events.AbortRollout():
                 self._aborting.add(command.rollout_id)
-            case Stop():
+            case events.Stop():
                 self._stop = command.reason.value
 
     def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int, *, goes_on: bool = False) -> None:
@@ -204,14 +176,14 @@ class RunLedger:
             else:
                 self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
 
-    def _turn_finished(self, event: TurnFinished) -> None:
+    def _turn_finished(self, event: events.TurnFinished) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
         self._leave_engine(rollout_id, event.engine, num_tokens, goes_on=True)
         self._between_turns[rollout_id] = num_tokens
         self._tokens_cut_short += num_tokens
         self._aborting.discard(rollout_id)
 
-    def _aborted(self, event: RolloutAborted) -> None:
+    def _aborted(self, event: events.RolloutAborted) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
         self._leave_engine(rollout_id, event.engine, num_tokens)
         self._tokens_cut_short += num_tokens
@@ -225,7 +197,7 @@ class RunLedger:
                 self.fleet.moved_tokens += num_tokens
         self._aborting.discard(rollout_id)
 
-    def _failed(self, event: RolloutFailed) -> None:
+    def _failed(self, event: events.RolloutFailed) -> None:
         self._ended["failed"] += 1
         self._aborting.discard(event.rollout_id)
         if event.engine is not None:
@@ -238,7 +210,7 @@ class RunLedger:
             self._trainer.open_step.num_scoring -= 1
             self._tokens["failed"] += self._finished.remove(event.rollout_id)
 
-    def _discarded(self, command: DiscardRollouts) -> None:
+    def _discarded(self, command: events.DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:
             unfinished = self._interrupted if rollout_id in self._interrupted else self._between_turns
             if rollout_id in unfinished:
@@ -251,7 +223,7 @@ class RunLedger:
                 self._tokens["discarded"] += self._finished.remove(rollout_id)
                 self._reasons[command.reason] += 1
 
-    def _loaded(self, event: WeightsLoaded) -> None:
+    def _loaded(self, event: events.WeightsLoaded) -> None:
         engine, time_s = event.engine, self._time_s
         self._training_since_s = None
         if self._engine_rollouts[engine]:
@@ -261,7 +233,7 @@ class RunLedger:
 
     # ------------------------------------------------------------------------------------- training
 
-    def _training_started(self, command: StartTraining) -> None:
+    def _training_started(self, command: events.StartTraining) -> None:
         if self._colocated and self._training_since_s is None:
             self._training_since_s = self._time_s
         taken = self._finished.take(command.rollout_ids)
@@ -269,7 +241,7 @@ class RunLedger:
         if self.turns is not None:
             self.turns.trained(command.rollout_ids, taken, command.version)
 
-    def _trained(self, event: TrainingFinished) -> None:
+    def _trained(self, event: events.TrainingFinished) -> None:
         self._trainer.trained(self._time_s, event, self.profile)
         if event.version == self._version:
             return  # a micro-batch that did not complete its step
@@ -421,7 +393,7 @@ class FleetLedger:
         self._num_joined += 1
         self._moved(time_s)
 
-    def left(self, time_s: float, event: EngineLeft, *, busy_s: float) -> None:
+    def left(self, time_s: float, event: events.EngineLeft, *, busy_s: float) -> None:
         """Record an engine that has left; it was busy for so long."""
         self.leaving.remove(event.engine)
         self._gone_s += time_s - self._since_s.pop(event.engine)
@@ -492,7 +464,7 @@ class TurnLedger:
         self._prefill_s = self._decode_s = 0.0  # of the seconds on engines
         self._knows_work = False  # whether those two are known
         self._num_turns = 0
-        self._faults = dict.fromkeys(EnvironmentFault, 0)
+        self._faults = dict.fromkeys(events.EnvironmentFault, 0)
         self._num_retries = 0
         self._ends: dict[int, list[int]] = {}  # of a rollout to be trained on: its tokens by the end of each turn
         self._tokens: Counter[tuple[int, int]] = Counter()  # trained, by turn and lag
@@ -501,51 +473,51 @@ class TurnLedger:
         self._counts = dict.fromkeys(Place, 0)  # open rollouts by place
         self._places = PointsInTime()  # of these counts
 
-    def event(self, time_s: float, event: Event) -> None:
+    def event(self, time_s: float, event: events.Event) -> None:
         """Record an event."""
         match event:
-            case TurnFinished(rollout_id):
+            case events.TurnFinished(rollout_id):
                 self._aborting.discard(rollout_id)
                 self._end_turn(rollout_id, event.spans)
                 self._move(time_s, rollout_id, Place.ENVIRONMENT)
                 self._worked(event.seconds)
-            case ObservationReady(rollout_id):
+            case events.ObservationReady(rollout_id):
                 self._move(time_s, rollout_id, Place.WAITING)
-            case RolloutFinished(rollout_id):
+            case events.RolloutFinished(rollout_id):
                 self._aborting.discard(rollout_id)
                 if event.engine is not None:
                     self._end_turn(rollout_id, event.spans)
                 self._move(time_s, rollout_id, Place.SCORING if event.reward is None else None)
                 self._worked(event.seconds)
-            case RolloutScored(rollout_id):
+            case events.RolloutScored(rollout_id):
                 self._move(time_s, rollout_id, None)
-            case RolloutAborted(rollout_id):
+            case events.RolloutAborted(rollout_id):
                 self._worked(event.seconds)
                 if self._stopped or rollout_id not in self._aborting:
                     self._move(time_s, rollout_id, Place.WAITING)
                 else:
                     self._drop(time_s, rollout_id)
                 self._aborting.discard(rollout_id)
-            case RolloutFailed(rollout_id):
+            case events.RolloutFailed(rollout_id):
                 self._aborting.discard(rollout_id)
                 self._drop(time_s, rollout_id)
-            case EnvironmentFailed():
+            case events.EnvironmentFailed():
                 self._faults[event.fault] += 1
                 self._num_retries += event.again
 
-    def command(self, time_s: float, command: Command) -> None:
+    def command(self, time_s: float, command: events.Command) -> None:
         """Record a command; ``trained`` records a micro-batch."""
         match command:
-            case StartRollout(rollout_id):
+            case events.StartRollout(rollout_id):
                 self._move(time_s, rollout_id, Place.ENGINE)
-            case OpenEnvironment(rollout_id):
+            case events.OpenEnvironment(rollout_id):
                 self._begin(time_s, rollout_id)
-            case DiscardRollouts(rollout_ids):
+            case events.DiscardRollouts(rollout_ids):
                 for rollout_id in rollout_ids:
                     self._drop(time_s, rollout_id)
-            case AbortRollout(rollout_id):
+            case events.AbortRollout(rollout_id):
                 self._aborting.add(rollout_id)
-            case Stop():
+            case events.Stop():
                 self._stopped = True
 
     def _begin(self, time_s: float, rollout_id: int) -> None:
@@ -554,7 +526,7 @@ class TurnLedger:
         self._ends[rollout_id] = []
         self._moved(time_s)
 
-    def _end_turn(self, rollout_id: int, spans: VersionSpans) -> None:
+    def _end_turn(self, rollout_id: int, spans: events.VersionSpans) -> None:
         self._num_turns += 1
         self._ends[rollout_id].append(spans.ends[-1])
 
@@ -597,7 +569,7 @@ class TurnLedger:
             places=PlacesOverTime(time_s=[row[0] for row in self._places.points], **over_time),
         )
 
-    def _worked(self, seconds: EngineSeconds | None) -> None:
+    def _worked(self, seconds: events.EngineSeconds | None) -> None:
         if seconds is not None:
             self._knows_work = True
             self._prefill_s += seconds.prefill
@@ -633,9 +605,9 @@ class TurnLedger:
             count=self._count,
             in_use_mean=sum(seconds.values()) / duration_s if duration_s else 0.0,
             turns_mean=self._num_turns / finished,
-            timeouts=self._faults[EnvironmentFault.TIMEOUT],
-            errors=self._faults[EnvironmentFault.ERROR],
+            timeouts=self._faults[events.EnvironmentFault.TIMEOUT],
+            errors=self._faults[events.EnvironmentFault.ERROR],
             retries=self._num_retries,
-            expired=self._faults[EnvironmentFault.EXPIRED],
+            expired=self._faults[events.EnvironmentFault.EXPIRED],
             seconds=reports.RolloutSeconds(**{name: one / finished for name, one in parts.items()}),
         )
