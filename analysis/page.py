@@ -20,7 +20,7 @@ from jinja2 import Environment
 import pipelinerl
 from analysis import figures
 from analysis.chart import PALE, Axis, Chart, Mark, Series
-from analysis.learning import ess, reward
+from analysis.figures import ess, reward
 from analysis.read import Run
 from pipelinerl.pages.page import Page, Table, short, sort_values
 from pipelinerl.records.comparison_report import ComparisonReport

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from matplotlib.figure import Figure
 
-from analysis import figures, learning
+from analysis import figures
 from analysis.chart import PAGE_IN, PALE, drawn, save_figure
 from analysis.read import Run, read_comparison, read_run, read_runs
 from pipelinerl.config.run import load_run
@@ -119,8 +119,8 @@ def save_figures(
     if comparison is not None and sum(any(arm.speedup is not None for arm in one.arms) for one in scenarios) > 1:
         made["speedup_by_scenario"] = drawn(figures.speedup_by_scenario(comparison), height=0.5 + 0.2 * len(scenarios))
     if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
-        made["learning"] = learning.learning(seeds)
-        made["lag_and_ess"] = learning.lag_and_ess(seeds)
+        made["learning"] = figures.learning(seeds)
+        made["lag_and_ess"] = figures.lag_and_ess(seeds)
     return _save(made, folder)
 
 
@@ -149,9 +149,9 @@ def _run_figures(runs: Sequence[Run], with_timeline: Sequence[Run]) -> dict[str,
     if chart := figures.fleet_seconds(runs):
         made["fleet_seconds"] = drawn(chart, width=PAGE_IN, height=0.6 + 0.3 * len(chart.y.rows))
     if any(run.has_ess for run in runs):
-        made["ess"] = learning.ess_figure(runs)
+        made["ess"] = figures.ess_figure(runs)
     if any(run.metrics for run in runs):
-        made["reward"] = learning.reward_figure(runs)
+        made["reward"] = figures.reward_figure(runs)
     for run in runs:
         if run.figure_data.turns is not None:
             made[_own_name("turns", run, made)] = figures.turns(run)

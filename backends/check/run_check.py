@@ -40,8 +40,7 @@ from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.costs import loading_s
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training, derive_transport, ring_bytes_s
 from pipelinerl.hardware.transport import FILE, WeightTransferConfig
-from pipelinerl.records.check_report import CheckReport, CheckRow, compared, unchecked, wrong
-from pipelinerl.records.reports import RunReport, UpdateReport
+from pipelinerl.records.reports import CheckReport, CheckRow, RunReport, UpdateReport, compared, unchecked, wrong
 from pipelinerl.records.run_folder import CHECK_FILE, LOGS_FOLDER, TRACE_FILE, check_vacant, make_folder, write_json
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import Trace

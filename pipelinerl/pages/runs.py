@@ -9,9 +9,8 @@ from typing import Any
 
 from pipelinerl.config.run import RunConfig, flat, load_run
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
-from pipelinerl.records.check_report import CheckReport
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, EnvironmentsReport
-from pipelinerl.records.reports import Bottleneck, RunReport
+from pipelinerl.records.reports import Bottleneck, CheckReport, RunReport
 from pipelinerl.records.run_folder import RUN_FILE
 from pipelinerl.util.read import read_text, read_toml
 

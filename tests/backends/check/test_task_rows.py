@@ -11,7 +11,7 @@ from in_memory import config_of, turns_of
 from backends.check.run_check import SAMPLE, environment_rows, task_rows
 from backends.fake import FakeCodec
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.check_report import CheckRow, Finding
+from pipelinerl.records.reports import CheckRow, Finding
 from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.sums import Arithmetic
 
