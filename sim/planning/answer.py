@@ -804,7 +804,7 @@ def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
 
 SLICES = 16
 """Equal parts of a run between which a switch is possible (count)."""
-RESTART_S = 600.0
+PLAN_SWITCH_S = 600.0
 """Assumed time of a switch: a checkpoint, engines and trainer that start again, rollouts that are lost (seconds)."""
 
 
@@ -834,9 +834,9 @@ def compare_phases(question: Question, cases: Sequence[PlannedCase], how: HowToP
     alone_C = seconds_CS.sum(axis=1)
     if not np.isfinite(alone_C.min(initial=np.inf)):
         return None
-    total_s, path = cheapest(seconds_CS, RESTART_S)
+    total_s, path = cheapest(seconds_CS, PLAN_SWITCH_S)
     return PhasesReport(
-        restart_s=RESTART_S,
+        restart_s=PLAN_SWITCH_S,
         plans=[
             (labels[path[part]], ends[part], first + (last - first) * (part + 1) / SLICES)
             for part in range(SLICES)
