@@ -20,7 +20,8 @@ from enum import StrEnum
 import numpy as np
 
 from pipelinerl.records import reports
-from pipelinerl.records.profile_report import EnginesOverTime, FigureData, FigureRecorder, PlacesOverTime, TurnsProfile
+from pipelinerl.records.figure_data import FigureRecorder
+from pipelinerl.records.profile_report import EnginesOverTime, FigureData, PlacesOverTime, TurnsProfile
 from pipelinerl.records.step_ledger import Admission, FinishedRollouts, Gathered, TrainingLedger, find_bottleneck
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.drift import DriftModel, modelled_ess

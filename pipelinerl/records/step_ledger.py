@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.profile_report import FigureRecorder, LagHistogram
+from pipelinerl.records.figure_data import FigureRecorder
+from pipelinerl.records.profile_report import LagHistogram
 from pipelinerl.records.reports import Bottleneck, LagReport
 from pipelinerl.records.steps import COLUMNS, StepRow
 from pipelinerl.scheduler import events

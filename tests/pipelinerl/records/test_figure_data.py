@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ledger_histories import FIRST_STEP, STORY, ended, figures_of, in_rounds, ledger_of, spans, start
 
-import pipelinerl.records.profile_report
+import pipelinerl.records.figure_data
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     DiscardReason,
@@ -165,7 +165,7 @@ def test_the_timeline_is_the_first_twelve_steps():
 
 def test_a_full_timeline_ends_where_its_points_do(monkeypatch):
     """The fifth point is at 12 s, while the trainer is at work from 6 s to 16 s: known until 12 s, and no further."""
-    monkeypatch.setattr(pipelinerl.records.profile_report, "TIMELINE_POINTS", 5)
+    monkeypatch.setattr(pipelinerl.records.figure_data, "TIMELINE_POINTS", 5)
     history = [
         (0.0, start(0)),
         (2.0, *ended(0, (0, 2))),
@@ -187,7 +187,7 @@ def test_a_full_timeline_ends_where_its_points_do(monkeypatch):
 
 def test_a_full_window_ends_where_its_rollouts_do(monkeypatch):
     """Room for four rollouts: the fifth starts at 2 s, so the window is the first two rounds."""
-    monkeypatch.setattr(pipelinerl.records.profile_report, "WINDOW_ROLLOUTS", 4)
+    monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 4)
     check_window(figures_of(in_rounds(rounds=9))["generation_window"], 2.0, 2.0)
 
 

@@ -5,8 +5,8 @@ import pickle
 import pytest
 from ledger_histories import FIRST_STEP, STORY, ended, figures_of, keys, ledger_of, play_to, spans, start, summary_of
 
+import pipelinerl.records.figure_data
 import pipelinerl.records.ledger
-import pipelinerl.records.profile_report
 import pipelinerl.records.step_ledger
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import (
@@ -192,7 +192,7 @@ def test_the_ledger_does_not_grow_with_the_rollouts_that_have_ended(monkeypatch)
 
     Pickled, without its rows, after the rounds that fill its figures: no more, but for larger numbers.
     """
-    monkeypatch.setattr(pipelinerl.records.profile_report, "WINDOW_ROLLOUTS", 5)
+    monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 5)
     monkeypatch.setattr(pipelinerl.records.step_ledger, "CUT_AT_BYTES", 1)
 
     def kept(num_rounds):
