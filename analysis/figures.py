@@ -1,14 +1,18 @@
-"""Figures of runs, one function each: a ``Chart`` for files and pages, or a ``Figure`` where marks are special.
+"""Figures of runs and reports, each a function: a ``Chart`` for files and pages, a ``Figure`` where marks are special.
 
 Figures are plain ``Figure`` objects, not pyplot's, and matplotlib's settings are put back: there is no global state.
 Widths are those of a paper's column (86 mm) or page; no text is smaller than 7 pt. Lag is in optimizer steps, means of
-it are by token. "Fig." is a figure of the paper, arXiv 2509.19128.
+it are by token. "Fig." is a figure of the paper, arXiv 2509.19128. Figures of runs that have learned, real or
+simulated, leave out runs without metrics; the others keep their colour. Runs of more than 150 steps are drawn as a
+moving mean, over the value of each step in a lighter tone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -46,13 +50,24 @@ from analysis.chart import (
     limits,
     line,
     make_panels,
+    rule,
+    series_styles,
     styled,
 )
-from analysis.read import Run
+from analysis.read import ESS_RAW, ESS_TRUNCATED, REWARD, Run, ess_by_lag
+from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.costs import UtilisationDecode
+from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
+from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport
+from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 from pipelinerl.records.profile_report import EngineTimeline, Timeline
 from pipelinerl.records.reports import TrainerSeconds
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.records.validation_report import ValidationReport
+from pipelinerl.theory import paper
+from pipelinerl.theory.lengths import lengths_from, uniform_lengths
+from pipelinerl.util.arrays import FloatArray, grouped
 
 MOST_WINDOWS = 10_000
 """Windows of a run that smooth its lag (count)."""
@@ -465,3 +480,534 @@ def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:
         axes.vlines(at, 1.0, top, color=MUTED, linewidth=0.6)
         if index % every == 0:
             axes.text(at, top, f"{update.version}", ha="center", va="bottom", color=MUTED, fontsize=7)
+
+
+# ---------------------------------------------- throughput against the largest lag (Fig. 9), beside the analytic model
+
+NUM_LAGS = 24
+MARKER_PT = 4.5
+RIM_PT = 3.5
+"""Growth of a marker for each later one that covers it, so that its rim shows (points)."""
+COVERED = 0.03
+"""Largest distance at which markers cover each other (share of the largest lag and throughput)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RateCurves:
+    """Throughput (tokens/flash) of both methods at the same bounds on lag in the analytic model (paper, appendix A)."""
+
+    max_lag: FloatArray
+    """Bounds g (optimizer steps)."""
+    pipeline: FloatArray
+    conventional: FloatArray
+    """With G = g + 1."""
+
+
+def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | None:
+    """Return the paper's Fig. 9 for a run file, up to a lag (optimizer steps); None where appendix A does not apply.
+
+    It describes runs in the paper's mode (``decode.kind = "utilisation"``) with fixed or uniform lengths.
+    """
+    decode, length = config.hardware.decode, config.workload.length
+    if not isinstance(decode, UtilisationDecode) or length.kind not in ("fixed", "uniform"):
+        return None
+    lengths = uniform_lengths(length.max) if length.kind == "uniform" else lengths_from([length.max])
+    setting = paper.Setting(
+        curve=fitted_utilisation() if decode.table is None else read_utilisation(decode.table),
+        lengths=lengths,
+        accelerators=config.cluster.accelerators,
+        train_batch_size=config.scheduler.train_batch_size,
+        training_flashes_per_token=resolved_hardware(config).training.token_s / decode.flash_s,
+    )
+    lags = np.unique(np.geomspace(1, max(2.0, largest_lag), NUM_LAGS).round().astype(int))
+    points = paper.throughput_against_lag(setting, [int(lag) for lag in lags])
+    return RateCurves(
+        max_lag=np.array([point.max_lag for point in points], dtype=float),
+        pipeline=np.array([point.pipeline.rates.total for point in points]),
+        conventional=np.array([point.conventional.total for point in points]),
+    )
+
+
+def throughput_against_max_lag(runs: Sequence[Run], curves: RateCurves | None = None) -> Chart:
+    """Return throughput against the largest lag (Fig. 9): a marker per run, and the curves of the analytic model.
+
+    The unit is tokens/flash if all runs know it, else tokens/s; ConfigError if there are curves and it is tokens/s.
+    """
+    flashes = [run.report.tokens_per_flash for run in runs]
+    rates = [rate for rate in flashes if rate is not None]
+    unit = "tokens/flash"
+    if len(rates) < len(runs):
+        unit, rates = "tokens/s", [run.report.tokens_per_s for run in runs]
+        if curves is not None:
+            raise ConfigError("runs must know their tokens/flash to be drawn with analytic curves, got tokens/s")
+    series = []
+    if curves is not None:
+        for method, curve in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
+            series.append(line(f"{method}, model", curves.max_lag, curve, series_styles([method], [0.0])[0]))
+    places = [(run.report.lag.max, rate) for run, rate in zip(runs, rates, strict=True)]
+    for index, (run, style) in enumerate(styled(runs)):
+        size = MARKER_PT + RIM_PT * _num_covering(places, index)
+        look: dict[str, Any] = {"color": style.color, "marker": style.marker, "size": size}
+        lag, rate = places[index]
+        mean = {"mean lag": [run.report.lag.mean]}
+        series.append(Series(label=run.name, mark=Mark.POINTS, x=[lag], y=[rate], hover=mean, **look))
+    return Chart(
+        title="Throughput against the largest lag",
+        caption="Higher is faster, further left is closer to on-policy.",
+        x=Axis(label="largest lag", unit="optimizer steps", ticks=8, values="0"),
+        y=Axis(label="throughput", unit=unit, handy=True, values="0,0" if unit == "tokens/s" else "0.00"),
+        series=[*series, *limits(runs, mark=Mark.RULE_X)],
+    )
+
+
+def _num_covering(places: Sequence[tuple[float, float]], index: int) -> int:
+    """Return how many later markers cover this one."""
+    lag, rate = places[index]
+    reach_lag, reach_rate = (COVERED * max(values) for values in zip(*places, strict=True))
+    return sum(abs(x - lag) <= reach_lag and abs(y - rate) <= reach_rate for x, y in places[index + 1 :])
+
+
+def speedup_by_scenario(comparison: ComparisonReport) -> Chart:
+    """Return the speed-up of every arm over the baseline, a row per scenario."""
+    scenarios = comparison.scenarios
+    arms = {arm.name: arm.summary for arm in comparison.arms}
+    styles = series_styles([one.scheduler for one in arms.values()], [one.lag.max for one in arms.values()])
+    series = []
+    for name, style in zip(arms, styles, strict=True):
+        if name == comparison.baseline:
+            series.append(rule(f"{name} (baseline)", 1.0, color=style.color, dash=style.dash))
+            continue
+        cells = [
+            (arm.speedup, row)
+            for row, scenario in enumerate(scenarios)
+            for arm in scenario.arms
+            if arm.name == name and arm.speedup is not None
+        ]
+        if cells:
+            x, y = zip(*cells, strict=True)
+            series.append(Series(label=name, mark=Mark.POINTS, x=x, y=y, color=style.color, marker=style.marker))
+    return Chart(
+        title="Speed-up by scenario",
+        caption=f"Trained tokens/s over those of {comparison.baseline}: right of 1 is faster.",
+        x=Axis(label="speed-up", unit="ratio of trained tokens/s"),
+        y=Axis(label="", rows=[scenario.name for scenario in scenarios]),
+        series=series,
+        switch=None,
+    )
+
+
+# ------------------------------------------------------------------------- plans, numbers of environments, validations
+
+RATE = Axis(label="throughput", unit="tokens/s", handy=True, values="0,0")
+SYSTEM_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
+
+
+def throughput_against_lag(report: PlanReport) -> Chart:
+    """Return throughput against mean lag (Fig. 3b): every screened candidate, the simulated ones, their Pareto front.
+
+    Bars through the recommendation and the run file hold 80 % of the draws.
+    """
+    screened = report.screened
+    columns = zip(screened.family, screened.lag_mean, screened.tokens_per_s, screened.label, strict=True)
+    simulated = ((one.family, one.lag_mean, one.tokens_per_s, one.label) for one in report.simulated)
+    series = [*_by_family("screened", columns, mark=Mark.CLOUD, alpha=0.35), *_by_family("simulated", simulated)]
+    known = {one.label: one for one in report.simulated}
+    front = [known[label] for label in report.front]
+    lags, rates = [one.lag_mean for one in front], [one.tokens_per_s for one in front]
+    series.append(Series(label="Pareto front", mark=Mark.STEPS, x=lags, y=rates, color=MUTED, width=0.7))
+    for one, marker, size, name in ((report.own, "D", 6.0, "run file"), (report.recommended, "*", 12.0, "recommended")):
+        if one is not None:
+            series += _with_band(name, one, one.lag_mean, color=INK, marker=marker, size=size)
+    if report.run.mean_lag_limit is not None:
+        series.append(rule("mean_lag_limit", report.run.mean_lag_limit, color=INK, dash=":"))
+    caption = (
+        "Small: screened, large: simulated, both with central values; the line is their Pareto front. Recommendation "
+        "and run file are means of the draws, with a bar of 80 % of them."
+    )
+    return Chart(
+        title="Throughput against mean lag of all candidates",
+        caption=caption,
+        x=Axis(label="mean lag", unit="optimizer steps", ticks=8),
+        y=RATE,
+        series=series,
+    )
+
+
+def _by_family(
+    stage: str, candidates: Iterable[tuple[str, float, float, str]], *, mark: Mark = Mark.POINTS, alpha: float = 1.0
+) -> list[Series]:
+    """Return a series for each family of ``candidates``: family, mean lag, throughput, label."""
+    series = []
+    for family, places in grouped((family, place) for family, *place in candidates).items():
+        style = series_styles([family], [0.0])[0]
+        lags, rates, labels = zip(*places, strict=True)
+        look: dict[str, Any] = {"mark": mark, "color": style.color, "marker": style.marker, "alpha": alpha}
+        series.append(Series(label=f"{family}, {stage}", x=lags, y=rates, hover={"": labels}, **look))
+    return series
+
+
+def _with_band(label: str, one: PlannedCandidate, x: float, **look: Any) -> list[Series]:
+    low, high = one.band_tokens_per_s
+    bar: dict[str, Any] = {"color": look["color"], "width": 0.7, "named": False}
+    return [
+        Series(label=label, mark=Mark.POINTS, x=[x], y=[one.tokens_per_s], hover={"": [one.label]}, **look),
+        Series(label=label, mark=Mark.UPWARDS, x=[x], y=[low], other=[high], **bar),
+    ]
+
+
+def throughput_against_split(report: PlanReport) -> Chart:
+    """Return screened throughput against the split, with its band; the recommendation must not be colocated."""
+    splits, chosen = report.splits, report.recommended.cluster.generation_accelerators
+    assert chosen is not None
+    across, band = splits.generation_accelerators, "80 % of the draws"
+    return Chart(
+        title="Throughput against the split",
+        caption="Screened, with the other choices as recommended; the dashed line is the recommended split.",
+        x=Axis(label="accelerators that generate", values="0"),
+        y=RATE,
+        series=[
+            Series(label=band, mark=Mark.AREA, x=across, y=splits.low, other=splits.high, color=BLUE, alpha=0.2),
+            Series(label="screened", x=across, y=splits.tokens_per_s, color=BLUE),
+            rule("recommended", chosen),
+        ],
+    )
+
+
+def plan_charts(report: PlanReport) -> dict[str, Chart]:
+    """Return the charts of a plan by file name."""
+    charts = {"plan_throughput_against_lag": throughput_against_lag(report)}
+    if report.splits.generation_accelerators:
+        charts["plan_throughput_against_split"] = throughput_against_split(report)
+    return charts
+
+
+def cases_charts(reports: Mapping[str, PlanReport]) -> list[Chart]:
+    """Return the charts of the plans of several cases by name, with the name in each title."""
+    charts = ((name, chart) for name, one in reports.items() for chart in plan_charts(one).values())
+    return [replace(chart, title=f"{name}: {chart.title}") for name, chart in charts]
+
+
+def environments_charts(report: EnvironmentsReport) -> list[Chart]:
+    """Return rollouts per hour against the number of environments, and with prices the cost of a rollout."""
+    counts = [row.count for row in report.rows]
+    hover = {"bottleneck": [row.bottleneck.value for row in report.rows]}
+    rates, costs = ([row.rollouts_per_hour for row in report.rows], [row.usd_per_1000_rollouts for row in report.rows])
+    panels: list[tuple[str, str, Axis, Sequence[float | None]]] = [
+        ("Throughput", "rollouts per hour", Axis(label="trained", unit="rollouts/h", values="0,0"), rates)
+    ]
+    if None not in costs:
+        panels.append(("Cost", "cost", Axis(label="USD per 1000 rollouts", values="0,0"), costs))
+    return [
+        Chart(
+            title=f"{title} against environments",
+            caption="The knee: the fewest whose rate is within 5 % of the largest.",
+            x=Axis(label="environments", values="0"),
+            y=axis,
+            series=[
+                Series(label=label, x=counts, y=values, color=BLUE, marked=True, hover=hover),
+                rule(f"knee: {report.knee}", report.knee, color=VERMILLION),
+                rule(f"slots of engines: {report.slots}", report.slots, dash=":"),
+            ],
+        )
+        for title, label, axis, values in panels
+    ]
+
+
+def validation_chart(report: ValidationReport) -> Chart | None:
+    """Return predicted over measured by system, for rows with a relative error; None without such a row."""
+    rows = [row for row in report.rows if row.is_relative]
+    if not rows:
+        return None
+    series = [
+        Series(label="1: as measured", mark=Mark.RULE_X, x=[1.0], y=[0.0], color=MUTED, width=0.8),
+        *(replace(rule("30 % off", ratio, dash=":"), named=ratio < 1) for ratio in (0.7, 1.3)),
+    ]
+    families = dict.fromkeys(row.family for row in rows)
+    for family, color in zip(families, cycle(SYSTEM_COLORS), strict=False):
+        places = [place for place, row in enumerate(rows) if row.family == family]
+        mine = [rows[place] for place in places]
+        low, high = ([(getattr(row, end) or row.predicted) / row.measured for row in mine] for end in ("low", "high"))
+        band: dict[str, Any] = {"mark": Mark.ACROSS, "width": 1.0, "named": False}
+        series.append(Series(label=family, x=low, y=places, other=high, color=color, **band))
+        hover = {
+            "": [row.id for row in mine],
+            "predicted": [f"{row.predicted:,.4g} {row.quantity}" for row in mine],
+            "measured": [f"{row.measured:,.4g} {row.quantity}" for row in mine],
+        }
+        ratios = [row.predicted / row.measured for row in mine]
+        series.append(Series(label=family, mark=Mark.POINTS, x=ratios, y=places, color=color, hover=hover))
+    return Chart(
+        title="Published runs, predicted over measured, by system",
+        caption="1 is right; a line is the 80 % band. A click on a system in the legend takes it away.",
+        x=Axis(label="predicted / measured", log=True),
+        y=Axis(label="", rows=[row.id for row in rows]),
+        series=series,
+        switch=None,
+    )
+
+
+Arms = Mapping[str, Sequence[Run]]
+
+GRID_POINTS = 200
+"""Times at which curves of seeds are averaged (count)."""
+SMOOTHED_STEPS = 8
+"""Optimizer steps in a trailing mean (count)."""
+BAND_ALPHA = 0.18
+
+
+def ess(runs: Sequence[Run]) -> list[Chart]:
+    """Return the effective sample size of each optimizer step (paper Fig. 6), and its mean against token lag.
+
+    ESS = (sum w)^2 / (N sum w^2) of the weights w = pi/mu of N tokens, as a share of them (eq. 6). It
+    says little at a lag with few tokens, since it is at least 1/N. Solid: the weights as they are; dashed: truncated
+    for the loss. Runs without ESS are left out; ConfigError if none has any.
+    """
+    shown = [(run, style) for run, style in styled(runs) if run.has_ess]
+    if not shown:
+        raise ConfigError(f"no effective sample size in {', '.join(run.name for run in runs)}")
+    reach = _reach(run for run, _ in shown)
+    by_step, by_lag, look = list[Series](), list[Series](), dict[str, Any]()
+    for run, style in shown:
+        step = _logged(run, run.steps.step)
+        by_step += _steps(run.name, step, run.metrics[ESS_RAW], style, reach)
+        if ESS_TRUNCATED in run.metrics:
+            smooth = _moving_mean(run.metrics[ESS_TRUNCATED], reach)
+            look = {"color": style.color, "dash": "--", "width": 0.9, "named": False}
+            by_step.append(Series(label=run.name, x=step, y=smooth, **look))
+        lags, values = ess_by_lag(run.metrics)
+        look = {"color": style.color, "marker": style.marker, "marked": True, "width": 0.9}
+        by_lag.append(Series(label=run.name, x=lags, y=values, **look))
+    known = [float(np.nanmin(one.y)) for one in (*by_step, *by_lag) if len(one.y)]
+    room = 0.04 * (1 - min(*known, 0.99))  # a line at 1 shows in full
+    axis = Axis(
+        label="effective sample size\n",
+        unit="share of the tokens",
+        start=min(known) - room,
+        end=1 + room,
+        values="0.000",
+    )
+    caption = "Measured, by optimizer step; solid: weights as they are, dashed: truncated, as the loss uses them."
+    return [
+        Chart(title="Effective sample size", caption=caption, x=x, y=axis, series=series, switch=None)
+        for x, series in (
+            (Axis(label="optimizer step", ticks=8, values="0"), by_step),
+            (Axis(label="token lag", unit="optimizer steps", ticks=8, start=None, values="0"), by_lag),
+        )
+    ]
+
+
+def ess_figure(runs: Sequence[Run]) -> Figure:
+    """Draw ``ess`` in two panels that share the ESS axis."""
+    charts = ess(runs)
+    notes = [
+        Line2D([], [], color=INK, label="importance weights as they are"),
+        Line2D([], [], color=INK, linestyle="--", linewidth=0.9, label="truncated, as the loss uses them"),
+        *_note_on_mean(_reach(run for run in runs if run.has_ess)),
+    ]
+    title = "Effective sample size, by step and by lag"
+    return drawn(charts, width=PAGE_IN, title=title, notes=notes, columns=2, sharey=True, width_ratios=(3, 2))
+
+
+def reward(runs: Sequence[Run]) -> list[Chart]:
+    """Return mean reward of the rollouts trained on against steps, samples and time (paper Fig. 5), at a step's end.
+
+    Runs without metrics are left out; ConfigError if none has any.
+    """
+    shown = [(run, style) for run, style in styled(runs) if run.metrics]
+    if not shown:
+        raise ConfigError(f"no metrics in {', '.join(run.name for run in runs)}")
+    reach = _reach(run for run, _ in shown)
+    scale, unit = handy_time(max(float(_logged(run, run.steps.time_s)[-1]) for run, _ in shown))
+    lowest = min(float(np.nanmin(run.metrics[REWARD])) for run, _ in shown)
+    y = Axis(label="mean reward", unit="per rollout", start=None if lowest < 0 else 0.0, values="0.000")
+    places: tuple[tuple[Axis, Callable[[Run], FloatArray]], ...] = (
+        (Axis(label="optimizer step", ticks=5, values="0"), lambda run: run.steps.step),
+        (Axis(label="trained", unit="samples", handy=True, values="0,0"), lambda run: np.cumsum(run.steps.samples)),
+        (Axis(label="time", unit=unit), lambda run: run.steps.time_s / scale),
+    )
+    charts, caption = [], "Measured, by optimizer step."
+    for x, place in places:
+        series = list[Series]()
+        for run, style in shown:
+            series += _steps(run.name, _logged(run, place(run)), run.metrics[REWARD], style, reach)
+        charts.append(Chart(title="Mean reward", caption=caption, x=x, y=y, series=series, switch=None))
+    return charts
+
+
+def reward_figure(runs: Sequence[Run]) -> Figure:
+    """Draw ``reward`` in three panels that share the reward axis."""
+    charts, title = reward(runs), "Reward against steps, samples and time"
+    notes = _note_on_mean(_reach(run for run in runs if run.metrics))
+    return drawn(charts, width=PAGE_IN, height=1.8, title=title, notes=notes, columns=3, sharey=True)
+
+
+def _steps(name: str, position: FloatArray, value: FloatArray, style: SeriesStyle, reach: int) -> list[Series]:
+    """Return a value per optimizer step as a line; of a long run, its moving mean over the values in a lighter tone."""
+    smooth = line(name, position, _moving_mean(value, reach), style)
+    if not reach:
+        return [smooth]
+    each = Series(label=name, x=position, y=value, color=style.color, alpha=0.35, width=0.5, named=False)
+    return [each, smooth]
+
+
+def _logged(run: Run, column: FloatArray) -> FloatArray:
+    return column[: len(run.metrics[REWARD])]
+
+
+def _reach(runs: Iterable[Run]) -> int:
+    """Return the steps on each side in a moving mean: none if all runs are short."""
+    longest = max(len(run.metrics[REWARD]) for run in runs)
+    return longest // 60 if longest > 150 else 0
+
+
+def _moving_mean(value: FloatArray, reach: int) -> FloatArray:
+    return _window_mean(value, reach, reach) if reach else value
+
+
+def _window_mean(value: FloatArray, before: int, after: int) -> FloatArray:
+    """Return the mean of each value and its neighbours, as many as there are; nan is left out."""
+    known = np.isfinite(value)
+    totals, counts = (np.concatenate([[0.0], np.cumsum(one)]) for one in (np.where(known, value, 0.0), known))
+    index = np.arange(len(value))
+    start, end = np.maximum(index - before, 0), np.minimum(index + after + 1, len(value))
+    with np.errstate(invalid="ignore"):  # none known: 0 / 0 is nan
+        return np.asarray((totals[end] - totals[start]) / (counts[end] - counts[start]))
+
+
+def _note_on_mean(reach: int) -> list[Line2D]:
+    if not reach:
+        return []
+    label = f"each step (thick: mean of {2 * reach + 1} steps)"
+    return [Line2D([], [], color=INK, alpha=0.35, linewidth=0.5, label=label)]
+
+
+# Several seeds of each arm together: means and confidence bands
+
+
+def learning(arms: Arms) -> Figure:
+    """Draw reward against time, reward against samples, and samples against time (Fig. 5) of arms that have metrics.
+
+    Curves are trailing means of 8 optimizer steps, from the 8th on, averaged over seeds; bands are 95 % confidence
+    intervals of that mean (Student's t) of three seeds or more, the range of two. A curve ends where its first seed
+    does, and the time axis at three times the fastest run. The reward is that of the rollouts trained on, so of the
+    policy that sampled them: conventional RL's is up to G steps ahead of it.
+    """
+    ends_s = [float(run.steps.time_s[-1]) for runs in arms.values() for run in runs]
+    shown_s = min(max(ends_s), 3 * min(ends_s))
+    scale, unit = handy_time(shown_s)
+    by_time, by_samples, throughput = list[Series](), list[Series](), list[Series]()
+    for (name, runs), style in _styled_arms(arms):
+        time_S = [_from_eighth(run.steps.time_s / scale) for run in runs]
+        samples_S = [_from_eighth(np.cumsum(run.steps.samples)) for run in runs]
+        reward_S = [_from_eighth(_trailing_mean(run.metrics[REWARD])) for run in runs]
+        by_time += _curve(name, time_S, reward_S, style)
+        by_samples += _curve(name, samples_S, reward_S, style)
+        throughput += _curve(name, time_S, samples_S, style)
+    low, high = zip(_room(by_time), _room(by_samples), strict=True)  # one scale: they show the same rewards
+    time = Axis(label="time", unit=unit, end=shown_s / scale)
+    samples = Axis(label="trained", unit="samples", handy=True)
+    rewards = Axis(label="mean reward", unit="per rollout", start=min(low), end=max(high))
+    charts = [
+        Chart(title="Learning: reward and samples over time", x=x, y=y, series=series)
+        for x, y, series in ((time, rewards, by_time), (samples, rewards, by_samples), (time, samples, throughput))
+    ]
+    return drawn(charts, width=PAGE_IN, height=2.0, notes=_note(arms))
+
+
+def lag_and_ess(arms: Arms) -> Figure:
+    """Draw largest lag, mean lag and ESS of each optimizer step (Fig. 6) of arms with ESS, as ``learning`` does."""
+    largest, mean, ess = list[Series](), list[Series](), list[Series]()
+    for (name, runs), style in _styled_arms(arms):
+        step_S = [_from_eighth(run.steps.step) for run in runs]
+        largest += _curve(name, step_S, [_from_eighth(_trailing_max(run.steps.lag_max)) for run in runs], style)
+        mean += _curve(name, step_S, [_from_eighth(_trailing_mean(run.steps.lag_mean)) for run in runs], style)
+        ess += _curve(name, step_S, [_from_eighth(_trailing_mean(run.metrics[ESS_RAW])) for run in runs], style)
+    step = Axis(label="optimizer step", ticks=5)
+    charts = [
+        Chart(title="Lag and effective sample size by optimizer step", x=step, y=y, series=series)
+        for y, series in (
+            (Axis(label="largest lag of 8 steps\n", unit="optimizer steps"), largest),
+            (Axis(label="mean lag", unit="optimizer steps"), mean),
+            (Axis(label="effective sample size\n", unit="share of the tokens", start=None, end=1.02), ess),
+        )
+    ]
+    return drawn(charts, width=PAGE_IN, height=2.0, notes=_note(arms))
+
+
+def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return mean over seeds and half width of its 95 % confidence interval, shapes [N], of values of shape [S, N].
+
+    Two seeds have half their difference instead, since their interval would be thirteen times wider; one has nan.
+    """
+    seeds = len(value_SN)
+    mean: FloatArray = value_SN.mean(axis=0)
+    if seeds == 1:
+        return mean, np.full_like(mean, math.nan)
+    if seeds == 2:
+        return mean, np.abs(value_SN[0] - value_SN[1]) / 2
+    return mean, student_t(seeds - 1) * value_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
+
+
+def student_t(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t with ``freedom`` >= 1, which bounds a 95 % interval: by bisection.
+
+    Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: P(|T| < t) as a finite sum in the angle of t / sqrt(freedom).
+    """
+    odd, (low, high) = freedom % 2, (0.0, math.pi / 2)
+    while (angle := (low + high) / 2) not in (low, high):
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term, total = (cosine if odd else 1.0), 0.0
+        for power in range(1 + odd, freedom, 2):
+            total, term = total + term, term * cosine**2 * power / (power + 1)
+        within = (angle + sine * total) * 2 / math.pi if odd else sine * total
+        low, high = (angle, high) if within < 0.95 else (low, angle)
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def _styled_arms(arms: Arms) -> list[tuple[tuple[str, Sequence[Run]], SeriesStyle]]:
+    firsts = [runs[0] for runs in arms.values()]
+    return [(arm, style) for arm, (_, style) in zip(arms.items(), styled(firsts), strict=True)]
+
+
+def _curve(name: str, x_S: Sequence[FloatArray], y_S: Sequence[FloatArray], style: SeriesStyle) -> list[Series]:
+    """Return the mean of the seeds' curves over the range that all of them reach, and of several seeds its band."""
+    start, end = max(float(x[0]) for x in x_S), min(float(x[-1]) for x in x_S)
+    grid = np.linspace(start, max(start, end), GRID_POINTS)
+    curves = [np.interp(grid, x[: len(y)], y) for x, y in zip(x_S, y_S, strict=True)]
+    mean, half = mean_and_band(np.stack(curves))
+    curve = line(name, grid, mean, style)
+    if len(curves) == 1:
+        return [curve]
+    band: dict[str, Any] = {"mark": Mark.AREA, "alpha": BAND_ALPHA, "named": False}
+    return [curve, Series(label=name, x=grid, y=mean - half, other=mean + half, color=style.color, **band)]
+
+
+def _room(series: Sequence[Series]) -> tuple[float, float]:
+    """Return limits that show every mean in full, and bands as far as they fit."""
+    values = np.concatenate([one.y for one in series if one.mark is Mark.LINE])
+    low, high = float(values.min()), float(values.max())
+    margin = 0.25 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def _trailing_mean(value: FloatArray) -> FloatArray:
+    """Return the mean of each value and the 7 before it, as many as there are."""
+    return _window_mean(value, SMOOTHED_STEPS - 1, 0)
+
+
+def _trailing_max(value: FloatArray) -> FloatArray:
+    padded = np.concatenate([np.full(SMOOTHED_STEPS - 1, -np.inf), value])
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, SMOOTHED_STEPS).max(axis=1))
+
+
+def _from_eighth(value: FloatArray) -> FloatArray:
+    """Drop the first 7 values, whose window is shorter; a run of up to 16 steps keeps all."""
+    return value[SMOOTHED_STEPS - 1 :] if len(value) > 2 * SMOOTHED_STEPS else value
+
+
+def _note(arms: Arms) -> list[Line2D]:
+    seeds = min(len(runs) for runs in arms.values())
+    if seeds == 1:
+        return []
+    label = "range of 2 seeds" if seeds == 2 else f"95 % interval of the mean, {seeds} seeds"
+    return [Line2D([], [], color=INK, alpha=BAND_ALPHA, linewidth=5, label=label)]

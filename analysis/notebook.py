@@ -10,10 +10,8 @@ from html import escape
 from matplotlib.figure import Figure
 
 from analysis.chart import DPI, drawn
-from analysis.figures import time_split_figure
+from analysis.figures import throughput_against_lag, throughput_against_max_lag, time_split_figure
 from analysis.read import Run
-from analysis.reports import throughput_against_lag
-from analysis.throughput import throughput_against_max_lag
 from pipelinerl.pages.page import Page, Table
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport

@@ -18,18 +18,10 @@ from bokeh.resources import INLINE
 from jinja2 import Environment
 
 import pipelinerl
+from analysis import figures
 from analysis.chart import PALE, Axis, Chart, Mark, Series
-from analysis.figures import (
-    fleet_over_time,
-    fleet_seconds,
-    lag_by_position,
-    mean_lag_by_step,
-    samples_against_time,
-    time_split,
-)
-from analysis.learning import ess, reward
+from analysis.figures import ess, reward
 from analysis.read import Run
-from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.pages.page import Page, Table, short, sort_values
 from pipelinerl.records.comparison_report import ComparisonReport
 
@@ -48,11 +40,16 @@ def run_charts(runs: Sequence[Run], comparison: ComparisonReport | None = None) 
     """Return the charts of runs side by side, or of a comparison's arms, with speed-ups if it has several scenarios."""
     charts = []
     if len(runs) > 1:
-        charts.append(throughput_against_max_lag(runs))
+        charts.append(figures.throughput_against_max_lag(runs))
     if comparison is not None and len(comparison.scenarios) > 1:
-        charts.append(speedup_by_scenario(comparison))
-    charts += [samples_against_time(runs), mean_lag_by_step(runs), lag_by_position(runs), time_split(runs)]
-    charts += [*fleet_over_time(runs), *filter(None, [fleet_seconds(runs)])]
+        charts.append(figures.speedup_by_scenario(comparison))
+    charts += [
+        figures.samples_against_time(runs),
+        figures.mean_lag_by_step(runs),
+        figures.lag_by_position(runs),
+        figures.time_split(runs),
+    ]
+    charts += [*figures.fleet_over_time(runs), *filter(None, [figures.fleet_seconds(runs)])]
     if any(run.metrics for run in runs):
         charts.append(reward(runs)[0])
     if any(run.has_ess for run in runs):

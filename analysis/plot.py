@@ -10,15 +10,12 @@ from types import MappingProxyType
 
 from matplotlib.figure import Figure
 
-from analysis import figures, learning
+from analysis import figures
 from analysis.chart import PAGE_IN, PALE, drawn, save_figure
 from analysis.read import Run, read_comparison, read_run, read_runs
-from analysis.reports import environments_charts, plan_charts, validation_chart
-from analysis.throughput import RateCurves, analytic_curves, speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.environments_report import EnvironmentsReport
+from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
 from pipelinerl.records.validation_report import ValidationReport
@@ -51,7 +48,7 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
 
 
 def _draw_plan(folder: Path, out: Path) -> list[Path]:
-    charts = plan_charts(PlanReport.read(folder / PLAN_FILE))
+    charts = figures.plan_charts(PlanReport.read(folder / PLAN_FILE))
     return _save({name: drawn(chart, height=2.4) for name, chart in charts.items()}, out)
 
 
@@ -62,14 +59,14 @@ def _draw_environments(folder: Path, out: Path) -> list[Path]:
 
 def environments_figure(report: EnvironmentsReport) -> Figure:
     """Draw throughput against the number of environments, and with prices the cost below it."""
-    charts = environments_charts(report)
+    charts = figures.environments_charts(report)
     height, title = 0.8 + 1.2 * len(charts), "What more environments give"
     return drawn(charts, height=height, title=title, rows=len(charts), sharex=True)
 
 
 def save_validation(report: ValidationReport, out: Path) -> list[Path]:
     """Draw predicted over measured, if a row has a relative error."""
-    chart = validation_chart(report)
+    chart = figures.validation_chart(report)
     if chart is None:
         return []
     figure = drawn(chart, width=PAGE_IN, height=1.0 + 0.14 * len(chart.y.rows))
@@ -80,9 +77,9 @@ def save_validation(report: ValidationReport, out: Path) -> list[Path]:
     return _save({"validation": figure}, out)
 
 
-def _save(figures: Mapping[str, Figure], out: Path) -> list[Path]:
+def _save(made: Mapping[str, Figure], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
-    return [path for name, figure in figures.items() for path in save_figure(figure, out, name)]
+    return [path for name, figure in made.items() for path in save_figure(figure, out, name)]
 
 
 def _draw_comparison(folder: Path, out: Path) -> list[Path]:
@@ -90,7 +87,7 @@ def _draw_comparison(folder: Path, out: Path) -> list[Path]:
     arms = next(scenario.arms for scenario in comparison.scenarios if scenario.arms)  # the first one stands for all
     runs = [read_run(folder / arm.folder, arm.name) for arm in arms]
     config = load_run(folder / arms[0].folder / RUN_FILE)
-    curves = analytic_curves(config, largest_lag=max(run.report.lag.max for run in runs))
+    curves = figures.analytic_curves(config, largest_lag=max(run.report.lag.max for run in runs))
     seeds = {}
     if all(run.has_ess for run in runs):  # they have learned
         seeds = {arm.name: [read_run(folder / one) for one in arm.folders] for arm in arms}
@@ -102,7 +99,7 @@ def save_figures(
     folder: Path,
     *,
     comparison: ComparisonReport | None = None,
-    curves: RateCurves | None = None,
+    curves: figures.RateCurves | None = None,
     seeds: Mapping[str, Sequence[Run]] = MappingProxyType({}),
 ) -> list[Path]:
     """Write every figure that the data allow; return the files, two per figure.
@@ -117,13 +114,13 @@ def save_figures(
     """
     made = _run_figures(runs, _timeline_runs(runs, comparison))
     if len(runs) > 1 or curves is not None:
-        made["throughput_against_max_lag"] = drawn(throughput_against_max_lag(runs, curves), height=2.0)
+        made["throughput_against_max_lag"] = drawn(figures.throughput_against_max_lag(runs, curves), height=2.0)
     scenarios = comparison.scenarios if comparison is not None else []
     if comparison is not None and sum(any(arm.speedup is not None for arm in one.arms) for one in scenarios) > 1:
-        made["speedup_by_scenario"] = drawn(speedup_by_scenario(comparison), height=0.5 + 0.2 * len(scenarios))
+        made["speedup_by_scenario"] = drawn(figures.speedup_by_scenario(comparison), height=0.5 + 0.2 * len(scenarios))
     if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
-        made["learning"] = learning.learning(seeds)
-        made["lag_and_ess"] = learning.lag_and_ess(seeds)
+        made["learning"] = figures.learning(seeds)
+        made["lag_and_ess"] = figures.lag_and_ess(seeds)
     return _save(made, folder)
 
 
@@ -152,9 +149,9 @@ def _run_figures(runs: Sequence[Run], with_timeline: Sequence[Run]) -> dict[str,
     if chart := figures.fleet_seconds(runs):
         made["fleet_seconds"] = drawn(chart, width=PAGE_IN, height=0.6 + 0.3 * len(chart.y.rows))
     if any(run.has_ess for run in runs):
-        made["ess"] = learning.ess_figure(runs)
+        made["ess"] = figures.ess_figure(runs)
     if any(run.metrics for run in runs):
-        made["reward"] = learning.reward_figure(runs)
+        made["reward"] = figures.reward_figure(runs)
     for run in runs:
         if run.figure_data.turns is not None:
             made[_own_name("turns", run, made)] = figures.turns(run)

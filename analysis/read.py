@@ -54,6 +54,14 @@ class Run:
         """Whether its effective sample size is known."""
         return ESS_RAW in self.metrics
 
+    def metrics_by_step(self) -> list[dict[str, float]]:
+        """Return the metrics that each logged optimizer step has."""
+        columns = self.metrics
+        return [
+            {name: float(one[row]) for name, one in columns.items() if not math.isnan(one[row])}
+            for row in range(len(next(iter(columns.values()), ())))
+        ]
+
 
 def read_run(folder: str | Path, name: str | None = None) -> Run:
     """Read a run folder; figures show its name unless ``name`` is given.

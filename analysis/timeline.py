@@ -29,33 +29,7 @@ from pipelinerl.errors import ConfigError, TraceError
 from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, read_steps
 from pipelinerl.records.trace import Record, Trace
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    Command,
-    DiscardRollouts,
-    EngineJoined,
-    EngineLeaving,
-    EngineLeft,
-    EnvironmentFailed,
-    Event,
-    ObservationReady,
-    OpenEnvironment,
-    PublishWeights,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutPreempted,
-    RolloutScored,
-    StartRollout,
-    StartTraining,
-    StepsRaised,
-    Stop,
-    TrainingFinished,
-    TurnFinished,
-    VersionSpans,
-    WeightsLoaded,
-    WeightsPublished,
-)
+from pipelinerl.scheduler import events
 from pipelinerl.util.explain import writing
 
 LANES = 8
@@ -122,7 +96,7 @@ class Timeline:
         self._on: dict[int, int] = {}
         self._acts_since: dict[int, float] = {}
         self._aborting: set[int] = set()
-        self._training: StartTraining | None = None
+        self._training: events.StartTraining | None = None
         self._training_s = 0.0
         self._steps: dict[int, tuple[float, float]] = {}  # first and last second of training, by step
         self._ranks: set[int] = set()
@@ -179,71 +153,71 @@ class Timeline:
         elif record.command is not None:
             self._command(record.command, record.time_s)
 
-    def _command(self, command: Command, now_s: float) -> None:
+    def _command(self, command: events.Command, now_s: float) -> None:
         shown = now_s >= self._begin_s
         match command:
-            case OpenEnvironment(rollout_id=rollout_id):
+            case events.OpenEnvironment(rollout_id=rollout_id):
                 self.counts.stays_left_out += not self._sandboxes.enter(rollout_id, now_s) and shown
                 self._acts_since[rollout_id] = now_s
-            case StartRollout(rollout_id=rollout_id, engine=engine):
+            case events.StartRollout(rollout_id=rollout_id, engine=engine):
                 self._on[rollout_id] = engine
                 self._moved(engine, 1, now_s)
                 self.counts.stays_left_out += not self._engines[engine].enter(rollout_id, now_s) and shown
-            case AbortRollout(rollout_id=rollout_id):
+            case events.AbortRollout(rollout_id=rollout_id):
                 self._aborting.add(rollout_id)
-            case DiscardRollouts(rollout_ids=rollout_ids):
+            case events.DiscardRollouts(rollout_ids=rollout_ids):
                 for rollout_id in rollout_ids:
                     self._left_environment(rollout_id, now_s)
-            case StartTraining():
+            case events.StartTraining():
                 self._training, self._training_s = command, now_s
-            case PublishWeights(version=version):
+            case events.PublishWeights(version=version):
                 self._published[version] = now_s
-            case Stop():
+            case events.Stop():
                 pass
             case _:
                 assert_never(command)
 
-    def _event(self, event: Event, now_s: float) -> None:
+    def _event(self, event: events.Event, now_s: float) -> None:
         match event:
-            case TurnFinished(rollout_id=rollout_id, spans=spans):
+            case events.TurnFinished(rollout_id=rollout_id, spans=spans):
                 self._left_engine(rollout_id, now_s, spans=spans)
                 self._acts_since[rollout_id] = now_s
-            case ObservationReady(rollout_id=rollout_id):
+            case events.ObservationReady(rollout_id=rollout_id):
                 self._acted(rollout_id, now_s)
-            case EnvironmentFailed(rollout_id=rollout_id, fault=fault):
+            case events.EnvironmentFailed(rollout_id=rollout_id, fault=fault):
                 self._mark(SANDBOXES, self._sandboxes, rollout_id, now_s, fault.value)
-            case RolloutPreempted(rollout_id=rollout_id, engine=engine):
+            case events.RolloutPreempted(rollout_id=rollout_id, engine=engine):
                 self._mark(FIRST_ENGINE + engine, self._engines[engine], rollout_id, now_s, "preempted")
-            case StepsRaised():
+            case events.StepsRaised():
                 pass
-            case RolloutFinished(rollout_id=rollout_id, spans=spans, reward=reward):
+            case events.RolloutFinished(rollout_id=rollout_id, spans=spans, reward=reward):
                 self.counts.rollouts_finished += now_s >= self._begin_s
                 self._left_engine(rollout_id, now_s, spans=spans)
                 self._acted(rollout_id, now_s)
                 if reward is not None:
                     self._left_environment(rollout_id, now_s)
-            case RolloutScored(rollout_id=rollout_id):
+            case events.RolloutScored(rollout_id=rollout_id):
                 self._left_environment(rollout_id, now_s)
-            case RolloutAborted(rollout_id=rollout_id, spans=spans):
+            case events.RolloutAborted(rollout_id=rollout_id, spans=spans):
                 self._left_engine(rollout_id, now_s, spans=spans, end="aborted")
                 if rollout_id in self._aborting:  # otherwise it starts again
                     self._left_environment(rollout_id, now_s)
-            case RolloutFailed(rollout_id=rollout_id):
+            case events.RolloutFailed(rollout_id=rollout_id):
                 self._left_engine(rollout_id, now_s, end="failed")
                 self._left_environment(rollout_id, now_s)
-            case TrainingFinished(train_s=train_s):
+            case events.TrainingFinished(train_s=train_s):
                 self._trained(now_s, train_s)
-            case WeightsPublished(version=version):
+            case events.WeightsPublished(version=version):
                 start_s = self._published.get(version, now_s)
                 self._slice((TRAINER, 2), f"publish {version}", start_s, now_s, version=version)
-            case WeightsLoaded(engine=engine, version=version, pause_s=pause_s):
+            case events.WeightsLoaded(engine=engine, version=version, pause_s=pause_s):
                 self._loaded(engine, version, now_s, pause_s)
-            case EngineJoined(engine=engine):
+            case events.EngineJoined(engine=engine):
                 self._join(engine, now_s)
                 self._fleet(engine, now_s, "joined")
-            case EngineLeaving(engine=engine):
+            case events.EngineLeaving(engine=engine):
                 self._fleet(engine, now_s, "leaving")
-            case EngineLeft(engine=engine):
+            case events.EngineLeft(engine=engine):
                 self._fleet(engine, now_s, "left")
             case _:
                 assert_never(event)
@@ -280,7 +254,7 @@ class Timeline:
             self._entry("f", process, max(start_s, sent_s), tid=WEIGHTS, bp="e", **arrow)
 
     def _left_engine(
-        self, rollout_id: int, now_s: float, *, spans: VersionSpans | None = None, end: str = "finished"
+        self, rollout_id: int, now_s: float, *, spans: events.VersionSpans | None = None, end: str = "finished"
     ) -> None:
         engine = self._on.pop(rollout_id, None)
         if engine is None:

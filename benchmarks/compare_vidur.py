@@ -32,13 +32,15 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from step_by_step import StepByStepEngine
 
 from pipelinerl.config.run import parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import RolloutFinished
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
-from sim.step_by_step import StepByStepEngine
 
 SEQUENCES = 64
 ROLLOUTS = 512

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import backends.transfer.delta  # noqa: E402
-from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.delta import Payload, body, encode, header  # noqa: E402
+from backends.transfer.verify import checksum64  # noqa: E402
 
 pytestmark = pytest.mark.benchmark(timer=time.process_time)
 NUMBERS = 20_000_000

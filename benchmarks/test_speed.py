@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from step_by_step import StepByStepEngine
 
 from pipelinerl.config.run import load_run, parse_run
 from pipelinerl.records.ledger import RunLedger
@@ -25,7 +26,6 @@ from pipelinerl.scheduler.kinds import make_scheduler
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
 from sim.run import simulate
-from sim.step_by_step import StepByStepEngine
 
 ROOT = Path(__file__).parent.parent
 QWEN7B = ROOT / "examples" / "qwen7b_128_h100_long.toml"

@@ -22,8 +22,7 @@ from pydantic.fields import FieldInfo
 
 from pipelinerl.calibration.log import LoggedStep
 from pipelinerl.config.run import ClusterConfig, RunConfig, SchedulerConfig
-from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.environments_report import EnvironmentsReport
+from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals

@@ -38,8 +38,8 @@ from backends.trainer.fused import compiled
 from backends.trainer.model import PolicyModel, recompute
 from backends.trainer.packing import PackedRow, pack
 from backends.trainer.step import row_loss
-from backends.transfer.checksum64 import checksum64
 from backends.transfer.row import SharedRow
+from backends.transfer.verify import checksum64
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.hardware.catalogue import gpu_of_device
 from pipelinerl.hardware.coefficients import Level

@@ -38,10 +38,8 @@ from numpy.typing import NDArray
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
 from pipelinerl.rl.ess import ess_of_log_weights, kl_estimate
-from sim.learning.loop import one_thread, policy_shape
+from sim.learning.loop import Draft, Sampler, one_thread, policy_shape, relearn
 from sim.learning.policy import PolicyShape, Weights, forward
-from sim.learning.relearn import relearn
-from sim.learning.sampling import Draft, Sampler
 from sim.learning.tasks import BLANK, checked_task, problem
 
 SEED = 12345

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.learning import mean_and_band
+from analysis.figures import mean_and_band
 from analysis.read import Run, read_comparison, read_run
 
 LEAST_SEEDS = 3

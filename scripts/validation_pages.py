@@ -19,8 +19,8 @@ import numpy as np
 from pipelinerl.pages.evidence import validation_cells
 from pipelinerl.pages.page import markdown_table
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, ValidationReport
-from pipelinerl.util.arrays import FloatArray
-from sim.validation.predict import alone_run, by_family, shipped_runs, speed_up_summary, truly_simulated, validate
+from pipelinerl.util.arrays import FloatArray, grouped
+from sim.validation.predict import alone_run, shipped_runs, speed_up_summary, truly_simulated, validate
 from sim.validation.rows import PublishedRun
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +119,7 @@ def base_rates(pairs: Sequence[SpeedUp]) -> tuple[float, float, float]:
 
 def by_family_means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Return the mean of each family."""
-    return {str(name): float(np.mean(some)) for name, some in by_family(values).items()}
+    return {str(name): float(np.mean(some)) for name, some in grouped(values).items()}
 
 
 def parts(report: ValidationReport, published: Published, central: Mapping[str, float]) -> dict[str, str]:

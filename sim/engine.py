@@ -1,17 +1,10 @@
 """An inference engine with continuous batching, advanced in closed form from event to event.
 
-Theory of operation. The engine works in decode steps; between two steps is a *boundary*. At a boundary, in
-this order:
-
-1. requests that have all their tokens finish and leave the batch;
-2. calls that have arrived since the last boundary are taken up: aborted requests leave, new ones join the
-   waiting queue, a weight update begins (requests that arrive after an update wait until it is done);
-3. while the next step would overflow the KV cache, the request admitted last is preempted: its cache is
-   dropped, it goes to the head of the waiting queue, and is prefilled again, tokens so far included, when it
-   is admitted again (vLLM's preemption by recomputation);
-4. unless something was just preempted, waiting requests are admitted first come first served while a slot is
-   free and their tokens, and one more step of everybody, fit into the cache;
-5. the next step starts. It lasts the prefill of the requests admitted, and a step of the batch (``DecodeBatch``).
+Theory of operation. The engine works in decode steps; between two steps is a *boundary*. docs/simulator.md has the five
+rules of a boundary, in their order ("Boundary rules"). Rule 1 removes requests that have all their tokens; requests
+that arrive after an update (rule 2) wait until it is done; preemption (rule 3) is vLLM's, by recomputation: tokens so
+far are prefilled again. The step of rule 5 lasts the prefill of the requests admitted, and a step of the batch
+(``DecodeBatch``).
 
 With ``step_tokens`` prefill is chunked (``ChunkedPrefill``): each chunk is an event.
 

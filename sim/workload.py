@@ -29,25 +29,28 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.config.run import LengthConfig, WorkloadConfig
-from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import did_you_mean
+from pipelinerl.errors import ConfigError, TraceError
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace
+from pipelinerl.scheduler.events import ObservationReady, RolloutFinished, RolloutScored, TurnFinished, VersionSpans
+from pipelinerl.util.explain import did_you_mean, explain
 from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of
-from pipelinerl.util.strict_model import MOST_TOKENS, StrictModel
+from pipelinerl.util.strict_model import LONGEST_S, MOST_TOKENS, StrictModel
 from pipelinerl.util.table import read_table
 from sim.clock import TICKS_PER_S, to_ticks
-from sim.recorded import is_trace, read_trace
 
 CV_RANGE = (1e-6, 1e3)
 """Log-normal ``cv`` for which the closed form neither divides by zero nor overflows."""
@@ -381,3 +384,130 @@ def _prompt_of(answers: Sequence[AnswerRow], *, prompt_tokens: int) -> SourcePro
     stated = answers[0].prompt_tokens
     rewards = np.array(correct, dtype=np.float64) if correct else None
     return SourcePrompt(prompt_tokens if stated is None else stated, lengths, rewards)
+
+
+# ------------------------------------------------------------- recorded episodes: a user's file, or the trace of a run
+
+
+class RecordedEpisode(StrictModel):
+    """A line of a source of turns: one episode."""
+
+    group: int | str
+    """Episodes of one task are a group."""
+    stream: int | str
+    """Number or name of the episode in its group; not read."""
+    prompt_len: int = Field(ge=0, le=MOST_TOKENS)
+    """Length of the prompt (tokens)."""
+    out_lens: list[int] = Field(min_length=1)
+    """Tokens generated in each turn, at least 1; 0 counts as 1."""
+    obs_lens: list[int]
+    """Tokens observed after each turn but the last."""
+    tool_times: list[float]
+    """Time that the environment acted after each turn but the last (s)."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        turns = len(self.out_lens)
+        for name, values in (("obs_lens", self.obs_lens), ("tool_times", self.tool_times)):
+            if len(values) != turns - 1:
+                raise ValueError(f"{name} must have one value less than out_lens, {turns - 1}, got {len(values)}")
+        for name, values, most in (
+            ("out_lens", self.out_lens, MOST_TOKENS),
+            ("obs_lens", self.obs_lens, MOST_TOKENS),
+            ("tool_times", self.tool_times, LONGEST_S),
+        ):
+            for value in values:
+                if not 0 <= value <= most:
+                    raise ValueError(f"{name} must be from 0 to {most:g}, got {value:g}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRollout:
+    """A rollout of a run."""
+
+    episode: RecordedEpisode
+    reward: float
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """State of a rollout so far in the trace (mutable)."""
+
+    read: int
+    """Tokens of its prompt and observations."""
+    read_L: list[int] = field(default_factory=list)
+    """The same before each turn."""
+    out_lens: list[int] = field(default_factory=list)
+    tool_times: list[float] = field(default_factory=list)
+    turn_end_s: float = 0.0
+
+    def end_turn(self, now_s: float, spans: VersionSpans) -> None:
+        self.out_lens.append(spans.num_tokens - sum(self.out_lens))
+        self.read_L.append(self.read)
+        self.turn_end_s = now_s
+
+    def rollout(self, rollout_id: int, *, group_size: int, reward: float) -> TracedRollout:
+        group, member = divmod(rollout_id, group_size)
+        observed = [after - before for before, after in zip(self.read_L, self.read_L[1:], strict=False)]
+        content = {"group": group, "stream": member, "prompt_len": self.read_L[0], "out_lens": self.out_lens}
+        tools = {"obs_lens": observed, "tool_times": self.tool_times}
+        return TracedRollout(RecordedEpisode.model_validate({**content, **tools}), reward)
+
+
+def is_trace(source: str) -> bool:
+    """Return whether a source is the folder of a run, or its trace."""
+    return source.endswith(".jsonl.gz") or (source != "" and Path(source).is_dir())
+
+
+def read_trace(source: str, *, key: str, group_size: int) -> list[list[TracedRollout]]:
+    """Return the rollouts of a run, simulated or real, that were scored: whole groups, in the order of their numbers.
+
+    ``source`` is the run's folder or trace, ``key`` the setting in messages. The seconds of an environment hold its
+    failed tries. A run without turns does not record the lengths of its prompts: they are its
+    ``workload.prompt_tokens``. Raises ConfigError if it cannot be read, or has no group of ``group_size`` rollouts.
+    """
+    path = Path(source) / TRACE_FILE if Path(source).is_dir() else Path(source)
+    try:
+        trace = Trace(path)
+        size = trace.config.workload.group_size
+        scored = _scored(trace, key=key)
+    except TraceError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{key}: {path}: {explain(error, RecordedEpisode)[0]}") from None
+    groups: dict[int, list[TracedRollout]] = defaultdict(list)
+    for rollout_id in sorted(scored):
+        groups[rollout_id // size].append(scored[rollout_id])
+    whole = [group for group in groups.values() if len(group) == size]
+    if size < group_size or not whole:
+        raise ConfigError(
+            f"{key} must be a run with groups of at least workload.group_size={group_size} rollouts that were scored, "
+            f"got {source!r} with {len(whole)} of {size}"
+        )
+    return whole
+
+
+def _scored(trace: Trace, *, key: str) -> dict[int, TracedRollout]:
+    group_size = trace.config.workload.group_size
+    recorded: dict[int, _Recorded] = defaultdict(lambda: _Recorded(trace.config.workload.prompt_tokens))
+    scored: dict[int, TracedRollout] = {}
+    for record in trace.records():
+        match record.event:
+            case ObservationReady(rollout_id=number, read_tokens=tokens):
+                if tokens is None:
+                    raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
+                one = recorded[number]
+                one.read = tokens
+                if one.out_lens:
+                    one.tool_times.append(record.time_s - one.turn_end_s)
+            case TurnFinished(rollout_id=number, spans=spans):
+                recorded[number].end_turn(record.time_s, spans)
+            case RolloutFinished(rollout_id=number, engine=engine, spans=spans, reward=reward):
+                if engine is not None:
+                    recorded[number].end_turn(record.time_s, spans)
+                if reward is not None:
+                    scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
+            case RolloutScored(rollout_id=number, reward=reward):
+                scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
+    return scored

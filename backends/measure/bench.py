@@ -4,15 +4,11 @@ Theory of operation. Every measurement is a function without arguments that is c
 several times between two synchronizations; the median counts. A GPU's events take the time, so that launches count
 only where the device waits for them. Each number is written as soon as it is measured: Ctrl-C keeps it.
 
-=================  =====================================================================================================
-``utilisation``    products (h x d)(d x d') of all matrices of a layer, for h = 1 .. 1024: FLOP/s over the peak (the
-                   paper's U(h)); the peak is the catalogue's for a GPU that is in it, else the best that was reached
-``decode``         one decode step of ``batch`` sequences with ``ctx`` tokens of context each: in vLLM, the difference
-                   of two generations over the difference of their lengths; without it, of a plain model in torch
-``request``        the rest of the shorter of these generations: vLLM's work once for each request, and prefill
-``prefill``        one forward pass over prompts
-``train``          forward and backward passes, and a step of Adam, on ``tokens`` tokens in ``batch`` sequences
-=================  =====================================================================================================
+docs/calibration.md has the rows. ``utilisation``: FLOP/s of products (h x d)(d x d') of all matrices of a layer, for
+h = 1 .. 1024, over the peak (the paper's U(h)); the peak is the catalogue's for a GPU that is in it, else the best that
+was reached. ``decode`` is timed in vLLM, as the difference of two generations over that of their lengths, of which
+``request`` is the rest of the shorter one; without vLLM, of a plain model in torch. ``train``: forward and backward
+passes, and a step of Adam.
 """
 
 from __future__ import annotations

@@ -36,21 +36,9 @@ import torch
 import torch.distributed as dist
 
 from backends.interface import TRANSFER_ATTEMPTS, Weights
-from backends.transfer.checksum64 import as_bytes, checksum64
 from backends.transfer.delta import APPLY_THREADS, UNITS, Changes, Delta, Payload, body, encode, header, num_bytes_of
 from backends.transfer.group import Receiver
-from backends.transfer.row import (
-    Place,
-    SharedRow,
-    aligned,
-    digest,
-    label,
-    layout,
-    machine,
-    ranges,
-    row_bytes,
-    view_of,
-)
+from backends.transfer.row import Place, SharedRow, aligned, digest, label, layout, machine, ranges, row_bytes, view_of
 from backends.transfer.transport import (
     DAMAGED,
     REFUSED,
@@ -61,6 +49,7 @@ from backends.transfer.transport import (
     WeightSource,
     place_of,
 )
+from backends.transfer.verify import as_bytes, checksum64
 from pipelinerl.errors import BackendError
 from pipelinerl.hardware import transport
 from pipelinerl.hardware.transport import LARGEST_DELTA, WeightTransport

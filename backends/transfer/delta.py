@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.transfer.checksum64 import WORD_BYTES, ChosenWords
 from backends.transfer.row import ALIGNMENT_BYTES, Place, aligned, row_bytes
+from backends.transfer.verify import WORD_BYTES, ChosenWords
 from pipelinerl.hardware.transport import LONGEST_GAP
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

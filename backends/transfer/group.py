@@ -41,12 +41,11 @@ from typing import Any
 
 import torch
 
-from backends.transfer.checksum64 import checksum64
-from backends.transfer.connection import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
 from backends.transfer.delta import Payload
+from backends.transfer.rendezvous import Connection, RendezvousServer, address_towards, connect, recv_bytes, send_bytes
 from backends.transfer.row import BUCKET_BYTES, SharedRow, cuts, digest, label, layout, machine, ranges, row_bytes
 from backends.transfer.transport import Membership, Parameters
-from backends.transfer.verify import check_names
+from backends.transfer.verify import check_names, checksum64
 from pipelinerl.errors import BackendError
 
 JOIN_TIMEOUT_S = 180.0

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.transfer.checksum64 import checksum64
 from backends.transfer.delta import Delta
 from backends.transfer.row import Place
 from backends.transfer.transport import Tensors
+from backends.transfer.verify import checksum64
 
 LOG = logging.getLogger("pipelinerl")
 

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from pipelinerl.calibration.least_squares import Fit
 from pipelinerl.calibration.log import CalibratedLog, LoggedRun, simulated_step
-from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients, rounded
+from pipelinerl.calibration.solve import Fit, HardwareFit, fixed_coefficients, rounded
 from pipelinerl.calibration.table import read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
 from pipelinerl.config.run import RunConfig, load_run

@@ -1,16 +1,4 @@
-"""Tables of step times, which ``measure`` writes and ``calibrate`` reads.
-
-=================  =========================================================================  ==================
-column             meaning                                                                    kinds
-=================  =========================================================================  ==================
-``kind``           ``decode``, ``prefill``, ``request``, ``train`` or ``matmul``              all
-``accelerators``   accelerators that work together (count); 1 if left out                     all but matmul
-``batch``          sequences in the step, or requests (count)                                 all
-``ctx``            tokens of context of each sequence                                         decode
-``tokens``         tokens of all sequences together, prompts included                         all but decode, matmul
-``seconds``        how long it took (seconds)                                                 all but matmul
-``utilisation``    share of the peak, in (0, 1] (no unit)                                     matmul
-=================  =========================================================================  ==================
+"""Tables of step times, which ``measure`` writes and ``calibrate`` reads; docs/calibration.md has the columns by kind.
 
 A row of ``request`` times ``batch`` requests sent together, with ``tokens`` of prompts in all, without their decode
 steps: prefill, and the work of engine and front end per request. A row of ``train`` is one whole optimizer step of one
@@ -31,7 +19,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
-from pipelinerl.util.arrays import FloatArray
+from pipelinerl.util.arrays import FloatArray, grouped
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
 
@@ -101,10 +89,6 @@ class KernelRow(StrictModel):
     tpot_ms: float = Field(gt=0)
     """Duration (milliseconds)."""
 
-    def as_step(self) -> StepRow:
-        """Return the same step as a row of our own table."""
-        return StepRow(kind="decode", accelerators=self.tp, batch=self.batch, ctx=self.ctx, seconds=self.tpot_ms / 1000)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
@@ -144,13 +128,14 @@ def read_step_times(path: Path, *, named: tuple[Gpu, LanguageModel] | None = Non
     if KERNELS in table.header.cells:
         kernels = [row for _, row in table.rows(KernelRow)]
         found = _one_series(path, kernels, named)
-        steps = [row.as_step() for row in kernels if (row.model, row.system) == found]
+        steps = [
+            StepRow(kind="decode", accelerators=one.tp, batch=one.batch, ctx=one.ctx, seconds=one.tpot_ms / 1000)
+            for one in kernels
+            if (one.model, one.system) == found
+        ]
     else:
         steps = [row for _, row in table.rows(StepRow)]
-    rows: dict[str, list[StepRow]] = {}
-    for step in steps:
-        rows.setdefault(step.kind, []).append(step)
-    kinds = {kind: _as_rows(some) for kind, some in rows.items()}
+    kinds = {kind: _as_rows(some) for kind, some in grouped((str(step.kind), step) for step in steps).items()}
     for kind, some in kinds.items():
         _check_kind(path, kind, some)
     return StepTimes(kinds, found)

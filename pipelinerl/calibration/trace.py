@@ -27,22 +27,7 @@ from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.costs import TrainingCost
 from pipelinerl.records.trace import Trace
-from pipelinerl.scheduler.events import (
-    ObservationReady,
-    PublishWeights,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutScored,
-    StartRollout,
-    StartTraining,
-    TrainingFinished,
-    TurnFinished,
-    VersionSpans,
-    WeightsLoaded,
-    WeightsPublished,
-    WeightUpdate,
-)
+from pipelinerl.scheduler import events
 from pipelinerl.util.arrays import FloatArray, ratio
 
 # One engine's log as equations for its decode steps.
@@ -352,7 +337,7 @@ class TraceTimes:
         By Little's law: how many are on their way when a pause begins, over how many end per second of work. None: no
         weights are loaded while rollouts are in progress, so the times of last tokens are unknown.
         """
-        in_flight = self.config.scheduler.weight_update in (WeightUpdate.KEEP, WeightUpdate.RECOMPUTE)
+        in_flight = self.config.scheduler.weight_update in (events.WeightUpdate.KEEP, events.WeightUpdate.RECOMPUTE)
         late = [number for log in self.engines if log.lived for number in log.late_reports()]
         if self.config.colocated or not in_flight or not late:
             return None
@@ -407,17 +392,17 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     length: dict[int, int] = {}
     training: list[tuple[float, ...]] = []
     result = TraceTimes(config, TrainingTimes(*np.zeros((7, 0))))
-    batch: StartTraining | None = None
+    batch: events.StartTraining | None = None
     batch_s = published_s = command_s = 0.0
     phase_begins = config.colocated
     weight_update = config.scheduler.weight_update
     for record in trace.records():
         now_s = record.time_s
         match record.event or record.command:
-            case StartRollout(rollout_id=one, engine=engine, kept_tokens=kept):
+            case events.StartRollout(rollout_id=one, engine=engine, kept_tokens=kept):
                 started[one] = _Start(len(logs[engine].sent_s), now_s, read[one], kept, *caches.take(one, engine))
                 logs[engine].sent_s.append(now_s)
-            case RolloutFinished(rollout_id=one, engine=engine, spans=spans) as event:
+            case events.RolloutFinished(rollout_id=one, engine=engine, spans=spans) as event:
                 generated_s = now_s if engine is not None else turn_end_s.get(one, now_s)
                 if event.reward is None:
                     finished_s[one] = generated_s
@@ -426,21 +411,21 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
                 length[one] = spans.num_tokens
                 if engine is not None:
                     _end_life(logs[engine], started.pop(one, None), now_s, spans)
-            case RolloutAborted(rollout_id=one, engine=engine, spans=spans):
+            case events.RolloutAborted(rollout_id=one, engine=engine, spans=spans):
                 _end_life(logs[engine], started.pop(one, None), now_s, spans)
-            case TurnFinished(rollout_id=one, engine=engine, spans=spans):
+            case events.TurnFinished(rollout_id=one, engine=engine, spans=spans):
                 _end_life(logs[engine], started.pop(one, None), now_s, spans)
                 turn_end_s[one] = now_s
                 caches.keep(one, engine, read[one] + spans.num_tokens)
-            case ObservationReady(rollout_id=one, read_tokens=int(tokens)):
+            case events.ObservationReady(rollout_id=one, read_tokens=int(tokens)):
                 read[one] = tokens
-            case RolloutFailed(rollout_id=one):
+            case events.RolloutFailed(rollout_id=one):
                 started.pop(one, None)
-            case RolloutScored(rollout_id=one) if one in finished_s:
+            case events.RolloutScored(rollout_id=one) if one in finished_s:
                 result.score_s.append(now_s - finished_s.pop(one))
-            case StartTraining() as batch:
+            case events.StartTraining() as batch:
                 batch_s = now_s
-            case TrainingFinished(train_s=seconds) if batch is not None:
+            case events.TrainingFinished(train_s=seconds) if batch is not None:
                 sizes = [read[one] + length.pop(one) for one in batch.rollout_ids]
                 squares, ends = sum(size**2 for size in sizes), (max(sizes), min(sizes))
                 if phase_begins:
@@ -449,23 +434,23 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
                 else:
                     seconds = max(seconds, now_s - batch_s)  # its way to the trainer and back is time, too
                 training.append((sum(sizes), squares, len(sizes), *ends, float(batch.completes_step), seconds))
-            case PublishWeights():
+            case events.PublishWeights():
                 command_s = now_s
-            case WeightsPublished(publish_s=seconds):
+            case events.WeightsPublished(publish_s=seconds):
                 result.publish_s.append(seconds)
                 published_s = now_s
                 phase_begins = config.colocated
-            case WeightsLoaded(engine=engine, version=version, pause_s=pause_s):
+            case events.WeightsLoaded(engine=engine, version=version, pause_s=pause_s):
                 logs[engine].loads.append((now_s, pause_s, version))
                 caches.loaded(engine, version)
                 result.pause_s.append(pause_s)
                 if config.colocated:
                     result.to_generation_s.append(now_s - pause_s - max(published_s - pause_s, command_s))
-                elif weight_update is not WeightUpdate.WAIT:
+                elif weight_update is not events.WeightUpdate.WAIT:
                     result.transfer_s.append(now_s - pause_s - command_s)
     result.training = TrainingTimes(*np.array(training).reshape(-1, 7).T)
     result.engines = [logs[engine] for engine in sorted(logs)]
-    recompute = weight_update is WeightUpdate.RECOMPUTE
+    recompute = weight_update is events.WeightUpdate.RECOMPUTE
     windows = [row for log in result.engines for row in log.windows(recompute=recompute)]
     windows += [row for log in result.engines for row in log.drains()]
     if len(windows) >= MIN_WINDOWS:
@@ -492,7 +477,7 @@ class _Caches:
     def __init__(self, config: RunConfig) -> None:
         environment = config.environment
         self._prefix_cache = PrefixCaching.OFF if environment is None else environment.prefix_cache
-        recompute = config.scheduler.weight_update is WeightUpdate.RECOMPUTE
+        recompute = config.scheduler.weight_update is events.WeightUpdate.RECOMPUTE
         self._drops_old = recompute or self._prefix_cache is PrefixCaching.SALTED
         self._tokens: dict[int, dict[int, int]] = defaultdict(dict)  # by engine and rollout
         self._version: dict[int, int] = defaultdict(int)  # by engine
@@ -512,7 +497,7 @@ class _Caches:
             self._tokens[engine].clear()
 
 
-def _end_life(log: EngineLog, started: _Start | None, end_s: float, spans: VersionSpans) -> None:
+def _end_life(log: EngineLog, started: _Start | None, end_s: float, spans: events.VersionSpans) -> None:
     if started is None or end_s <= started.start_s:
         return
     number, start_s, read, kept, cached, salt = started

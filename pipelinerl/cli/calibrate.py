@@ -111,7 +111,7 @@ def _fit_of(sources: list[Path], config: RunConfig | None, numbers: dict[str, fl
         return fit, sources[0].name
     if config is None:
         raise ConfigError("calibrate needs SOURCE, or --run RUN.toml with numbers such as --train-step-s")
-    from sim.batch import rollout_batch_s, train_step_s
+    from sim.run import rollout_batch_s, train_step_s
 
     fit = calibrate_numbers(config, **numbers, model_train_s=train_step_s, model_rollout_s=rollout_batch_s)
     return fit, ", ".join(f"{key}={value:g}" for key, value in numbers.items())
@@ -138,7 +138,7 @@ def calibrated(
     """Return the calibration of one run of a log; ``number`` counts from 1, None: the last."""
     from pipelinerl.calibration.log import Models, calibrate_log, described_run, logged_run
     from pipelinerl.calibration.log_formats import read_log
-    from sim.batch import measured_steps, train_step_s
+    from sim.run import measured_steps, train_step_s
 
     if not sources:
         raise ConfigError(f"--from {format_} needs the log: --from {format_} FILE...")

@@ -33,9 +33,9 @@ def diagnose(
     from pipelinerl.config.run import load_run
     from pipelinerl.pages.evidence import diagnosis_page
     from pipelinerl.records.run_folder import DIAGNOSIS_FILE, RUN_FILE, check_vacant, make_folder, write_json
-    from sim.batch import measured_steps
     from sim.planning.diagnose import diagnose as find
     from sim.planning.simulate import HowToPlan
+    from sim.run import measured_steps
 
     named = {"model": model, "gpu": gpu, "accelerators": accelerators}
     file, number = run_and_number(runs, named)

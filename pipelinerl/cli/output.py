@@ -19,8 +19,7 @@ import typer
 
 if TYPE_CHECKING:
     from pipelinerl.pages.page import Page
-    from pipelinerl.records.comparison_report import ComparisonReport
-    from pipelinerl.records.environments_report import EnvironmentsReport
+    from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport
     from pipelinerl.util.strict_model import Report
 
     MakePage = Callable[[], Page]

@@ -87,8 +87,7 @@ def plan(
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler, for a run file or for the options below."""
     from pipelinerl.config.question import ask, save_question
-    from sim.planning.answer import plan_cases
-    from sim.planning.phases import compare_phases, with_phases
+    from sim.planning.answer import compare_phases, plan_cases, with_phases
     from sim.planning.simulate import HowToPlan
 
     asked = {

@@ -44,7 +44,7 @@ def replay(
         recorded = RunReport.read(summary).weights_sha256
         with status("learning again"):
             with needs_extra("learn"):
-                from sim.learning.relearn import relearn
+                from sim.learning.loop import relearn
 
             now = relearn(trace).fingerprint()
         if now != recorded:

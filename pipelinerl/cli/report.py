@@ -69,7 +69,7 @@ def report(
 def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:
     from analysis.read import read_comparison, read_run, read_runs
     from pipelinerl.pages import plans, runs
-    from pipelinerl.records.environments_report import EnvironmentsReport
+    from pipelinerl.records.comparison_report import EnvironmentsReport
     from pipelinerl.records.plan_report import PlanReport
     from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, PLAN_FILE, VALIDATION_FILE
     from pipelinerl.records.validation_report import ValidationReport
@@ -78,7 +78,7 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:
     cases = _plans_in(folders)
     if len(cases) > 1:
         found = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
-        return plans.cases_page(found, cases), lambda: _reports().cases_charts(found)
+        return plans.cases_page(found, cases), lambda: _figures().cases_charts(found)
     held = [(one, name) for one in folders for name in kinds if os.path.exists(one / name)]
     if not held:
         read = read_runs(folders)
@@ -88,15 +88,15 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:
         raise ConfigError(f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {folder}")
     if file == PLAN_FILE:
         plan = PlanReport.read(folder / file)
-        return plans.plan_page(plan, folder), lambda: [*_reports().plan_charts(plan).values()]
+        return plans.plan_page(plan, folder), lambda: [*_figures().plan_charts(plan).values()]
     if file == ENVIRONMENTS_FILE:
         numbers = EnvironmentsReport.read(folder / file)
-        return runs.environments_page(numbers, folder), lambda: _reports().environments_charts(numbers)
+        return runs.environments_page(numbers, folder), lambda: _figures().environments_charts(numbers)
     if file == VALIDATION_FILE:
         from pipelinerl.pages.evidence import validation_page
 
         validation = ValidationReport.read(folder / file)
-        return validation_page(validation), lambda: [one for one in [_reports().validation_chart(validation)] if one]
+        return validation_page(validation), lambda: [one for one in [_figures().validation_chart(validation)] if one]
     comparison = read_comparison(folder)
     arms = next(one.arms for one in comparison.scenarios if one.arms)
     shown = [read_run(folder / arm.folder, arm.name) for arm in arms]
@@ -120,7 +120,7 @@ def _page() -> ModuleType:
     return page
 
 
-def _reports() -> ModuleType:
-    from analysis import reports
+def _figures() -> ModuleType:
+    from analysis import figures
 
-    return reports
+    return figures

@@ -137,7 +137,9 @@ def ask(
     if hardware is not None:
         given |= flat({"hardware": read_hardware(hardware, "--hardware")})
     assumed = () if run is not None else _assumed(given)
-    base = read_toml(run, "run file") if run is not None else _tables_of(assumed)
+    base = read_toml(run, "run file") if run is not None else FIXED
+    for one in assumed:
+        base = with_value(base, one.key, one.value)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
     several = {values[0][0] for values in lists if len(values) > 1}
     if growth is not None:
@@ -258,13 +260,6 @@ def _number(given: Mapping[str, Any], key: str) -> float | None:
     """Return a given number above 0; None if it is missing or wrong, which the run file's check reports."""
     value = given.get(key)
     return value if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9 else None
-
-
-def _tables_of(assumed: Sequence[Assumption]) -> dict[str, Any]:
-    tables = FIXED
-    for one in assumed:
-        tables = with_value(tables, one.key, one.value)
-    return tables
 
 
 def with_value(tables: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:

@@ -16,17 +16,10 @@ from pydantic import ValidationError
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import derive
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, in_engine
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
 from pipelinerl.hardware.costs import HardwareConfig, PhaseSwitchConfig, PrefillConfig, ResolvedHardware
-from pipelinerl.hardware.derive import (
-    ZERO_STAGE,
-    check_fits,
-    derive_hardware,
-    pack_that_fits,
-    trainer_fits,
-    training_memory,
-)
 from pipelinerl.hardware.stack import find_stack
 from pipelinerl.hardware.transport import ROOT_LAW, UNKNOWN, WeightTransferConfig, WeightTransport, changed_share
 from pipelinerl.scheduler.base import Scheduler
@@ -73,9 +66,9 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
         longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
         values = run_coefficients(config, gpu, model, training_accelerators=trainers, longest=longest)
         if given.kv_cache_tokens is None:
-            check_fits(*engine, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
+            derive.check_fits(*engine, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
         try:
-            derived = derive_hardware(
+            derived = derive.derive_hardware(
                 gpu,
                 model,
                 tensor_parallel=tensor_parallel,
@@ -162,7 +155,7 @@ def run_coefficients(
     values = coefficients(config.hardware.level, named_coefficients(config))
     if "pack_tokens" in stated_coefficients(config):
         return values
-    fits = pack_that_fits(
+    fits = derive.pack_that_fits(
         model,
         memory_bytes=values.memory_share * gpu.memory_bytes,
         accelerators=training_accelerators,
@@ -179,14 +172,23 @@ def run_trainer_fits(
 ) -> bool:
     """Return whether training fits into the memory of its accelerators; arguments as for ``run_coefficients``."""
     values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
-    return trainer_fits(
-        gpu,
+    needed = _trainer_bytes(config, model, values, training_accelerators, values.pack_tokens)
+    return needed <= values.memory_share * gpu.memory_bytes * (1 + derive.ROUNDING)
+
+
+def _trainer_bytes(
+    config: RunConfig, model: LanguageModel, values: Coefficients, accelerators: int, pack_tokens: float
+) -> float:
+    """Return the memory of one accelerator that trains (bytes)."""
+    return derive.training_memory(
         model,
-        accelerators=training_accelerators,
+        accelerators=accelerators,
         zero_stage=zero_stage_of(config),
-        coefficients=values,
+        pack_tokens=pack_tokens,
+        recomputation=values.recomputation,
+        adapter_rank=values.adapter_rank,
         sequence_parallel=sequence_parallel_of(config),
-    )
+    ).total
 
 
 def least_memory(
@@ -200,25 +202,17 @@ def least_memory(
     pack = longest / min(int(values.sequence_accelerators), training_accelerators)
     if "pack_tokens" in stated_coefficients(config):
         pack = values.pack_tokens
-    trainer = training_memory(
-        model,
-        accelerators=training_accelerators,
-        zero_stage=zero_stage_of(config),
-        pack_tokens=pack,
-        recomputation=values.recomputation,
-        adapter_rank=values.adapter_rank,
-        sequence_parallel=sequence_parallel_of(config),
-    )
+    trainer = _trainer_bytes(config, model, values, training_accelerators, pack)
     engine, own = named_engine(config.hardware, gpu, model)
     held = own.weight_bytes * own.parameters + own.state_bytes + longest * own.cached_bytes(tensor_parallel)
     needed = (values.memory_reserve_bytes + held / tensor_parallel) / (values.memory_share * engine.memory_bytes)
     shares = [] if config.hardware.kv_cache_tokens is not None else [needed]
-    return [*shares, trainer.total / (values.memory_share * gpu.memory_bytes)]
+    return [*shares, trainer / (values.memory_share * gpu.memory_bytes)]
 
 
 def zero_stage_of(config: RunConfig) -> int:
     """Return the ZeRO stage that a run file states, or 3, which the formulas of training assume."""
-    return ZERO_STAGE if config.train is None else config.train.trainer.zero_stage
+    return derive.ZERO_STAGE if config.train is None else config.train.trainer.zero_stage
 
 
 def sequence_parallel_of(config: RunConfig) -> int:

@@ -120,28 +120,6 @@ def _kept_bytes(model: LanguageModel, recomputation: float, sequence_parallel: i
     return 2.0 * numbers
 
 
-def trainer_fits(
-    gpu: Gpu,
-    model: LanguageModel,
-    *,
-    accelerators: int,
-    zero_stage: int,
-    coefficients: Coefficients,
-    sequence_parallel: int = 1,
-) -> bool:
-    """Return whether states and the activations of a pack fit into an accelerator; as for ``training_memory``."""
-    memory = training_memory(
-        model,
-        accelerators=accelerators,
-        zero_stage=zero_stage,
-        pack_tokens=coefficients.pack_tokens,
-        recomputation=coefficients.recomputation,
-        adapter_rank=coefficients.adapter_rank,
-        sequence_parallel=sequence_parallel,
-    )
-    return memory.total <= coefficients.memory_share * gpu.memory_bytes * (1 + ROUNDING)
-
-
 def kv_cache_tokens(
     gpu: Gpu,
     model: LanguageModel,

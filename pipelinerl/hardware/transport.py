@@ -89,10 +89,6 @@ def _root_of_bytes(route: Route) -> WeightTransferConfig:
     return WeightTransferConfig(publish_s=total_s, transfer_s=total_s - paused_s, pause_s=paused_s + values.pause_s)
 
 
-def _no_bytes(_: HostShare) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransport:
     """A method of weight transfer: the facts that planning, simulation and training depend on."""
@@ -110,7 +106,7 @@ class WeightTransport:
     """``sync_s_per_root_gb`` of a published method. Empty: the level's."""
     source: str = ""
     """Measurements behind ``levels``."""
-    host_bytes: Callable[[HostShare], float] = _no_bytes
+    host_bytes: Callable[[HostShare], float] = lambda _: 0.0
     """Returns the memory of a machine that weights on their way take (bytes)."""
     colocated: bool = False
     """Whether it serves engines that share their accelerators with the trainer."""

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pipelinerl.calibration.log import CalibratedLog, quantile
 from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.pages.page import Page, Place, Section, Table, markdown_table, short
-from pipelinerl.records.diagnosis_report import DiagnosisReport, Gain
+from pipelinerl.records.plan_report import DiagnosisReport, Gain
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
+from pipelinerl.util.arrays import grouped
 
 TABLE_FILE = "validation.md"
 COLUMNS = (
@@ -103,10 +104,7 @@ def _pairs_words(pairs: SpeedUpSummary) -> str:
 
 def validation_page(report: ValidationReport) -> Page:
     """Return the page of a validation."""
-    assumed: dict[str, list[str]] = {}
-    for row in report.rows:
-        for words in row.assumed:
-            assumed.setdefault(words, []).append(row.id)
+    assumed = grouped((words, row.id) for row in report.rows for words in row.assumed)
     return Page(
         title="Predictions beside published runs",
         question="How far are predictions from what others have measured and published?",

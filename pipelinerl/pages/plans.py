@@ -7,8 +7,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.pages.overview import overview
-from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
+from pipelinerl.pages.page import (
+    COMMAND,
+    Layout,
+    Page,
+    Place,
+    Section,
+    Table,
+    cost_line,
+    duration,
+    overview,
+    sentence,
+    short,
+)
 from pipelinerl.pages.runs import DEPENDS, config_and_text, setting_assumptions, setting_of
 from pipelinerl.records.plan_report import (
     Assumed,
@@ -21,6 +32,7 @@ from pipelinerl.records.plan_report import (
     Threshold,
 )
 from pipelinerl.records.run_folder import RECOMMENDED_FILE
+from pipelinerl.util.arrays import grouped
 
 NEARLY_ALL = 0.8
 """Share of the largest gain that a cheaper measurement must have to be preferred."""
@@ -316,9 +328,7 @@ def who_wins(plans: Mapping[str, PlanReport]) -> list[str]:
             f"Fastest: {fastest}, {speed} for {short(of_fastest)} {unit}. Cheapest: {cheapest}, {short(of_cheapest)}. "
             f"{fastest}: {faster:.0%} faster than {cheapest}, for {of_fastest / of_cheapest - 1:.0%} more per token."
         )
-    winners: dict[str, list[str]] = {}
-    for name, report in plans.items():
-        winners.setdefault(report.recommended.family, []).append(name)
+    winners = grouped((report.recommended.family, name) for name, report in plans.items())
     return [line, sentence("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))]
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from pipelinerl.config.run import RunConfig, flat, load_run
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
-from pipelinerl.records.check_report import CheckReport
-from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
-from pipelinerl.records.environments_report import EnvironmentsReport
-from pipelinerl.records.reports import Bottleneck, RunReport
+from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, EnvironmentsReport
+from pipelinerl.records.reports import Bottleneck, CheckReport, RunReport
 from pipelinerl.records.run_folder import RUN_FILE
 from pipelinerl.util.read import read_text, read_toml
 
@@ -198,7 +196,9 @@ def _comparison_table(comparison: ComparisonReport) -> Table:
     for scenario in comparison.scenarios:
         for arm in scenario.arms:
             seeds = f" ({len(arm.folders)} seeds)" if learned and len(arm.folders) > 1 else ""
-            rest = _learning(arm) if learned else _time_shares(arm)
+            run_s = arm.summary.duration_s or 1.0
+            shares = [f"{seconds / run_s:.0%}" if seconds else "-" for _, seconds in arm.summary.seconds]
+            rest = _learning(arm) if learned else shares
             rows.append([scenario.name, arm.name + seeds, *_numbers_of_arm(arm, flashes, priced), *rest])
     return Table(
         title=f"speed-up over {comparison.baseline}",
@@ -230,11 +230,6 @@ def _numbers_of_arm(arm: ArmReport, flashes: bool, priced: bool) -> list[str]:
         f"{report.lag.mean:.2f}",
         f"{report.lag.max}",
     ]
-
-
-def _time_shares(arm: ArmReport) -> list[str]:
-    duration_s = arm.summary.duration_s or 1.0
-    return [f"{seconds / duration_s:.0%}" if seconds else "-" for _, seconds in arm.summary.seconds]
 
 
 def _learning(arm: ArmReport) -> list[str]:

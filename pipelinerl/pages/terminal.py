@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pipelinerl.pages.page import COMMAND, Layout, Page, Place, Section, Table
-from pipelinerl.records.check_report import Finding
+from pipelinerl.records.reports import Finding
 from pipelinerl.util.explain import printable
 
 LEAST = 24

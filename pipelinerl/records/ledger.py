@@ -19,51 +19,13 @@ from enum import StrEnum
 
 import numpy as np
 
+from pipelinerl.records import reports
 from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.profile_report import EnginesOverTime, FigureData, PlacesOverTime, TurnsProfile
-from pipelinerl.records.reports import (
-    EnvironmentReport,
-    FleetReport,
-    LengthReport,
-    RolloutCounts,
-    RolloutSeconds,
-    RunTotals,
-    TokenCounts,
-    TrainerSeconds,
-    Utilisation,
-)
 from pipelinerl.records.step_ledger import Admission, FinishedRollouts, Gathered, TrainingLedger, find_bottleneck
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.drift import DriftModel, modelled_ess
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    Command,
-    DiscardReason,
-    DiscardRollouts,
-    EngineJoined,
-    EngineLeaving,
-    EngineLeft,
-    EngineSeconds,
-    EnvironmentFailed,
-    EnvironmentFault,
-    Event,
-    ObservationReady,
-    OpenEnvironment,
-    PublishWeights,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutPreempted,
-    RolloutScored,
-    StartRollout,
-    StartTraining,
-    Stop,
-    TrainingFinished,
-    TurnFinished,
-    VersionSpans,
-    WeightsLoaded,
-    WeightsPublished,
-)
+from pipelinerl.scheduler import events
 
 
 class RunLedger:
@@ -101,7 +63,7 @@ class RunLedger:
         self._tokens_finished = self._tokens_cut_short = 0  # tokens of finished rollouts, of those that ended early
         self._ended = dict.fromkeys(("trained", "discarded", "aborted", "failed"), 0)
         self._tokens = dict.fromkeys(self._ended, 0)
-        self._reasons = dict.fromkeys(DiscardReason, 0)
+        self._reasons = dict.fromkeys(events.DiscardReason, 0)
         self._num_interruptions = self._num_preemptions = 0
         # By id of an engine that is there.
         self._engine_rollouts = dict.fromkeys(range(num_engines), 0)
@@ -119,11 +81,11 @@ class RunLedger:
 
     # --------------------------------------------------------------------------------------- events
 
-    def event(self, time_s: float, event: Event) -> None:
+    def event(self, time_s: float, event: events.Event) -> None:
         """Record an event that was reported at ``time_s``."""
         self._time_s = time_s
         # These three come once per rollout or turn; `match` would cost three times as much as `isinstance`.
-        if isinstance(event, RolloutFinished):
+        if isinstance(event, events.RolloutFinished):
             rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
             if event.engine is None:
                 self._tokens_cut_short -= self._between_turns.pop(rollout_id)
@@ -138,40 +100,40 @@ class RunLedger:
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
             return
-        if isinstance(event, RolloutScored):
+        if isinstance(event, events.RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
             self._trainer.open_step.num_scoring -= 1
             return
-        if isinstance(event, TurnFinished):
+        if isinstance(event, events.TurnFinished):
             self._turn_finished(event)
             return
         match event:
-            case RolloutAborted():
+            case events.RolloutAborted():
                 self._aborted(event)
-            case RolloutFailed():
+            case events.RolloutFailed():
                 self._failed(event)
-            case RolloutPreempted():
+            case events.RolloutPreempted():
                 self._num_preemptions += 1
-            case TrainingFinished():
+            case events.TrainingFinished():
                 self._trained(event)
-            case WeightsPublished():
+            case events.WeightsPublished():
                 self._trainer.published(time_s, event.publish_s, self.profile)
-            case WeightsLoaded():
+            case events.WeightsLoaded():
                 self._loaded(event)
-            case EngineJoined():
+            case events.EngineJoined():
                 self.fleet.joined(time_s, event.engine)
                 self._engine_rollouts[event.engine] = 0
                 self._busy_since_s[event.engine] = self._busy_s[event.engine] = 0.0
-            case EngineLeaving():
+            case events.EngineLeaving():
                 self.fleet.leaving.add(event.engine)
-            case EngineLeft():
+            case events.EngineLeft():
                 self.fleet.left(time_s, event, busy_s=self._busy_s.pop(event.engine))
                 del self._engine_rollouts[event.engine], self._busy_since_s[event.engine]
 
-    def command(self, time_s: float, command: Command) -> None:
+    def command(self, time_s: float, command: events.Command) -> None:
         """Record a command that was given at ``time_s``."""
         self._time_s = time_s
-        if isinstance(command, StartRollout):  # comes once per rollout
+        if isinstance(command, events.StartRollout):  # comes once per rollout
             rollout_id, engine = command.rollout_id, command.engine
             if self._interrupted and rollout_id in self._interrupted:
                 self._tokens_cut_short -= self._interrupted.pop(rollout_id)
@@ -189,19 +151,19 @@ class RunLedger:
                 self.profile.rollout_started(time_s, rollout_id, engine, in_progress)
             return
         match command:
-            case OpenEnvironment():
+            case events.OpenEnvironment():
                 self._num_started += 1
                 self.profile.num_first += time_s == 0.0
                 self._between_turns[command.rollout_id] = 0
-            case StartTraining():
+            case events.StartTraining():
                 self._training_started(command)
-            case PublishWeights():
+            case events.PublishWeights():
                 self.profile.published(time_s, command.version)
-            case DiscardRollouts():
+            case events.DiscardRollouts():
                 self._discarded(command)
-            case AbortRollout():
+            case events.AbortRollout():
                 self._aborting.add(command.rollout_id)
-            case Stop():
+            case events.Stop():
                 self._stop = command.reason.value
 
     def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int, *, goes_on: bool = False) -> None:
@@ -215,14 +177,14 @@ class RunLedger:
             else:
                 self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
 
-    def _turn_finished(self, event: TurnFinished) -> None:
+    def _turn_finished(self, event: events.TurnFinished) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
         self._leave_engine(rollout_id, event.engine, num_tokens, goes_on=True)
         self._between_turns[rollout_id] = num_tokens
         self._tokens_cut_short += num_tokens
         self._aborting.discard(rollout_id)
 
-    def _aborted(self, event: RolloutAborted) -> None:
+    def _aborted(self, event: events.RolloutAborted) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
         self._leave_engine(rollout_id, event.engine, num_tokens)
         self._tokens_cut_short += num_tokens
@@ -236,7 +198,7 @@ class RunLedger:
                 self.fleet.moved_tokens += num_tokens
         self._aborting.discard(rollout_id)
 
-    def _failed(self, event: RolloutFailed) -> None:
+    def _failed(self, event: events.RolloutFailed) -> None:
         self._ended["failed"] += 1
         self._aborting.discard(event.rollout_id)
         if event.engine is not None:
@@ -249,7 +211,7 @@ class RunLedger:
             self._trainer.open_step.num_scoring -= 1
             self._tokens["failed"] += self._finished.remove(event.rollout_id)
 
-    def _discarded(self, command: DiscardRollouts) -> None:
+    def _discarded(self, command: events.DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:
             unfinished = self._interrupted if rollout_id in self._interrupted else self._between_turns
             if rollout_id in unfinished:
@@ -262,7 +224,7 @@ class RunLedger:
                 self._tokens["discarded"] += self._finished.remove(rollout_id)
                 self._reasons[command.reason] += 1
 
-    def _loaded(self, event: WeightsLoaded) -> None:
+    def _loaded(self, event: events.WeightsLoaded) -> None:
         engine, time_s = event.engine, self._time_s
         self._training_since_s = None
         if self._engine_rollouts[engine]:
@@ -272,7 +234,7 @@ class RunLedger:
 
     # ------------------------------------------------------------------------------------- training
 
-    def _training_started(self, command: StartTraining) -> None:
+    def _training_started(self, command: events.StartTraining) -> None:
         if self._colocated and self._training_since_s is None:
             self._training_since_s = self._time_s
         taken = self._finished.take(command.rollout_ids)
@@ -280,7 +242,7 @@ class RunLedger:
         if self.turns is not None:
             self.turns.trained(command.rollout_ids, taken, command.version)
 
-    def _trained(self, event: TrainingFinished) -> None:
+    def _trained(self, event: events.TrainingFinished) -> None:
         self._trainer.trained(self._time_s, event, self.profile)
         if event.version == self._version:
             return  # a micro-batch that did not complete its step
@@ -311,7 +273,7 @@ class RunLedger:
         """Return the rollouts that have ended so far, by how they ended (counts)."""
         return dict(self._ended)
 
-    def summary(self) -> RunTotals:
+    def summary(self) -> reports.RunTotals:
         """Return the numbers of the run so far that follow from its trace and its configuration."""
         duration_s, ended, tokens = self._time_s, self._ended, self._tokens
         generated = self._tokens_finished + self._tokens_cut_short
@@ -319,7 +281,7 @@ class RunLedger:
         rest_s = max(0.0, duration_s - training_s - publishing_s)
         engine_s = self.fleet.there_s(duration_s)
         environments = None if self.turns is None else self.turns.report(duration_s, finished=self._num_finished)
-        return RunTotals(
+        return reports.RunTotals(
             optimizer_steps=self._version,
             duration_s=duration_s,
             samples_trained=ended["trained"],
@@ -327,7 +289,7 @@ class RunLedger:
             samples_per_s=ended["trained"] / duration_s if duration_s else 0.0,
             tokens_per_s=tokens["trained"] / duration_s if duration_s else 0.0,
             lag=self._trainer.lag.report(),
-            rollouts=RolloutCounts(
+            rollouts=reports.RolloutCounts(
                 started=self._num_started,
                 finished=self._num_finished,
                 **ended,
@@ -335,17 +297,17 @@ class RunLedger:
                 interruptions=self._num_interruptions,
                 preemptions=self._num_preemptions,
             ),
-            tokens=TokenCounts(generated=generated, **tokens, unfinished=generated - sum(tokens.values())),
+            tokens=reports.TokenCounts(generated=generated, **tokens, unfinished=generated - sum(tokens.values())),
             discarded_by_reason=self._reasons,
-            length=LengthReport(
+            length=reports.LengthReport(
                 finished_mean=self._tokens_finished / self._num_finished if self._num_finished else 0.0,
                 trained_mean=tokens["trained"] / ended["trained"] if ended["trained"] else 0.0,
             ),
-            utilisation=Utilisation(
+            utilisation=reports.Utilisation(
                 generation=self.busy_engine_s() / engine_s if engine_s else 0.0,
                 training=training_s / duration_s if duration_s else 0.0,
             ),
-            seconds=TrainerSeconds(
+            seconds=reports.TrainerSeconds(
                 generating=rest_s if self._colocated else 0.0,
                 training=training_s,
                 publishing=publishing_s,
@@ -432,7 +394,7 @@ class FleetLedger:
         self._num_joined += 1
         self._moved(time_s)
 
-    def left(self, time_s: float, event: EngineLeft, *, busy_s: float) -> None:
+    def left(self, time_s: float, event: events.EngineLeft, *, busy_s: float) -> None:
         """Record an engine that has left; it was busy for so long."""
         self.leaving.remove(event.engine)
         self._gone_s += time_s - self._since_s.pop(event.engine)
@@ -457,12 +419,12 @@ class FleetLedger:
         there = [(0.0, self._num_first), *self._there.points, (duration_s, len(self._since_s))]
         return EnginesOverTime(time_s=[one[0] for one in there], engines=[int(one[1]) for one in there])
 
-    def report(self, duration_s: float, steps: Sequence[StepRow]) -> FleetReport | None:
+    def report(self, duration_s: float, steps: Sequence[StepRow]) -> reports.FleetReport | None:
         """Return the numbers of the run; None if no engine has joined or left."""
         if not (self._num_joined or self._num_left):
             return None
         step_s = np.diff([0.0, *(row.time_s for row in steps)])
-        return FleetReport(
+        return reports.FleetReport(
             engines_mean=self.there_s(duration_s) / duration_s if duration_s else float(len(self._since_s)),
             joined=self._num_joined,
             left=self._num_left,
@@ -503,7 +465,7 @@ class TurnLedger:
         self._prefill_s = self._decode_s = 0.0  # of the seconds on engines
         self._knows_work = False  # whether those two are known
         self._num_turns = 0
-        self._faults = dict.fromkeys(EnvironmentFault, 0)
+        self._faults = dict.fromkeys(events.EnvironmentFault, 0)
         self._num_retries = 0
         self._ends: dict[int, list[int]] = {}  # of a rollout to be trained on: its tokens by the end of each turn
         self._tokens: Counter[tuple[int, int]] = Counter()  # trained, by turn and lag
@@ -512,51 +474,51 @@ class TurnLedger:
         self._counts = dict.fromkeys(Place, 0)  # open rollouts by place
         self._places = PointsInTime()  # of these counts
 
-    def event(self, time_s: float, event: Event) -> None:
+    def event(self, time_s: float, event: events.Event) -> None:
         """Record an event."""
         match event:
-            case TurnFinished(rollout_id):
+            case events.TurnFinished(rollout_id):
                 self._aborting.discard(rollout_id)
                 self._end_turn(rollout_id, event.spans)
                 self._move(time_s, rollout_id, Place.ENVIRONMENT)
                 self._worked(event.seconds)
-            case ObservationReady(rollout_id):
+            case events.ObservationReady(rollout_id):
                 self._move(time_s, rollout_id, Place.WAITING)
-            case RolloutFinished(rollout_id):
+            case events.RolloutFinished(rollout_id):
                 self._aborting.discard(rollout_id)
                 if event.engine is not None:
                     self._end_turn(rollout_id, event.spans)
                 self._move(time_s, rollout_id, Place.SCORING if event.reward is None else None)
                 self._worked(event.seconds)
-            case RolloutScored(rollout_id):
+            case events.RolloutScored(rollout_id):
                 self._move(time_s, rollout_id, None)
-            case RolloutAborted(rollout_id):
+            case events.RolloutAborted(rollout_id):
                 self._worked(event.seconds)
                 if self._stopped or rollout_id not in self._aborting:
                     self._move(time_s, rollout_id, Place.WAITING)
                 else:
                     self._drop(time_s, rollout_id)
                 self._aborting.discard(rollout_id)
-            case RolloutFailed(rollout_id):
+            case events.RolloutFailed(rollout_id):
                 self._aborting.discard(rollout_id)
                 self._drop(time_s, rollout_id)
-            case EnvironmentFailed():
+            case events.EnvironmentFailed():
                 self._faults[event.fault] += 1
                 self._num_retries += event.again
 
-    def command(self, time_s: float, command: Command) -> None:
+    def command(self, time_s: float, command: events.Command) -> None:
         """Record a command; ``trained`` records a micro-batch."""
         match command:
-            case StartRollout(rollout_id):
+            case events.StartRollout(rollout_id):
                 self._move(time_s, rollout_id, Place.ENGINE)
-            case OpenEnvironment(rollout_id):
+            case events.OpenEnvironment(rollout_id):
                 self._begin(time_s, rollout_id)
-            case DiscardRollouts(rollout_ids):
+            case events.DiscardRollouts(rollout_ids):
                 for rollout_id in rollout_ids:
                     self._drop(time_s, rollout_id)
-            case AbortRollout(rollout_id):
+            case events.AbortRollout(rollout_id):
                 self._aborting.add(rollout_id)
-            case Stop():
+            case events.Stop():
                 self._stopped = True
 
     def _begin(self, time_s: float, rollout_id: int) -> None:
@@ -565,7 +527,7 @@ class TurnLedger:
         self._ends[rollout_id] = []
         self._moved(time_s)
 
-    def _end_turn(self, rollout_id: int, spans: VersionSpans) -> None:
+    def _end_turn(self, rollout_id: int, spans: events.VersionSpans) -> None:
         self._num_turns += 1
         self._ends[rollout_id].append(spans.ends[-1])
 
@@ -608,7 +570,7 @@ class TurnLedger:
             places=PlacesOverTime(time_s=[row[0] for row in self._places.points], **over_time),
         )
 
-    def _worked(self, seconds: EngineSeconds | None) -> None:
+    def _worked(self, seconds: events.EngineSeconds | None) -> None:
         if seconds is not None:
             self._knows_work = True
             self._prefill_s += seconds.prefill
@@ -630,7 +592,7 @@ class TurnLedger:
         if self._places.is_due():
             self._places.add((time_s, *self._counts.values()))
 
-    def report(self, duration_s: float, *, finished: int) -> EnvironmentReport:
+    def report(self, duration_s: float, *, finished: int) -> reports.EnvironmentReport:
         """Return the numbers of the run after so many seconds, with ``finished`` rollouts."""
         seconds = dict(self._seconds)
         for place, since_s in self._open.values():
@@ -640,13 +602,13 @@ class TurnLedger:
         if self._knows_work:
             rest = max(0.0, seconds[Place.ENGINE] - self._prefill_s - self._decode_s)  # below 0 in the last digit only
             parts |= {"queue": rest, "prefill": self._prefill_s, "decode": self._decode_s}
-        return EnvironmentReport(
+        return reports.EnvironmentReport(
             count=self._count,
             in_use_mean=sum(seconds.values()) / duration_s if duration_s else 0.0,
             turns_mean=self._num_turns / finished,
-            timeouts=self._faults[EnvironmentFault.TIMEOUT],
-            errors=self._faults[EnvironmentFault.ERROR],
+            timeouts=self._faults[events.EnvironmentFault.TIMEOUT],
+            errors=self._faults[events.EnvironmentFault.ERROR],
             retries=self._num_retries,
-            expired=self._faults[EnvironmentFault.EXPIRED],
-            seconds=RolloutSeconds(**{name: one / finished for name, one in parts.items()}),
+            expired=self._faults[events.EnvironmentFault.EXPIRED],
+            seconds=reports.RolloutSeconds(**{name: one / finished for name, one in parts.items()}),
         )

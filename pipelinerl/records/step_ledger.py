@@ -19,24 +19,7 @@ from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.profile_report import LagHistogram
 from pipelinerl.records.reports import Bottleneck, LagReport
 from pipelinerl.records.steps import COLUMNS, StepRow
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    Command,
-    DiscardRollouts,
-    Event,
-    OnStale,
-    OpenEnvironment,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutScored,
-    StartRollout,
-    StartTraining,
-    TrainingFinished,
-    TurnFinished,
-    VersionSpans,
-    WeightsPublished,
-)
+from pipelinerl.scheduler import events
 
 CUT_AT_BYTES = 2**16
 """Packed size from which on it is cut (bytes)."""
@@ -55,6 +38,7 @@ class _Packers(dict[int, Callable[..., bytes]]):
 
 
 _PACKERS = _Packers()
+_TIMED = (events.RolloutFinished, events.TurnFinished, events.RolloutAborted)
 
 
 class Gathered(NamedTuple):
@@ -92,7 +76,7 @@ class FinishedRollouts:
     def __contains__(self, rollout_id: int) -> bool:
         return rollout_id in self._places
 
-    def add(self, rollout_id: int, spans: VersionSpans, version: int, reward: float | None) -> None:
+    def add(self, rollout_id: int, spans: events.VersionSpans, version: int, reward: float | None) -> None:
         """Add a rollout of at least a token, at the trainer's version (optimizer steps). Reward None: not yet known."""
         versions, ends = spans.versions, spans.ends
         packed, num_spans = self._packed, len(ends)
@@ -294,33 +278,36 @@ class StepLedger:
         self._in_progress = 0
         self._open: set[int] = set()  # rollouts with environments
 
-    def event(self, time_s: float, event: Event) -> None:
+    def event(self, time_s: float, event: events.Event) -> None:
         """Record an event."""
-        if isinstance(event, RolloutFinished | TurnFinished | RolloutAborted) and event.seconds is not None:
+        if (
+            isinstance(event, events.RolloutFinished | events.TurnFinished | events.RolloutAborted)
+            and event.seconds is not None
+        ):
             self._step.prefill_s += event.seconds.prefill
             self._step.decode_s += event.seconds.decode
-        if isinstance(event, RolloutFinished):
+        if isinstance(event, events.RolloutFinished):
             self._finished.add(event.rollout_id, event.spans, self._version, event.reward)
             self._in_progress -= event.engine is not None
             if event.reward is None:
                 self._step.num_scoring += 1
             else:
                 self._open.discard(event.rollout_id)
-        elif isinstance(event, RolloutScored):
+        elif isinstance(event, events.RolloutScored):
             self._step.num_scoring -= 1
             self._open.discard(event.rollout_id)
-        elif isinstance(event, TrainingFinished):
+        elif isinstance(event, events.TrainingFinished):
             self._step.train_s += event.train_s
             if event.version != self._version:
                 self._version = event.version
                 ready, in_use = len(self._finished), len(self._open)
                 self.steps.append(self._step.close(time_s, in_progress=self._in_progress, ready=ready, in_use=in_use))
                 self._on_step(self.steps)
-        elif isinstance(event, WeightsPublished):
+        elif isinstance(event, events.WeightsPublished):
             self._step.publish_s += event.publish_s
-        elif isinstance(event, RolloutAborted | TurnFinished):
+        elif isinstance(event, events.RolloutAborted | events.TurnFinished):
             self._in_progress -= 1
-        elif isinstance(event, RolloutFailed):
+        elif isinstance(event, events.RolloutFailed):
             self._open.discard(event.rollout_id)
             if event.engine is not None:
                 self._in_progress -= 1
@@ -328,17 +315,17 @@ class StepLedger:
                 self._finished.remove(event.rollout_id)
                 self._step.num_scoring -= 1
 
-    def command(self, time_s: float, command: Command) -> None:  # noqa: ARG002 - as every recorder
+    def command(self, time_s: float, command: events.Command) -> None:  # noqa: ARG002 - as every recorder
         """Record a command."""
-        if isinstance(command, StartRollout):
+        if isinstance(command, events.StartRollout):
             self._in_progress += 1
-        elif isinstance(command, OpenEnvironment):
+        elif isinstance(command, events.OpenEnvironment):
             self._open.add(command.rollout_id)
-        elif isinstance(command, AbortRollout):
+        elif isinstance(command, events.AbortRollout):
             self._open.discard(command.rollout_id)
-        elif isinstance(command, StartTraining):
+        elif isinstance(command, events.StartTraining):
             self._step.add(self._finished.take(command.rollout_ids), command.version)
-        elif isinstance(command, DiscardRollouts):
+        elif isinstance(command, events.DiscardRollouts):
             self._open.difference_update(command.rollout_ids)
             for rollout_id in command.rollout_ids:
                 if rollout_id in self._finished:  # not one that a weight update had aborted, or between two turns
@@ -382,7 +369,7 @@ class TrainingLedger:
             )
         )
 
-    def trained(self, time_s: float, event: TrainingFinished, profile: FigureRecorder) -> None:
+    def trained(self, time_s: float, event: events.TrainingFinished, profile: FigureRecorder) -> None:
         """Record the seconds of a micro-batch."""
         self.training_s += event.train_s
         self.open_step.train_s += event.train_s
@@ -442,7 +429,7 @@ class Admission:
         scheduler = config.scheduler
         if scheduler.schedule.has_rl_steps:
             return None
-        lag_gate = scheduler.max_lag is not None and scheduler.on_stale is OnStale.TRAIN
+        lag_gate = scheduler.max_lag is not None and scheduler.on_stale is events.OnStale.TRAIN
         environments = None if config.environment is None else config.environment.count
         return cls(config.num_engines * scheduler.generation_batch_size, lag_gate, environments)
 

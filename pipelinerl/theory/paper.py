@@ -1,26 +1,8 @@
-"""The paper's analytic model (arXiv 2509.19128, appendix A) as plain functions; ``docs/analytic.md`` is its guide.
+"""The paper's analytic model (arXiv 2509.19128, appendix A) as plain functions.
 
+``docs/analytic.md`` is its guide: the paper's letters, its equations by function, its errors that are not copied.
 The unit of time is the flash: the least possible time per token on one accelerator (eq. 9). Rates are in
 tokens per flash, lags in optimizer steps. Everything is a mean-field formula: no queue, no draw, no event.
-The paper's letters:
-
-======  ===========================================================  ===============================
-letter  meaning                                                      here
-======  ===========================================================  ===============================
-N, I    accelerators in all; those that generate                     ``[generation_]accelerators``
-B, G    sequences per optimizer step; optimizer steps per RL step    ``train_batch_size``,
-                                                                     ``optimizer_steps_per_rl_step``
-H       sequences in flight on one generating accelerator            ``generation_batch_size``
-L, L̄    longest and mean answer, in tokens                           ``Lengths.{max,mean}_tokens``
-h(l)    sequences still unfinished at decode step l                  B·G times the share unfinished
-U(h)    share of peak FLOP/s at h sequences per accelerator          ``UtilisationCurve``
-τ       training time per token on one accelerator, in flashes       ``training_flashes_per_token``
-g_max   lag while one longest answer decodes, rounded up             ``largest_lag``
-======  ===========================================================  ===============================
-
-Slips of the paper that are not copied: A.2 and A.3 bound the lag of conventional RL by S - 1, where S = B·G
-counts sequences; in optimizer steps it is G - 1. A.1 says K tokens "per optimizer step"; K = S·L̄ is per RL
-step. The matrix shapes printed for Fig. 8 make h the contraction size; h rows were probably meant.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""Array types, a running mean, quotients, and the check of an argument that all numeric modules share."""
+"""Array types, a running mean, quotients, groups, and the check of an argument that all numeric modules share."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Hashable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 class RunningMean:
@@ -35,6 +39,14 @@ RealArray = npt.NDArray[np.integer[Any] | np.floating[Any]]
 def ratio(above: FloatArray, below: FloatArray) -> FloatArray:
     """Return the quotients, 0 where the divisor is not above 0."""
     return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, in order."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def check(holds: bool, rule: str, value: object) -> None:

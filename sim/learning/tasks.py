@@ -51,7 +51,22 @@ class TokenTask(Protocol):
         """Return whether an answer is right."""
 
 
-class Addition:
+class _Written:
+    """A task with one right answer, every word of which counts."""
+
+    def _answer(self, prompt: Sequence[int]) -> list[int]:
+        raise NotImplementedError
+
+    def demonstrate(self, prompt: Sequence[int], stream: np.random.Generator) -> list[int]:
+        """Return the answer, each digit or letter wrong with a chance of ``MISTAKES``."""
+        return _with_mistakes(self._answer(prompt), stream)
+
+    def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+        """Return whether every word is right."""
+        return list(answer) == self._answer(prompt)
+
+
+class Addition(_Written):
     """The sum of two numbers of ``size`` digits, lowest digit first: 47 + 85 is ``7 4 5 8``, answered ``2 3 1``."""
 
     def __init__(self, size: int) -> None:
@@ -71,16 +86,8 @@ class Addition:
             total //= NUM_DIGITS
         return [*digits, total, END]
 
-    def demonstrate(self, prompt: Sequence[int], stream: np.random.Generator) -> list[int]:
-        """Return the answer, each digit wrong with a chance of ``MISTAKES``."""
-        return _with_mistakes(self._answer(prompt), stream)
 
-    def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Return whether every digit is right."""
-        return list(answer) == self._answer(prompt)
-
-
-class Reverse:
+class Reverse(_Written):
     """A word of 1 to ``size`` letters, backwards: copying with a transformation."""
 
     def __init__(self, size: int) -> None:
@@ -95,14 +102,6 @@ class Reverse:
 
     def _answer(self, prompt: Sequence[int]) -> list[int]:
         return [*[word for word in reversed(prompt) if word < NUM_DIGITS], END]
-
-    def demonstrate(self, prompt: Sequence[int], stream: np.random.Generator) -> list[int]:
-        """Return the answer, each letter wrong with a chance of ``MISTAKES``."""
-        return _with_mistakes(self._answer(prompt), stream)
-
-    def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Return whether every letter is right."""
-        return list(answer) == self._answer(prompt)
 
 
 class Chain:

@@ -5,29 +5,44 @@ rounds, with at least two of every kind of schedule. The second half of the ``si
 stands for the rest of a run. Outcomes within the limits, and candidates likely to be, are compared over draws of the
 unknowns; the candidate with the highest rank there is simulated if it was not. ``choose`` ranks the outcomes,
 ``explain`` gives the reasons.
+
+Of answers that grow, the mean grows linearly. Candidates are the plans of the phases, and of all choices the one that
+takes the least time over the phases. Each is screened in ``SLICES`` slices of the run. All train on the same answers in
+a slice, so seconds add up: a run's throughput is the harmonic mean of its slices', weighted by tokens. One plan
+throughout is a sequence, too: the cheapest one never loses.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipelinerl.calibration.measured import Measured, merged
+from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig, SpotOffer, TrainerFaultsConfig
 from pipelinerl.config.question import FOUND, Assumption, Question, asked_of, with_placeholders, with_value
 from pipelinerl.config.resolve import named_engine, named_hardware
 from pipelinerl.config.run import PlanConfig, RunConfig, dump_run, flat, parse_run
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.hardware.costs import prefill_s
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
+    Band,
     CandidateNumbers,
     Changed,
+    FleetPlan,
+    FleetRow,
     Instead,
     OwnRun,
+    PhasesReport,
     PlannedCandidate,
     PlannedRun,
     PlanReport,
@@ -36,34 +51,297 @@ from pipelinerl.records.plan_report import (
 )
 from pipelinerl.records.reports import Prices
 from pipelinerl.records.run_folder import FLEET_FILE, PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from pipelinerl.theory.steady_state import daly_interval, daly_share
+from pipelinerl.util.arrays import FloatArray
 from pipelinerl.util.explain import writing
+from sim.planning import choose, explain
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
-from sim.planning.choose import (
-    AT_LOW_END,
-    ON_AVERAGE,
-    TIE,
-    best_of,
-    check_lags,
-    in_order,
-    likely_to_keep,
-    next_to_simulate,
-    pareto_front,
-    round_sizes,
-    why_not,
-)
-from sim.planning.explain import (
-    not_tried,
-    screened_columns,
-    stages_of,
-    synchronous_is_faster,
-    verdict,
-    why_infeasible,
-    why_none_kept,
-)
-from sim.planning.fleet import FleetPlanner, fleet_run, lending
+from sim.planning.choose import TIE
 from sim.planning.screen import Candidate, Screened, Screener, own_candidate, screen_all, within_limits
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
-from sim.planning.space import BATCH_SIZES, SearchSpace, all_choices, check_lists
+from sim.planning.space import BATCH_SIZES, Choice, SearchSpace, all_choices, check_lists, with_values
+
+PIECES = 8
+"""Numbers of reserved engines tried, evenly spread (count)."""
+MOST_ENGINES = 2
+"""Engines tried at most, over those of the plan (ratio)."""
+CHECKPOINT_S, RESTART_S = 20.0, 300.0
+"""Time of a checkpoint and of a restart of the trainer, where ``[fleet.trainer]`` does not say (seconds)."""
+HOURS = (0.01, 1e5)
+"""Mean times until a reclaim between which the answer is looked for (hours)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceShares:
+    """What a place of an engine is, on average over time."""
+
+    there: float
+    """Share of the time in which its engine takes rollouts."""
+    paid: float
+    """Share in which it is paid for."""
+    ends_per_s: float
+    """Engines that end there (1/s)."""
+    lost_share: float
+    """Of these, those that fail without notice (share)."""
+
+
+NEVER_THERE = PlaceShares(0.0, 0.0, 0.0, 0.0)
+
+
+def place_shares(fleet: FleetConfig, group: FleetGroupConfig, *, tensor_parallel: int) -> PlaceShares:
+    """Return the shares of a place by the mean times of its group; ``tensor_parallel``: accelerators of an engine."""
+    fails = 0.0 if group.mtbf_hours is None else tensor_parallel / (3600 * group.mtbf_hours)
+    reclaims = 0.0 if group.reclaim_hours is None else 1 / (3600 * group.reclaim_hours)
+    if not fails + reclaims:
+        return PlaceShares(1.0, 1.0, 0.0, 0.0)
+    lasts_s = 1 / (fails + reclaims)  # machine offered, its start included
+    away_s = (fails * group.repair_s + reclaims * (group.away_s or 0.0)) * lasts_s
+    # An engine that ends before it has joined is never there.
+    there_s = lasts_s * math.exp(-fleet.start_s / lasts_s)
+    cycle_s = lasts_s + away_s
+    paid = 1.0 if group.kind == "reserved" else lasts_s / cycle_s
+    without_notice = fails + (0.0 if group.notice_s else reclaims)
+    return PlaceShares(there_s / cycle_s, paid, 1 / cycle_s, without_notice * lasts_s)
+
+
+def number_there(reserved: int, spot: int, shares: tuple[PlaceShares, PlaceShares]) -> FloatArray:
+    """Return the probability of each number of engines that are there, shape [reserved + spot + 1]."""
+    first, second = (_binomial(number, one.there) for number, one in zip((reserved, spot), shares, strict=True))
+    return np.convolve(first, second).astype(np.float64)
+
+
+def _binomial(number: int, share: float) -> FloatArray:
+    count = np.arange(number + 1)
+    choose = np.array([math.comb(number, int(one)) for one in count], dtype=np.float64)
+    chances: FloatArray = choose * share**count * (1 - share) ** (number - count)
+    return chances
+
+
+@dataclass(frozen=True, slots=True)
+class LongRun:
+    """Means over the time of a fleet of reserved and spot engines."""
+
+    reserved: int
+    spot: int
+    there: float
+    """Engines that are there (count)."""
+    tokens_per_s: float
+    spot_gpus: float
+    """Spot GPUs paid for (count)."""
+    usd_per_hour: float
+
+    @property
+    def usd_per_million_tokens(self) -> float:
+        """Money per million tokens (USD); the fleet makes progress."""
+        return self.usd_per_hour / (self.tokens_per_s * 3600 / 1e6)
+
+
+class FleetPlanner:
+    """Compares fleets for a candidate with engines apart: how many spot engines pay, and when.
+
+    Theory. Engines come and go rarely, compared with an optimizer step. So throughput is, at any time, that of the
+    engines that are there, X(n), and on average E[X(n)] over the stationary number n: each place is there for a share
+    of the time that follows from the means alone, independently of the others (a renewal process). X(n) is screened, in
+    proportion to the plan's own throughput. Engines that end cost more: others prefill their rollouts again, and a
+    failure loses tokens. Daly's model gives the share of time in which the trainer makes progress, with checkpoints at
+    his interval. In the rest of the time the whole run stands still.
+
+    ``expected``: its throughput (tokens/s), with its ``band``; ``price``: of a reserved GPU that trains and of one that
+    generates (USD per hour); ``mtbf_hours``: of an accelerator, None: it never fails. ConfigError if failures leave the
+    trainer no chance to reach its next checkpoint, or engines no time to generate.
+    """
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        screener: Screener,
+        *,
+        expected: float,
+        band: Band,
+        price: tuple[float, float],
+        mtbf_hours: float | None,
+    ) -> None:
+        self._candidate, self._screener = candidate, screener
+        self._expected, self._band, self._price, self._mtbf_hours = expected, band, price, mtbf_hours
+        config = candidate.config
+        self._engine, self._training = config.cluster.tensor_parallel, config.training_accelerators
+        self.engines = config.num_engines
+        self._rates = {0: 0.0, self.engines: expected}
+        self._screened = screener.screen(candidate).tokens_per_s
+        self._own = config.fleet or FleetConfig()
+        self._trainer = self._trainer_faults()
+        reserved = self.fleet(None, reserved=self.engines, spots=0)
+        parse_run(fleet_run(config, reserved).model_dump(mode="json", exclude_none=True), "plan")
+        if not self.long_run(reserved).tokens_per_s:
+            raise ConfigError(f"plan.mtbf_hours must leave engines time to generate, got {mtbf_hours:g}")
+
+    def rate(self, engines: int) -> float:
+        """Return the throughput with so many engines (tokens/s)."""
+        if engines not in self._rates:
+            other = self._candidate.changed(cluster=cluster_of(self._candidate.config, engines))
+            self._rates[engines] = self._expected * self._screener.screen(other).tokens_per_s / self._screened
+        return self._rates[engines]
+
+    def _trainer_faults(self) -> TrainerFaultsConfig | None:
+        if self._mtbf_hours is None:
+            return None
+        given = self._own.trainer
+        checkpoint_s = CHECKPOINT_S if given is None else given.checkpoint_s
+        every_s = daly_interval(checkpoint_s, 3600 * self._mtbf_hours / self._training)
+        if given is not None and not checkpoint_s:  # nothing speaks against any interval
+            every_s = given.checkpoint_every_s
+        return TrainerFaultsConfig(
+            mtbf_hours=self._mtbf_hours,
+            checkpoint_every_s=every_s,
+            checkpoint_s=checkpoint_s,
+            restart_s=RESTART_S if given is None else given.restart_s,
+        )
+
+    @property
+    def trainer_share(self) -> float:
+        """Share of its time in which the trainer makes progress."""
+        faults = self._trainer
+        if faults is None or faults.mtbf_hours is None:
+            return 1.0
+        return daly_share(
+            faults.checkpoint_every_s,
+            checkpoint_s=faults.checkpoint_s,
+            restart_s=faults.restart_s,
+            mtbf_s=3600 * faults.mtbf_hours / self._training,
+        )
+
+    def fleet(self, spot: SpotOffer | None, *, reserved: int, spots: int) -> FleetConfig:
+        """Return the table ``[fleet]`` of so many engines of each kind."""
+        mtbf_hours, groups = self._mtbf_hours, list[FleetGroupConfig]()
+        if reserved:
+            groups.append(FleetGroupConfig(name="reserved", engines=reserved, mtbf_hours=mtbf_hours))
+        if spot is not None and spots:
+            groups.append(
+                FleetGroupConfig(name="spot", kind="spot", engines=spots, mtbf_hours=mtbf_hours, **dict(spot))
+            )
+        return self._own.model_copy(update={"groups": groups, "trainer": self._trainer})
+
+    def long_run(self, fleet: FleetConfig) -> LongRun:
+        """Return the means over the time of a fleet."""
+        numbers, shares = {"reserved": 0, "spot": 0}, dict.fromkeys(("reserved", "spot"), NEVER_THERE)
+        usd_per_hour, spot_gpus = self._training * self._price[0], 0.0
+        for group in fleet.groups:
+            numbers[group.kind] = group.engines
+            shares[group.kind] = one = place_shares(fleet, group, tensor_parallel=self._engine)
+            paid = group.engines * self._engine * one.paid
+            usd_per_hour += paid * (group.price_per_hour or self._price[1])
+            spot_gpus += paid if group.kind == "spot" else 0.0
+        probability_N = number_there(numbers["reserved"], numbers["spot"], (shares["reserved"], shares["spot"]))
+        rate_N = np.array([self.rate(one) for one in range(len(probability_N))])
+        there = float(probability_N @ np.arange(len(probability_N)))
+        moved = sum(numbers[kind] * self._lost_engine_s(fleet, shares[kind]) for kind in numbers)
+        rate = float(probability_N @ rate_N) * max(0.0, 1 - moved / max(there, 1e-300)) * self.trainer_share
+        return LongRun(numbers["reserved"], numbers["spot"], there, rate, spot_gpus, usd_per_hour)
+
+    def _lost_engine_s(self, fleet: FleetConfig, place: PlaceShares) -> float:
+        """Return the engine-seconds of work that the end of a place's engines costs others, per second."""
+        config, answers = self._candidate.config, self._screener.answers
+        sequences, context = config.scheduler.generation_batch_size, answers.context
+        prefill = self._screener.resolved(config).prefill
+        again_s = prefill_s(prefill, sequences=sequences, tokens=sequences * context, squares=sequences * context**2)
+        lost_tokens = sequences * min(fleet.stream_tokens, answers.lengths.mean_tokens) / 2
+        lost_s = lost_tokens * self.engines / self._expected
+        return place.ends_per_s * (again_s + place.lost_share * lost_s)
+
+    def fleets(self, spot: SpotOffer | None) -> Iterator[tuple[LongRun, FleetConfig]]:
+        """Yield the reserved fleet, then for fewer reserved engines the fewest spot ones that are as fast."""
+        fleet = self.fleet(None, reserved=self.engines, spots=0)
+        yield (base := self.long_run(fleet)), fleet
+        enough = (1 - TIE) * base.tokens_per_s
+        for piece in range(PIECES - 1, -1, -1) if spot is not None else ():
+            reserved = round(self.engines * piece / PIECES)
+            several = [
+                self.fleet(spot, reserved=reserved, spots=spots)
+                for spots in range(self.engines - reserved, MOST_ENGINES * self.engines - reserved + 1)
+            ]
+            place = bisect_left(several, enough, key=lambda one: self.long_run(one).tokens_per_s)
+            if place < len(several):
+                yield self.long_run(several[place]), several[place]
+
+    def pays(self, spot: SpotOffer) -> bool:
+        """Return whether the cheapest fleet has spot engines."""
+        return min((run for run, _ in self.fleets(spot)), key=lambda run: run.usd_per_million_tokens).spot > 0
+
+    def flip_price(self, spot: SpotOffer) -> float | None:
+        """Return the largest price of a spot GPU-hour that pays (USD); None if none does."""
+        base, *others = (run for run, _ in self.fleets(spot))
+        prices = [
+            spot.price_per_hour
+            + (base.usd_per_million_tokens / run.usd_per_million_tokens - 1) * run.usd_per_hour / run.spot_gpus
+            for run in others
+            if run.spot
+        ]
+        return max((price for price in prices if price > 0), default=None)
+
+    def flip_hours(self, spot: SpotOffer) -> float | None:
+        """Return the shortest mean time until a reclaim that pays (hours); None if none of ``HOURS`` changes that."""
+
+        def pays(hours: float) -> bool:
+            return self.pays(spot.model_copy(update={"reclaim_hours": hours}))
+
+        low, high = HOURS
+        if pays(low) or not pays(high):
+            return None
+        while high / low > 1.01:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if pays(middle) else (middle, high)
+        return high
+
+    def report(self, spot: SpotOffer | None) -> FleetPlan:
+        """Return the fleets compared."""
+        runs, fleets = zip(*self.fleets(spot), strict=True)
+        best = int(np.argmin([run.usd_per_million_tokens for run in runs]))
+        return FleetPlan(
+            rows=[self._row(run) for run in runs],
+            best=best,
+            fleet=fleets[best],
+            spot_price=None if spot is None else spot.price_per_hour,
+            flip_price=None if spot is None else self.flip_price(spot),
+            reclaim_hours=None if spot is None else spot.reclaim_hours,
+            flip_hours=None if spot is None else self.flip_hours(spot),
+            checkpoint_every_s=None if self._trainer is None else self._trainer.checkpoint_every_s,
+            trainer_share=self.trainer_share,
+        )
+
+    def _row(self, run: LongRun) -> FleetRow:
+        usd = run.usd_per_million_tokens * self._expected
+        return FleetRow(
+            reserved=run.reserved,
+            spot=run.spot,
+            there_mean=run.there,
+            tokens_per_s=run.tokens_per_s,
+            usd_per_hour=run.usd_per_hour,
+            usd_per_million_tokens=run.usd_per_million_tokens,
+            band=Band(low=usd / self._band.high, high=usd / self._band.low),
+        )
+
+
+def lending(candidate: Candidate, switch_s: float) -> Candidate:
+    """Return a candidate whose trainer lends all accelerators that make whole engines while it waits."""
+    config = candidate.config
+    lent = config.training_accelerators // config.cluster.tensor_parallel
+    own = FleetGroupConfig(name="own", engines=config.num_engines)
+    groups = [own, *([FleetGroupConfig(name="lent", kind="lent", engines=lent, switch_s=switch_s)] if lent else [])]
+    fleet = FleetConfig(groups=groups)
+    return replace(candidate, config=config.model_copy(update={"fleet": fleet}), label=f"{candidate.label} lending")
+
+
+def cluster_of(config: RunConfig, engines: int) -> dict[str, int]:
+    """Return the accelerators of so many engines beside the trainer of a run, by key of ``[cluster]``."""
+    generating = engines * config.cluster.tensor_parallel
+    return {"accelerators": generating + config.training_accelerators, "generation_accelerators": generating}
+
+
+def fleet_run(config: RunConfig, fleet: FleetConfig) -> RunConfig:
+    """Return a run file with another fleet of reserved and spot engines."""
+    sizes = cluster_of(config, sum(group.engines for group in fleet.groups))
+    return with_values(config, cluster=sizes).model_copy(update={"fleet": fleet})
+
 
 # ------------------------------------------------------------------------------------------- other values of a run file
 
@@ -148,7 +426,7 @@ NO_FLEET = (
 )
 MOST_COMPARED = 24
 """Candidates compared over draws, if no more have been simulated (count)."""
-CHANGE = 2 * TIE
+CHANGE = 2 * choose.TIE
 """Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
 
 
@@ -229,7 +507,7 @@ class _Search:
         self.screener = Screener(config, self.space.answers)
         self.kept, self.rejected = screen_all(self.space, self.screener, self.choices)
         if not self.kept:
-            raise ConfigError(*why_infeasible(self.rejected, self.space))
+            raise ConfigError(*explain.why_infeasible(self.rejected, self.space))
         self.own = own_candidate(self.space)
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
         self.own_runs = whole and self.space.memory.excluded_because(config) is None
@@ -244,10 +522,10 @@ class _Search:
         number = max(1, self.total - len(own) - 1)
         outcomes: list[Outcome] = []
         tried: list[str] = []
-        for size in (*round_sizes(number), 1):
+        for size in (*choose.round_sizes(number), 1):
             if len(tried) >= number and self.within(outcomes):
                 break
-            chosen = next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
+            chosen = choose.next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
             jobs = [self.job(one) for one in (*own, *(one.candidate for one in chosen))]
             ended = runner.run(jobs[: self.total - len(outcomes)], before=len(outcomes), total=self.total)
             if not ended:
@@ -282,23 +560,23 @@ class _Search:
             simulated = [one.candidate.label for one in outcomes]
             num_left = sum(one.candidate.label not in simulated for one in self.kept)
             if num_left:
-                raise ConfigError(why_none_kept(broken, self.space, num_kept=len(self.kept), num_left=num_left))
-            raise ConfigError(*why_infeasible(self.rejected + [rejected for _, rejected in broken], self.space))
+                raise ConfigError(explain.why_none_kept(broken, self.space, num_kept=len(self.kept), num_left=num_left))
+            raise ConfigError(*explain.why_infeasible(self.rejected + [rejected for _, rejected in broken], self.space))
         guessed = {one.key for one in self.assumed}
         draws = make_draws(self.config, self.space.measured, guessed=guessed)
         outcomes, drawn = self._compared(outcomes, draws, runner)
 
         averse = self.plan.risk == "averse"
-        ranked_by = AT_LOW_END if averse else ON_AVERAGE
+        ranked_by = choose.AT_LOW_END if averse else choose.ON_AVERAGE
 
         def share(one: Outcome) -> float:
             return self._rank(drawn, one.candidate.label)
 
-        ranked = in_order(self.within(outcomes), share)
+        ranked = choose.in_order(self.within(outcomes), share)
         best = ranked[0]
         other = next((one for one in ranked if one.candidate.layout != best.candidate.layout), None)
         families = {
-            family: best_of(some, share)
+            family: choose.best_of(some, share)
             if (some := [one for one in ranked if one.candidate.family == family])
             else None
             for family in self.plan.schedulers
@@ -313,8 +591,8 @@ class _Search:
         }
         second = None if other is None else described[other.candidate.label]
         found = [one for one in families.values() if one]
-        slower = synchronous_is_faster(found, self.space, self.screener, share, ranked=ranked_by)
-        front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
+        slower = explain.synchronous_is_faster(found, self.space, self.screener, share, ranked=ranked_by)
+        front = choose.pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
             run=PlannedRun(
                 accelerators=self.config.cluster.accelerators,
@@ -335,7 +613,7 @@ class _Search:
             recommended=described[best.candidate.label],
             runner_up=None
             if other is None or second is None
-            else RunnerUp(**dict(second), why=why_not(other, best, share, second.verdict, ranked=ranked_by)),
+            else RunnerUp(**dict(second), why=choose.why_not(other, best, share, second.verdict, ranked=ranked_by)),
             families={
                 family: None if one is None else described[one.candidate.label] for family, one in families.items()
             },
@@ -349,10 +627,10 @@ class _Search:
             ),
             simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
             front=[ranked[index].candidate.label for index in front],
-            screened=screened_columns(self.kept),
+            screened=explain.screened_columns(self.kept),
             sensitivity=sensitivity(drawn, best.candidate.label, least=CHANGE),
             splits=split_curve(self.space, best.candidate, self.screener, drawn.draws),
-            stages=stages_of(self.space, best.candidate, self.screener),
+            stages=explain.stages_of(self.space, best.candidate, self.screener),
         )
         return self._with_fleet(report, best, runner), best.candidate
 
@@ -393,8 +671,8 @@ class _Search:
             complete=not runner.interrupted and not runner.failures,
             failures=sorted(runner.failures),
             within_limits=sum(one.rejected(self.limits) is None for one in outcomes),
-            lag_ratios={family: one.ratio for family, one in check_lags(outcomes, self.kept).items()},
-            not_tried=not_tried(self.space, self.choices, self.kept, self.rejected),
+            lag_ratios={family: one.ratio for family, one in choose.check_lags(outcomes, self.kept).items()},
+            not_tried=explain.not_tried(self.space, self.choices, self.kept, self.rejected),
         )
 
     def _compared(
@@ -406,8 +684,8 @@ class _Search:
         """
         runner.on_progress("certainty", 0, 1)
         outcomes, done = list(outcomes), {one.candidate.label for one in outcomes}
-        likely = likely_to_keep(self.kept, self.limits, outcomes)
-        others = next_to_simulate(likely, self.limits, MOST_COMPARED, outcomes=outcomes) if likely else []
+        likely = choose.likely_to_keep(self.kept, self.limits, outcomes)
+        others = choose.next_to_simulate(likely, self.limits, MOST_COMPARED, outcomes=outcomes) if likely else []
         compared = [one.candidate for one in self.within(outcomes)]
         unsimulated = [one.candidate for one in others if one.candidate.label not in done]
         compared += unsimulated[: max(0, MOST_COMPARED - len(compared))]
@@ -450,7 +728,7 @@ class _Search:
             idle=outcome.candidate.idle or None,
             band=drawn.band(label),
             over_own=None if own is None else drawn.over(label, own.candidate.label),
-            verdict=verdict(outcome, self.screener, self.limits),
+            verdict=explain.verdict(outcome, self.screener, self.limits),
         )
 
     def _numbers(self, outcome: Outcome) -> CandidateNumbers:
@@ -522,3 +800,94 @@ def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
         if stop:
             break
     return done
+
+
+# ---------------------------------------------------------------------------------- answers that grow: which plan when
+
+SLICES = 16
+"""Equal parts of a run between which a switch is possible (count)."""
+PLAN_SWITCH_S = 600.0
+"""Assumed time of a switch: a checkpoint, engines and trainer that start again, rollouts that are lost (seconds)."""
+
+
+def compare_phases(question: Question, cases: Sequence[PlannedCase], how: HowToPlan) -> PhasesReport | None:
+    """Return when to switch between the plans of growing answers; None if no plan is known for all."""
+    if question.growth is None or len(cases) < len(question.cases):
+        return None
+    first, last = question.growth
+    configs = [merged(case.config, how.measured) for case in question.cases]
+    (base, measured), *_ = configs
+    phases = [_screened(config, measured) for config, _ in configs]
+    known = {label: one for phase in phases for label, one in phase.items()}
+    planned = [case.report.recommended.label.removesuffix(" (run file)") for case in cases if case.report is not None]
+    in_all = sorted(set.intersection(*map(set, phases)))
+    best = sorted(in_all, key=lambda label: sum(_answer_s(phase[label]) for phase in phases))
+    labels = [label for label in dict.fromkeys([*planned, *best[:1]]) if label in known]
+    choices = [known[label].candidate.choice for label in labels]
+    ends = [round(base.optimizer_steps * (part + 1) / SLICES) for part in range(SLICES)]
+    seconds_CS = np.full((len(labels), SLICES), np.inf)
+    for part, steps in enumerate(np.diff(ends, prepend=0)):
+        mean = first + (last - first) * (part + 0.5) / SLICES
+        length = base.workload.length.model_copy(update={"mean": mean})
+        here = _screened(with_values(base, workload={"length": length}), measured, choices)
+        for row, label in enumerate(labels):
+            if label in here:
+                seconds_CS[row, part] = steps * base.scheduler.train_batch_size * _answer_s(here[label])
+    alone_C = seconds_CS.sum(axis=1)
+    if not np.isfinite(alone_C.min(initial=np.inf)):
+        return None
+    total_s, path = cheapest(seconds_CS, PLAN_SWITCH_S)
+    return PhasesReport(
+        restart_s=PLAN_SWITCH_S,
+        plans=[
+            (labels[path[part]], ends[part], first + (last - first) * (part + 1) / SLICES)
+            for part in range(SLICES)
+            if part == SLICES - 1 or path[part] != path[part + 1]
+        ],
+        hours=total_s / 3600,
+        hours_without_restarts=seconds_CS.min(axis=0).sum() / 3600,
+        single=labels[int(alone_C.argmin())],
+        single_hours=alone_C.min() / 3600,
+    )
+
+
+def with_phases(cases: Sequence[PlannedCase], phases: PhasesReport, out: Path | None) -> list[PlannedCase]:
+    """Return the plans of the phases with their order, written to their folders in ``out`` again."""
+
+    def ordered(one: PlannedCase) -> PlannedCase:
+        if one.report is None or one.failure is not None:
+            return one
+        report, failure = one.report.model_copy(update={"phases": phases}), None
+        if out is not None:
+            try:
+                write_json(out / one.folder / PLAN_FILE, report.to_dict())
+            except (ConfigError, RunFailedError) as error:
+                failure = str(error)
+        return replace(one, report=report, failure=failure)
+
+    return [ordered(one) for one in cases]
+
+
+def cheapest(seconds_CS: np.ndarray, restart_s: float) -> tuple[float, list[int]]:
+    """Return the least time of a run from those of slice S with candidate C, and the candidate of each slice."""
+    total_C, before = seconds_CS[:, 0], list[np.ndarray]()
+    for seconds_C in seconds_CS.T[1:]:
+        other = int(total_C.argmin())
+        before.append(np.where(total_C[other] + restart_s < total_C, other, np.arange(len(total_C))))
+        total_C = np.minimum(total_C, total_C[other] + restart_s) + seconds_C
+    path = [int(total_C.argmin())]
+    for from_C in reversed(before):
+        path.append(int(from_C[path[-1]]))
+    return float(total_C.min()), path[::-1]
+
+
+def _screened(config: RunConfig, measured: Measured, choices: Sequence[Choice] | None = None) -> dict[str, Screened]:
+    """Return the choices that may keep to the limits, by label; None: of all."""
+    space = SearchSpace.of(config, measured)
+    kept, _ = screen_all(space, Screener(config, space.answers), choices)
+    return {one.candidate.label: one for one in kept}
+
+
+def _answer_s(one: Screened) -> float:
+    """Return the seconds of a trained answer."""
+    return one.estimate.step_s / one.candidate.config.scheduler.train_batch_size

@@ -18,16 +18,15 @@ from pipelinerl.calibration.log import CalibratedLog, LoggedStep
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig, flat
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.diagnosis_report import DiagnosisReport, Gain, GpuTime
-from pipelinerl.records.plan_report import Band, PlannedCandidate
+from pipelinerl.records.plan_report import Band, DiagnosisReport, Gain, GpuTime, PlannedCandidate
 from pipelinerl.util.arrays import FloatArray
-from sim.batch import busy_engines
 from sim.planning.answer import searched
 from sim.planning.certainty import DrawnCandidates, band_of, make_draws
 from sim.planning.choose import TIE
 from sim.planning.screen import Candidate, Screener, own_candidate, screen_all
 from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
 from sim.planning.space import ENGINE, GENERATION_BATCH, PUBLISH, RL_STEP, SPLIT, TRAIN_BATCH, SearchSpace, choice_of
+from sim.run import busy_engines
 
 MOST_GAINS = 3
 """Changes that are shown (count)."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from pipelinerl.config.run import CompareConfig, PlanConfig, RunConfig, Variant
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.transport import WeightTransferConfig
-from pipelinerl.records.comparison_report import ArmReport
-from pipelinerl.records.environments_report import EnvironmentsReport, EnvironmentsRow
+from pipelinerl.records.comparison_report import ArmReport, EnvironmentsReport, EnvironmentsRow
 from pipelinerl.records.reports import Bottleneck, Prices, steady_part
 from pipelinerl.records.run_folder import ENVIRONMENTS_FILE, write_json
 from sim.compare import compare

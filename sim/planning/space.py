@@ -17,13 +17,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from pipelinerl.calibration.measured import Measured
-from pipelinerl.config.resolve import (
-    least_memory,
-    named_engine,
-    named_hardware,
-    run_trainer_fits,
-    sequence_parallel_of,
-)
+from pipelinerl.config.resolve import least_memory, named_engine, named_hardware, run_trainer_fits, sequence_parallel_of
 from pipelinerl.config.run import PlanConfig, RunConfig, find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
@@ -245,7 +245,9 @@ def read_published_runs(path: str | Path) -> list[PublishedRun]:
     is wrong, or two rows have one id.
     """
     table = read_table(Path(path), "published runs")
-    runs = collected_runs(table) if is_collected(table.header.cells) else [run for _, run in table.rows(PublishedRun)]
+    columns = table.header.cells
+    collected = "source" in columns and ("system" not in columns or "gen_or_wait_s" in columns)
+    runs = collected_runs(table) if collected else [run for _, run in table.rows(PublishedRun)]
     names = [run.id for run in runs]
     for name in names:
         if names.count(name) > 1:
@@ -370,11 +372,6 @@ IDLE_SHARE = (
 """Rates of both sides, and the share of the time in which the trainer waits, in any order; read only together."""
 NOTHING = ("n/a", "nan", "-", "–", "—", "?")
 """Cells of a number that was not published."""
-
-
-def is_collected(header: Sequence[str]) -> bool:
-    """Return whether a file has collected columns: software in ``source``, not ``system``, or ``gen_or_wait_s``."""
-    return "source" in header and ("system" not in header or "gen_or_wait_s" in header)
 
 
 def collected_runs(table: Table) -> list[PublishedRun]:

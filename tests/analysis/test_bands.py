@@ -13,7 +13,7 @@ import tomli_w
 from command_line import Command
 from learning_run import BASE
 
-from analysis.learning import learning, mean_and_band, student_t
+from analysis.figures import learning, mean_and_band, student_t
 from analysis.read import Run, read_comparison
 
 ARMS = [

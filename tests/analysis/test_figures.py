@@ -15,8 +15,8 @@ from numpy.testing import assert_allclose
 
 from analysis import figures
 from analysis.chart import ACTIVITY_COLORS, drawn
+from analysis.figures import throughput_against_max_lag
 from analysis.read import Run, read_run
-from analysis.throughput import throughput_against_max_lag
 
 
 def legend_of(figure: Figure) -> list[str]:

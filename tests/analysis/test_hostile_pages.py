@@ -21,15 +21,14 @@ need("playwright")
 pytestmark = needs_browser
 
 from analysis.chart import Axis, Chart, Mark, Series  # noqa: E402
+from analysis.figures import cases_charts, environments_charts, plan_charts, validation_chart  # noqa: E402
 from analysis.page import page_html, run_charts  # noqa: E402
 from analysis.read import read_run, read_runs  # noqa: E402
-from analysis.reports import cases_charts, environments_charts, plan_charts, validation_chart  # noqa: E402
 from pipelinerl.pages.evidence import validation_page  # noqa: E402
 from pipelinerl.pages.page import Page, Section, Table  # noqa: E402
 from pipelinerl.pages.plans import cases_page, plan_page  # noqa: E402
 from pipelinerl.pages.runs import comparison_page, environments_page, run_page  # noqa: E402
-from pipelinerl.records.comparison_report import ComparisonReport  # noqa: E402
-from pipelinerl.records.environments_report import EnvironmentsReport  # noqa: E402
+from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport  # noqa: E402
 from pipelinerl.records.plan_report import PlanReport  # noqa: E402
 from pipelinerl.records.reports import CapacityReport  # noqa: E402
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow, ValidationReport  # noqa: E402

@@ -11,7 +11,8 @@ from made_up_runs import with_metrics, write_real_run
 from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
-from analysis import figures, learning
+from analysis import figures
+from analysis import figures as learning
 from analysis.read import Run, read_run
 from pipelinerl.errors import ConfigError
 

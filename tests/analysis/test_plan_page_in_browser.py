@@ -13,8 +13,8 @@ from tiny_plan import priced_plan
 need("playwright")
 pytestmark = needs_browser
 
+from analysis.figures import cases_charts, plan_charts  # noqa: E402
 from analysis.page import page_html  # noqa: E402
-from analysis.reports import cases_charts, plan_charts  # noqa: E402
 from pipelinerl.pages.page import Page  # noqa: E402
 from pipelinerl.pages.plans import cases_page, plan_page  # noqa: E402
 from pipelinerl.records.plan_report import PlanReport  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 from tiny_plan import planned, priced_plan
 
 from analysis.chart import SEEN, drawn
-from analysis.reports import plan_charts, throughput_against_lag
+from analysis.figures import plan_charts, throughput_against_lag
 
 
 @pytest.mark.slow

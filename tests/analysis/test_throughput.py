@@ -7,8 +7,8 @@ import pytest
 from made_up_runs import CURVES, case_study, placed
 
 from analysis.chart import drawn
+from analysis.figures import speedup_by_scenario, throughput_against_max_lag
 from analysis.read import Run
-from analysis.throughput import speedup_by_scenario, throughput_against_max_lag
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.contract.engine import BATCH, EngineContract, promises
-from backends.contract.trainer import (
+from backends.contract import (
+    BATCH,
+    EngineContract,
     ReferenceContract,
     TrainerContract,
     a_published_version_is_what_an_engine_samples_with,
+    promises,
     samples,
 )
 from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer

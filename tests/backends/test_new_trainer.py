@@ -17,8 +17,11 @@ from ledger_check import check_ledger, metrics_of  # noqa: E402
 from real_run import EXAMPLE  # noqa: E402
 from refusals import message  # noqa: E402
 
-from backends.contract.engine import BATCH, promises  # noqa: E402
-from backends.contract.trainer import TrainerContract  # noqa: E402
+from backends.contract import (  # noqa: E402
+    BATCH,
+    TrainerContract,
+    promises,
+)
 from backends.fake import FakeBackend  # noqa: E402
 from backends.interface import Place, TrainerKind, TrainResult  # noqa: E402
 from backends.kinds import backend_of  # noqa: E402

@@ -25,7 +25,7 @@ from real_run import EXAMPLE, TOOLS, UNDRAWN, Process, python_path  # noqa: E402
 from pipelinerl.calibration.measured import of_its_arm  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
-from pipelinerl.records.check_report import CheckReport, Finding  # noqa: E402
+from pipelinerl.records.reports import CheckReport, Finding  # noqa: E402
 from pipelinerl.scheduler.events import (  # noqa: E402
     DiscardRollouts,
     RolloutAborted,

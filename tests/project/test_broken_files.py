@@ -26,7 +26,7 @@ from tiny_plan import priced_plan
 from backends.driver.checkpoint import FOLDER, read_newest
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.environments_report import EnvironmentsReport, EnvironmentsRow
+from pipelinerl.records.comparison_report import EnvironmentsReport, EnvironmentsRow
 from pipelinerl.records.reports import Bottleneck, RolloutSeconds
 from pipelinerl.records.run_folder import write_json
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow

@@ -17,8 +17,13 @@ import pytest
 from in_memory import config_of
 from ledger_check import check_ledger
 
-from backends.contract.engine import BATCH, EngineContract, promises
-from backends.contract.trainer import TrainerContract, a_published_version_is_what_an_engine_samples_with
+from backends.contract import (
+    BATCH,
+    EngineContract,
+    TrainerContract,
+    a_published_version_is_what_an_engine_samples_with,
+    promises,
+)
 from backends.interface import Generated, Parts, TrainResult, UpdateTimes, Weights
 from backends.run import train
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError

@@ -7,6 +7,7 @@ from engine_log import Log, settings_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_run import Recorded
+from step_by_step import StepByStepEngine
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
@@ -14,7 +15,6 @@ from pipelinerl.scheduler.events import WeightUpdate
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
 from sim.interface import DecodeCost, EngineSettings, PrefillCost, Request
-from sim.step_by_step import StepByStepEngine
 
 # --------------------------------------------------------------- the closed form equals single steps
 

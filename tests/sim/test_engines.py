@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_run import Keeping, environment, fixed, play, trains_in, uniform
+from step_by_step import StepByStepEngine
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import PriceConfig, RunConfig, parse_run
@@ -39,7 +40,6 @@ from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
 from sim.fleet import TrainerFaults
 from sim.run import simulate
-from sim.step_by_step import StepByStepEngine
 
 Z = 4.9
 """A standard normal is farther from 0 once in a million."""

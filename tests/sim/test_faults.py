@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_run import fixed, play, trains_in, uniform
 from run_tables import tiny
+from step_by_step import StepByStepEngine
 
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.scheduler.events import (
@@ -22,7 +23,6 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
 )
 from sim.cluster import SimulatedCluster
-from sim.step_by_step import StepByStepEngine
 
 CHANGES = EngineLeaving, EngineLeft, EngineJoined
 

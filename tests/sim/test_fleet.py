@@ -15,7 +15,7 @@ from refusals import message
 
 from pipelinerl.config.fleet import FleetGroupConfig, TrainerFaultsConfig
 from pipelinerl.config.run import parse_run
-from pipelinerl.theory.checkpoints import daly_interval
+from pipelinerl.theory.steady_state import daly_interval
 from sim.fleet import Life, LifeEnd, TrainerFaults, lives, read_capacity
 from sim.run import simulate
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from simpy.events import NORMAL
+from step_by_step import StepByStepEngine
 
 from pipelinerl.scheduler.events import VersionSpans
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.engine import ClosedFormEngine
 from sim.interface import DecodeCost, EngineSettings, PrefillCost, Request
-from sim.step_by_step import StepByStepEngine
 
 both_engines = pytest.mark.parametrize("make", [ClosedFormEngine, StepByStepEngine])
 

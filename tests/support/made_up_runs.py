@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from analysis.figures import RateCurves
 from analysis.read import Run
-from analysis.throughput import RateCurves
 from pipelinerl.records.profile_report import EnginesOverTime
 from pipelinerl.records.reports import CapacityReport, FleetGroupReport, TrainerFaultsReport
 from pipelinerl.records.steps import COLUMNS

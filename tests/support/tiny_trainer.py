@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from backends.contract.engine import BATCH, FOLLOWING
-from backends.contract.trainer import TrainerContract, samples
+from backends.contract import BATCH, FOLLOWING, TrainerContract, samples
 from backends.interface import Sample, Weights
 from backends.lora import adapter_weights, add_adapters
 from backends.trainer.deepspeed.rank import DeepSpeedRank

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from backends.transfer.checksum64 import checksum64
-from backends.transfer.connection import RendezvousServer
 from backends.transfer.group import Receiver, Sender
+from backends.transfer.rendezvous import RendezvousServer
 from backends.transfer.row import digest, label, layout, parameters_of, row_bytes, view_of
 from backends.transfer.transport import Membership, Parameters
+from backends.transfer.verify import checksum64
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -2,7 +2,7 @@
 
 DeepSpeed would divide the gradient by micro-batches and by ranks. So its own accumulation is set to one, the last row
 of a step is marked as the boundary by hand, and the loss is multiplied by the number of ranks, over which it averages.
-ZeRO's stage splits parameters, gradients and optimizer states.
+ZeRO's stage splits parameters, gradients and optimizer states; stage 3 splits parameters at the start.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.trainer.deepspeed.state import zero_state
-from backends.trainer.deepspeed.zero import Zero3, split
 from backends.trainer.model import (
     PREFETCHED_PARAMETERS,
     REDUCE_BUCKET,
@@ -28,6 +26,7 @@ from backends.trainer.model import (
 )
 from backends.trainer.rank import TrainerRank
 from backends.trainer.settings import RankSettings, make_optimizer
+from backends.trainer.state import Piece, RankState
 
 
 class DeepSpeedRank(TrainerRank):
@@ -135,3 +134,84 @@ def torch_adamw_passes() -> Iterator[None]:
         yield
     finally:
         fused_adam.FusedAdam = own
+
+
+def split(model: torch.nn.Module, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    """Split a model that is whole on rank 0, without memory elsewhere; rank 0 reads one parameter after the other."""
+    import deepspeed  # reads DS_ACCELERATOR when it is imported
+
+    splitter, reads = deepspeed.zero.Init(config_dict_or_path=config), torch.distributed.get_rank() == 0
+    for parameter in model.parameters():
+        # A copy even in the same type: broadcasts must not write into the pages of the file.
+        whole = parameter.data
+        parameter.data = whole.to(dtype, copy=True) if reads else torch.empty_like(whole, dtype=dtype)
+        splitter._convert_to_zero_parameters([parameter])
+
+
+class Zero3:
+    """A ``Sharding``: ZeRO-3's."""
+
+    def empty(self, weight: Any) -> torch.Tensor:
+        """Return it; see ``Sharding``."""
+        return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
+
+    @contextlib.contextmanager
+    def whole(self, weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Put them together; see ``Sharding``."""
+        import deepspeed
+
+        parted = [one for one in weights.values() if hasattr(one, "ds_id")]
+        with deepspeed.zero.GatheredParameters(parted) if parted else contextlib.nullcontext():
+            yield weights
+
+
+# ----------------------------------------------------------------- where ZeRO keeps the float32 numbers of a parameter
+
+
+def zero_state(engine: Any, *, rank: int) -> RankState:
+    """Return the state of a rank of DeepSpeed's ``engine``."""
+    stage = engine.zero_optimization_stage()
+    return RankState(
+        partial(_pieces, engine, rank),
+        adamw=engine.optimizer.optimizer if stage else engine.optimizer,
+        schedule=engine.lr_scheduler,
+        rank=rank,
+        device=engine.device,
+        writes=stage > 0 or rank == 0,  # without ZeRO all ranks have the same
+        round_masters=partial(_round_masters, engine),
+    )
+
+
+def _pieces(engine: Any, rank: int) -> Iterator[Piece]:
+    for name, parameter in trained_parameters(engine.module):
+        piece = _place(engine, rank, name, parameter)
+        if piece is not None and piece.length > 0:
+            yield piece
+
+
+def _place(engine: Any, rank: int, name: str, parameter: Any) -> Piece | None:
+    """Return a parameter's piece. None: it has none on this rank."""
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 0:
+        return Piece(name, 0, parameter.numel(), parameter)
+    if stage == 3:
+        group, at, size = zero.grad_position[zero.get_param_id(parameter)]
+        begin = rank * size
+        return Piece(name, begin, min(size, parameter.ds_numel - begin), zero.fp32_partitioned_groups_flat[group], at)
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    inside, address = mapping.hp_fragment_address, mapping.lp_fragment_address
+    (holder,) = zero.optimizer.param_groups[mapping.param_group_index]["params"]
+    return Piece(name, address.start, address.numel, holder, inside.start)
+
+
+def _round_masters(engine: Any) -> None:
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        zero.checkpoint_event_prologue()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        zero.checkpoint_event_epilogue()
+    elif stage:
+        zero.update_lp_params()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, all_to_all_single
 
-from backends.trainer.exchange import exchange
+from backends.trainer.sequence_parallel import exchange
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.check.machine_rows import Expected, longest_pack, machine_rows, pack_rows
+from backends.check.run_check import Expected, longest_pack, machine_rows, pack_rows
 from backends.interface import PlaceFacts, RankFacts, SelfTest, TrainResult
 from backends.trainer.packing import pack
 from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import head_exchange_seconds
-from pipelinerl.records.check_report import CheckRow, Finding
+from pipelinerl.records.reports import CheckRow, Finding
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"
 OWN = {"python": "3.11.9", "torch": "2.13.0"}

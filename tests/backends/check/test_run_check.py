@@ -26,7 +26,7 @@ from backends.interface import Parts, PlaceFacts, RankFacts, Sample, SelfTest, T
 from pipelinerl.calibration.measured import merged, of_its_arm
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunInterruptedError, TrainerLostError
-from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
+from pipelinerl.records.reports import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
 from pipelinerl.rl.problems import Problem

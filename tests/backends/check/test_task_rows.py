@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from in_memory import config_of, turns_of
 
-from backends.check.task_rows import SAMPLE, environment_rows, task_rows
+from backends.check.run_check import SAMPLE, environment_rows, task_rows
 from backends.fake import FakeCodec
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.check_report import CheckRow, Finding
+from pipelinerl.records.reports import CheckRow, Finding
 from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.sums import Arithmetic
 

@@ -37,8 +37,7 @@ from tiny_trainer import (  # noqa: E402
 )
 
 import backends.ray.actors  # noqa: E402
-from backends.contract.engine import promises  # noqa: E402
-from backends.contract.trainer import TrainerContract  # noqa: E402
+from backends.contract import TrainerContract, promises  # noqa: E402
 from backends.ray.actors import RayTrainer  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
 from backends.trainer.settings import RankSettings  # noqa: E402

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 
 from refusals import message  # noqa: E402
 
-from backends.check.machine_rows import ATTENTION_ERROR  # noqa: E402
+from backends.check.run_check import ATTENTION_ERROR  # noqa: E402
 from backends.trainer import attention as module  # noqa: E402
-from backends.trainer import self_test  # noqa: E402
+from backends.trainer import rank as self_test  # noqa: E402
 from backends.trainer.attention import check_kernel, packed_attention  # noqa: E402
 
 LENGTHS = (1, 7, 4)

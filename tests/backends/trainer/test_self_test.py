@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from backends.trainer.self_test import nccl_network
+from backends.trainer.rank import nccl_network
 from backends.trainer.settings import nccl_logs
 
 LINES = """node-3:7121:7121 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.3<0>

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from forked_ranks import CONTEXT, forked_ranks  # noqa: E402
 from refusals import message  # noqa: E402
 
-from backends.contract.trainer import samples  # noqa: E402
+from backends.contract import samples  # noqa: E402
 from backends.trainer.attention import PACKED_ATTENTION, register_packed_attention  # noqa: E402
 from backends.trainer.model import PolicyModel, recompute  # noqa: E402
 from backends.trainer.packing import PackedRow, pack  # noqa: E402

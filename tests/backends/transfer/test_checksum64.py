@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-import backends.transfer.checksum64 as module  # noqa: E402
-from backends.transfer.checksum64 import CHUNK_WORDS, checksum64  # noqa: E402
+import backends.transfer.verify as module  # noqa: E402
+from backends.transfer.verify import CHUNK_WORDS, checksum64  # noqa: E402
 
 MASK = 2**64 - 1
 CHUNK_BYTES = CHUNK_WORDS * 8

@@ -22,11 +22,11 @@ from transfer_group import Group, Source, Tensors, row_of  # noqa: E402
 import backends.transfer.broadcast as module  # noqa: E402
 from backends.interface import Weights  # noqa: E402
 from backends.transfer.broadcast import DENSE_EVERY, BroadcastReceiver, SnapshotSender  # noqa: E402
-from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.delta import UNITS, Payload, apply, body, encode, header, num_bytes_of  # noqa: E402
 from backends.transfer.group import Receiver, Sender  # noqa: E402
 from backends.transfer.row import ALIGNMENT_BYTES, layout, parameters_of, row_bytes  # noqa: E402
 from backends.transfer.transport import SenderContext  # noqa: E402
+from backends.transfer.verify import checksum64  # noqa: E402
 from backends.vllm.direct_copies import Swap  # noqa: E402
 from pipelinerl.hardware import transport  # noqa: E402
 from pipelinerl.hardware.transport import LARGEST_DELTA, LONGEST_GAP  # noqa: E402

@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch")
 
 from transfer_group import CPU, Group, held_by, label_of, weights  # noqa: E402
 
-import backends.transfer.connection  # noqa: E402
 import backends.transfer.group  # noqa: E402
-from backends.transfer.connection import Connection, RendezvousServer, connect, recv_bytes  # noqa: E402
+import backends.transfer.rendezvous  # noqa: E402
 from backends.transfer.group import LinkSender, Receiver, receive  # noqa: E402
+from backends.transfer.rendezvous import Connection, RendezvousServer, connect, recv_bytes  # noqa: E402
 from backends.transfer.row import parameters_of  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
@@ -184,7 +184,7 @@ def test_a_silent_peer_holds_nobody_up_and_is_admitted_when_it_speaks(
     group_of: GroupOf, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
 ) -> None:
     """On a busy machine a thread that connects may wait long for a processor before it sends its first message."""
-    monkeypatch.setattr(backends.transfer.connection, "HELLO_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(backends.transfer.rendezvous, "HELLO_TIMEOUT_S", 0.01)
     group = group_of(2)
     address, port, password = group.at.split(":")
     slow = Connection(socket.create_connection((address, int(port))), 600)

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from backends.transfer.checksum64 import as_bytes  # noqa: E402
 from backends.transfer.row import (  # noqa: E402
     ALIGNMENT_BYTES,
     SharedRow,
@@ -28,6 +27,7 @@ from backends.transfer.row import (  # noqa: E402
     row_bytes,
     view_of,
 )
+from backends.transfer.verify import as_bytes  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 CPU = torch.device("cpu")

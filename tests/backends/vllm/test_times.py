@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.vllm import times as module
-from backends.vllm.times import RequestTimes, StepMeter
+from backends.vllm.version import client as module
+from backends.vllm.version.client import RequestTimes, StepMeter
 from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.scheduler.events import EngineSeconds
 

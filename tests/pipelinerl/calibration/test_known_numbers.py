@@ -10,7 +10,7 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig, RooflineDecode
-from sim.batch import rollout_batch_s, train_step_s
+from sim.run import rollout_batch_s, train_step_s
 
 SLOW = "name = 'a', engines = 2, stragglers = 1.0, slowdown = 2.0"
 

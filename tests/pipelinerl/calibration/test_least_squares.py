@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.calibration.least_squares import Column, fit
+from pipelinerl.calibration.solve import Column, fit
 
 
 @settings(deadline=None, max_examples=50)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from calibrated import NAMED, run_of
 
-import sim.batch
+import sim.run
 from pipelinerl.calibration.calibrate import doubts
 from pipelinerl.calibration.log import (
     CalibratedLog,
@@ -26,7 +26,7 @@ from pipelinerl.calibration.solve import HardwareFit, fit_factor
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficients
-from sim.batch import measured_steps, rollout_batch_s, train_step_s
+from sim.run import measured_steps, rollout_batch_s, train_step_s
 from sim.workload import Workload
 
 MODELS = Models(train_step_s, measured_steps)
@@ -310,9 +310,9 @@ def test_a_step_of_many_answers_is_simulated_few_times(monkeypatch: pytest.Monke
     """Generation of four steps of 10,000 answers is within 3 % of that of sixteen."""
     many = "scheduler={ kind = 'conventional', train_batch_size = 10_000, generation_batch_size = 256 }"
     few = measured_steps(true_run(many))
-    assert sum(row.samples for row in few) <= sim.batch.MOST_ROLLOUTS
-    assert len(measured_steps(true_run(many.replace("10_000", "2272")))) == 1 + sim.batch.STEADY
-    monkeypatch.setattr(sim.batch, "MOST_ROLLOUTS", math.inf)
+    assert sum(row.samples for row in few) <= sim.run.MOST_ROLLOUTS
+    assert len(measured_steps(true_run(many.replace("10_000", "2272")))) == 1 + sim.run.STEADY
+    monkeypatch.setattr(sim.run, "MOST_ROLLOUTS", math.inf)
     all_ = measured_steps(true_run(many))
     seconds = [simulated_step(true_run(many), rows).generation_s for rows in (few, all_)]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.03)

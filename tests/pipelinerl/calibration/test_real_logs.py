@@ -18,7 +18,7 @@ from pipelinerl.calibration.log import (
 from pipelinerl.calibration.log_formats import read_log
 from pipelinerl.config.run import RunConfig, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
-from sim.batch import measured_steps, train_step_s
+from sim.run import measured_steps, train_step_s
 
 LOGS = Path(__file__).parents[2] / "data" / "logs"
 """Cut to the metrics that are read and some of their neighbours; their sources are in tests/data/README.md."""

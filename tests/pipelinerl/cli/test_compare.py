@@ -8,8 +8,8 @@ import pytest
 from command_line import COMPARE, STALLS, TINY, Command
 from run_folders import everything_in
 
+import analysis.figures
 import analysis.plot
-import analysis.throughput
 from pipelinerl.cli.output import LOOK_FIRST
 from pipelinerl.config.run import load_run
 from pipelinerl.pages.runs import comparison_page
@@ -93,7 +93,7 @@ def test_the_first_scenario_with_a_finished_run_stands_for_all_in_the_figures_of
     drawn = []
 
     def draw(runs: list[Any], _folder: Path, *, comparison: Any, curves: Any, **_: Any) -> list[Path]:
-        analysis.throughput.speedup_by_scenario(comparison)  # it does without the missing arms
+        analysis.figures.speedup_by_scenario(comparison)  # it does without the missing arms
         scenarios = [scenario.name for scenario in comparison.scenarios]
         drawn.append(([(run.name, run.report.seed) for run in runs], scenarios, curves))
         return []

@@ -17,8 +17,8 @@ from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config, dump_run
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.pages.plans import cases_page
-from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.plan_report import PlanReport
+from pipelinerl.records.reports import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
 from pipelinerl.util.explain import cannot_write
 from sim.run import simulate

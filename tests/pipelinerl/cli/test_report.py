@@ -19,8 +19,7 @@ from tiny_plan import in_this_process, planned
 from pipelinerl.pages.page import cost_line, page_markdown
 from pipelinerl.pages.plans import choice, plan_page
 from pipelinerl.pages.runs import comparison_page
-from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.environments_report import EnvironmentsReport, EnvironmentsRow
+from pipelinerl.records.comparison_report import ComparisonReport, EnvironmentsReport, EnvironmentsRow
 from pipelinerl.records.plan_report import Assumed, PlanReport
 from pipelinerl.records.reports import Bottleneck, CostReport, RolloutSeconds
 from pipelinerl.records.run_folder import write_json

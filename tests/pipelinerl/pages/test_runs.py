@@ -10,9 +10,8 @@ from tiny_comparison import run
 
 from pipelinerl.pages.page import Page, duration
 from pipelinerl.pages.runs import check_page, comparison_page, run_page
-from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, ScenarioReport
-from pipelinerl.records.reports import Bottleneck, FleetReport, RunReport
+from pipelinerl.records.reports import Bottleneck, CheckReport, CheckRow, Finding, FleetReport, RunReport
 from sim.run import simulate
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pipelinerl.theory.checkpoints import daly_interval
+from pipelinerl.theory.steady_state import daly_interval
 
 
 @pytest.mark.parametrize(("mtbf_min", "interval_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])

@@ -14,6 +14,7 @@ import pytest
 from learning_run import BASE, MAX, TURNS, config_with
 from recorded_run import Recorded
 from refusals import message
+from step_by_step import StepByStepEngine
 
 from pipelinerl.config.run import parse_run
 from pipelinerl.errors import ConfigError, RunFailedError, install
@@ -33,12 +34,14 @@ from sim.learning.tasks import END, Calculator, problem
 from sim.planning.answer import plan
 from sim.planning.simulate import HowToPlan
 from sim.run import simulate
-from sim.step_by_step import StepByStepEngine
 
 torch = pytest.importorskip("torch")
 
-from sim.learning.loop import Learner, one_thread  # noqa: E402
-from sim.learning.relearn import relearn  # noqa: E402
+from sim.learning.loop import (  # noqa: E402
+    Learner,
+    one_thread,
+    relearn,
+)
 
 
 def rows_of(folder):

@@ -10,9 +10,8 @@ torch = pytest.importorskip("torch")
 
 from kl_study import kl_study  # noqa: E402
 
-from sim.learning.loop import base_model, one_thread, policy_shape  # noqa: E402
+from sim.learning.loop import ROWS, Draft, Sampler, base_model, one_thread, policy_shape, uniforms  # noqa: E402  # noqa: E402
 from sim.learning.policy import forward, initial_weights  # noqa: E402
-from sim.learning.sampling import ROWS, Draft, Sampler, uniforms  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- sampling
 

@@ -20,14 +20,13 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.pages.evidence import diagnosis_page
 from pipelinerl.pages.page import page_markdown
-from pipelinerl.records.diagnosis_report import DiagnosisReport, GpuTime
-from pipelinerl.records.plan_report import PlanReport
-from sim.batch import measured_steps
+from pipelinerl.records.plan_report import DiagnosisReport, GpuTime, PlanReport
 from sim.planning.answer import searched
 from sim.planning.certainty import make_draws
 from sim.planning.diagnose import diagnose, gpu_time
 from sim.planning.screen import Candidate
 from sim.planning.simulate import HowToPlan
+from sim.run import measured_steps
 
 PARTS = ("generation_s", "training_s", "logprob_s", "sync_s", "switch_s", "reward_s", "wait_s")
 SECONDS = st.none() | st.floats(0, 1e4)

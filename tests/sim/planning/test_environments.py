@@ -11,7 +11,7 @@ from tiny_plan import candidates_of, in_this_process
 from analysis.plot import environments_figure
 from pipelinerl.config.run import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.environments_report import EnvironmentsReport
+from pipelinerl.records.comparison_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
 from sim.planning.answer import plan
 from sim.planning.choose import TIE

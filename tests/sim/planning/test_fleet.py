@@ -15,8 +15,8 @@ from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig, SpotOffer
 from pipelinerl.config.run import RunConfig, load_run, parse_run
 from pipelinerl.records.plan_report import Band
 from pipelinerl.records.run_folder import FLEET_FILE
-from pipelinerl.theory.checkpoints import daly_interval, daly_share
-from sim.planning.fleet import FleetPlanner, fleet_run, number_there, place_shares
+from pipelinerl.theory.steady_state import daly_interval, daly_share
+from sim.planning.answer import FleetPlanner, fleet_run, number_there, place_shares
 from sim.planning.screen import Screener, own_candidate
 from sim.planning.space import SearchSpace
 from sim.run import simulate

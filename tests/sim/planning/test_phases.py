@@ -16,8 +16,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from pipelinerl.config.question import PHASES, Question, ask
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
-from sim.planning.answer import PlannedCase
-from sim.planning.phases import RESTART_S, SLICES, cheapest, compare_phases
+from sim.planning.answer import PLAN_SWITCH_S, SLICES, PlannedCase, cheapest, compare_phases
 from sim.planning.screen import Screener, screen_all
 from sim.planning.simulate import HowToPlan
 from sim.planning.space import SearchSpace, with_values
@@ -118,7 +117,7 @@ def test_a_run_of_growing_answers_takes_the_time_of_its_slices(tmp_path: Path) -
     assert all(one[SHORT][1] < one[LONG][1] for one in slices[number:])
     both = hours(SHORT, slices[:number]) + hours(LONG, slices[number:])
     assert report.hours_without_restarts == pytest.approx(both)
-    assert report.hours == pytest.approx(both + RESTART_S / 3600)
+    assert report.hours == pytest.approx(both + PLAN_SWITCH_S / 3600)
     assert report.hours < report.single_hours
     assert mean == pytest.approx(100 + 2300 * step / config.optimizer_steps)
 

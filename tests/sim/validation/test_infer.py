@@ -11,8 +11,8 @@ from published import changed, row
 
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training
-from sim.batch import train_step_s
-from sim.validation.infer import STEP, SimulationGrid, hypotheses_for, run_config, seconds_band
+from sim.run import train_step_s
+from sim.validation.predict import STEP, SimulationGrid, hypotheses_for, run_config, seconds_band
 from sim.validation.reconstruct import reconstruct_run
 
 

@@ -25,15 +25,18 @@ from pipelinerl.hardware.coefficients import Level
 from pipelinerl.hardware.prior import END_SDS, PAIRS_MEAN, RUN_SD, SYNC_ARM_SD, SYNC_SD
 from pipelinerl.pages.evidence import speed_up_words, validation_markdown, validation_page, validation_sentence
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, UnusableRow, ValidationReport
+from pipelinerl.util.arrays import grouped
 from sim.run import simulate
-from sim.validation.infer import STEP, SimulationGrid, run_config, simulation_grid
 from sim.validation.predict import (
     ASSUMED_SD,
+    STEP,
     AloneRun,
+    SimulationGrid,
     alone_run,
-    by_family,
     family_interval,
+    run_config,
     shipped_runs,
+    simulation_grid,
     speed_up_summary,
     speed_ups,
     spread_of,
@@ -566,7 +569,7 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_give_them():
     assert np.mean(informed <= 0.3) >= 0.93
     pairs = summary.speed_ups  # and ratios
     means = [
-        np.mean(logs) for logs in by_family((one.family, math.log(one.measured)) for one in result.speed_ups).values()
+        np.mean(logs) for logs in grouped((one.family, math.log(one.measured)) for one in result.speed_ups).values()
     ]
     assert np.mean(means) == pytest.approx(PAIRS_MEAN, abs=0.005)
     assert np.std(means, ddof=1) == pytest.approx(0.27, abs=0.006)

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Precision
-from sim.validation.infer import run_config
-from sim.validation.predict import shipped_runs
+from sim.validation.predict import run_config, shipped_runs
 from sim.validation.reconstruct import reconstruct_run
 from sim.validation.rows import (
     AMOUNTS,

@@ -40,20 +40,19 @@ from transfer_group import held_by, row_of  # noqa: E402
 import backends.trainer.model  # noqa: E402
 import backends.trainer.publish  # noqa: E402
 import backends.trainer.rank  # noqa: E402
-from backends.check.machine_rows import taught  # noqa: E402
+from backends.check.run_check import taught  # noqa: E402
 from backends.interface import Sample, TrainResult  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank, deepspeed_config, torch_adamw_passes  # noqa: E402
 from backends.trainer.model import load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.rank import MAX_SKIPPED, reach  # noqa: E402
 from backends.trainer.step import PHASES  # noqa: E402
-from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.file import read_verified  # noqa: E402
 from backends.transfer.group import Receiver  # noqa: E402
 from backends.transfer.rendezvous import RendezvousStore, reserved_port  # noqa: E402
 from backends.transfer.row import digest, label, ranges  # noqa: E402
 from backends.transfer.transport import Membership  # noqa: E402
-from backends.transfer.verify import checkpoint_shapes  # noqa: E402
+from backends.transfer.verify import checkpoint_shapes, checksum64  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.hardware.transport import BROADCAST  # noqa: E402

@@ -37,8 +37,11 @@ from tiny_trainer import (  # noqa: E402
     train,
 )
 
-from backends.trainer.deepspeed.rank import DeepSpeedRank, deepspeed_config  # noqa: E402
-from backends.trainer.deepspeed.zero import split  # noqa: E402
+from backends.trainer.deepspeed.rank import (  # noqa: E402
+    DeepSpeedRank,
+    deepspeed_config,
+    split,
+)
 from backends.trainer.model import TRAINED_DTYPES, load_policy  # noqa: E402
 from backends.trainer.packing import pack  # noqa: E402
 from backends.trainer.state import fill_policy  # noqa: E402

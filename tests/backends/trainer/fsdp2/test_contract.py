@@ -14,8 +14,7 @@ need("ray", "deepspeed", "transformers")
 from character_model import make_model  # noqa: E402
 from tiny_trainer import trainer_contract  # noqa: E402
 
-from backends.contract.engine import promises  # noqa: E402
-from backends.contract.trainer import TrainerContract  # noqa: E402
+from backends.contract import TrainerContract, promises  # noqa: E402
 from backends.trainer.fsdp2.rank import FSDP2Rank  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray and torch warn of much

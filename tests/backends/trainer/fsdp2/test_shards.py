@@ -18,7 +18,7 @@ from model_configs import ARCHITECTURES  # noqa: E402
 
 from backends.trainer.footprint import shape_of  # noqa: E402
 from backends.trainer.fsdp2.experts import check_experts  # noqa: E402
-from backends.trainer.fsdp2.shards import Shards  # noqa: E402
+from backends.trainer.fsdp2.rank import Shards  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.errors import ConfigError  # noqa: E402
 

@@ -1,7 +1,7 @@
 """An inference engine that takes every decode step one by one: slow, and obviously right.
 
 Tests prove with it that the closed form of ``sim.engine`` is exact, and it is the base of the comparison of speed. It
-follows the boundary rules at the top of that file to the letter and shares none of its arithmetic: one SimPy event per
+follows the boundary rules of docs/simulator.md to the letter and shares none of the arithmetic: one SimPy event per
 boundary, one entry in a list per token, every sum made afresh.
 """
 
@@ -21,7 +21,7 @@ from sim.interface import EngineHost, EngineSettings, Request
 
 
 class StepByStepEngine:
-    """An engine that wakes at every boundary. See the top of ``sim/engine.py`` for the rules."""
+    """An engine that wakes at every boundary. docs/simulator.md has the rules."""
 
     def __init__(self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings) -> None:
         self.version = settings.version
