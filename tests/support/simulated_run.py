@@ -29,7 +29,7 @@ import backends.driver.lifecycle
 import backends.driver.loop
 import backends.run
 import backends.workers.rewards
-from backends.driver.checkpoint import CheckpointKeeper
+from backends.driver.checkpoint import FOLDER, CheckpointKeeper
 from backends.driver.fleet import REQUEST, FleetRequest
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import AnswerLostError, GroupMembers, MoreEngines, Parts
@@ -194,7 +194,8 @@ class World:
         if not self.gone and self.out.exists():
             self.gone = True
             shutil.copytree(self.out, self.out.with_suffix(".left"))
-            self.kept_then = self.kept
+            whole = [int(one.name.removeprefix("step_")) for one in (self.out / FOLDER).glob("step_??????")]
+            self.kept_then = max(whole, default=None)  # perhaps one that its keeper has just moved there
 
     def must(self, condition: bool, what: str) -> None:
         """Note a broken promise, also if the driver catches the error."""
