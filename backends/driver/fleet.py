@@ -11,13 +11,11 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from backends.driver.engines import EngineHandle, EnginePool
 from backends.interface import OnHost
 from backends.owner import DriverLock, driver_folder
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.strict_model import MOST_ACCELERATORS, Seconds, StrictModel
+from pipelinerl.util.strict_model import CountOrZero, Seconds, StrictModel
 
 ANSWER_LIMIT_S = 120.0
 """For the answer to a request. A run answers within a second or two, but not while it starts or ends."""
@@ -28,9 +26,9 @@ REQUEST, ANSWER = "request-", "answer-"
 class FleetRequest(StrictModel):
     """Engines to add and to remove."""
 
-    add: int = Field(default=0, ge=0, le=MOST_ACCELERATORS)
+    add: CountOrZero = 0
     """Engines to add (count)."""
-    drain: list[str] = Field(default_factory=list)
+    drain: list[str] = []
     """Engines to remove, by id; or machines, whose engines are removed, by name."""
     notice_s: Seconds = 30.0
     """Time in which rollouts of removed engines may end; then they go on elsewhere (s)."""
@@ -57,7 +55,7 @@ class FleetAnswer(StrictModel):
 
     fault: str = ""
     """Why it does nothing of what it is asked for; empty: it does it."""
-    engines: list[EngineRow] = Field(default_factory=list)
+    engines: list[EngineRow] = []
 
 
 def ask(out: Path, request: FleetRequest) -> list[EngineRow]:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -71,3 +72,14 @@ def files_of_processes() -> Iterator[None]:
             patch.setenv(name, folder)
         yield
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def subreaper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have Ray end the processes of its actors. This process ignores SIGCHLD then, and later tests would wait for
+    children that are gone."""
+    from backends.ray.cluster import SUBREAPER
+
+    monkeypatch.setenv(SUBREAPER, "true")
+    yield
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)

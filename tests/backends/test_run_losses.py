@@ -14,14 +14,16 @@ torch = pytest.importorskip("torch")
 constants = pytest.importorskip("huggingface_hub.constants")
 
 from ledger_check import check_ledger, metrics_of, records  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process, cached_model, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from backends.driver.fleet import FleetRequest, ask  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
-from pipelinerl.scheduler.events import EngineLeaving, TrainingFinished  # noqa: E402
+from pipelinerl.scheduler.events import EngineJoined, EngineLeaving  # noqa: E402
 from sim.run import simulate  # noqa: E402
 
 pytestmark = [pytest.mark.real(seconds=90), pytest.mark.filterwarnings("ignore")]
@@ -156,23 +158,66 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_si
     check_same_model(tmp_path / "exported", out / "model")
 
 
-def test_faults_of_a_schedule_are_the_same_story_simulated_and_for_real(tmp_path):
-    """A killed engine, a slow one, a cut one; engines get ids in the order of their joins."""
+WAITS = """
+import itertools
+import time
+from pathlib import Path
+
+from pipelinerl.rl.sums import Arithmetic
+
+NUMBER = itertools.count()
+
+
+class Waiting(Arithmetic):
+    def reward(self, problem, answer):
+        while next(NUMBER) >= 12 * 64 and not Path("GO ON").exists():
+            time.sleep(0.05)
+        return super().reward(problem, answer)
+"""
+"""A task whose rewards wait for a file after twelve batches."""
+
+
+@pytest.mark.usefixtures("subreaper")
+def test_a_run_whose_engines_come_and_go_loses_nothing_and_is_simulated_from_its_own_trace(tmp_path):
+    """Engine 0 is killed and comes back; one is added on a new machine, engine 1 is drained; then a rank is killed."""
     make_tiny_model(tmp_path / "model", fit_steps=0)
-    faults = "{kind='kill', step=2}, {kind='slow', step=3, seconds=1.0, factor=4.0}, {kind='cut', step=5}"
-    sets = ["optimizer_steps=8", "train.evaluation.problems=0", "scheduler.train_batch_size=64", f"faults=[{faults}]"]
-    run = Process(tmp_path / "model", tmp_path / "real", *sets)
-    summary = run.summary()
-    assert summary.engine_restarts == 2
-    check_ledger(tmp_path / "real", load_run(EXAMPLE, sets), summary)
-    simulate(load_run(tmp_path / "real" / "run.toml"), out=tmp_path / "simulated", trace=True)
-    for out in (tmp_path / "real", tmp_path / "simulated"):
-        step, changes = 0, []
-        for row in records(out):
-            match row.event:
-                case TrainingFinished(version=version):
-                    step = version
-                case EngineLeaving(engine=engine):
-                    changes.append((engine, step))
-        assert changes == [(0, 2), (1, 5)]
-    assert run.left_over() == []
+    (tmp_path / "waits.py").write_text(WAITS.replace("GO ON", str(tmp_path / "go on")))
+    out = tmp_path / "run"
+    sets = [
+        *("optimizer_steps=24", "train.evaluation.problems=0", "scheduler.train_batch_size=64"),
+        *("cluster.accelerators=3", "cluster.generation_accelerators=2", "train.checkpoint.every=2"),
+        *("train.trainer.restarts=1", "train.task.name=waits:Waiting"),
+        "faults=[{kind='kill', engine=0, step=2}, {kind='kill', rank=0, step=20}]",
+    ]
+
+    def engines(**request):
+        return ask(out, FleetRequest(**request))
+
+    def wait_for(condition, what):
+        run.wait_for(lambda: condition([one.state for one in engines()]), what)
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    try:
+        env = {"PYTHONPATH": python_path(tmp_path)}
+        run = Process(tmp_path / "model", out, *sets, f"train.ray_address={cluster.address}", env=env)
+        run.wait_for_step(4)
+        added = engines(add=1)[2]
+        assert (added.engine, added.state) == (None, "waits for accelerators")
+        cluster.add_node(num_cpus=1)
+        wait_for(lambda states: states == ["up"] * 3, "three engines")
+        engines(drain=["1"], notice_s=0.0)
+        wait_for(lambda states: states == ["up"] * 2, "two engines")
+        (tmp_path / "go on").touch()
+        summary = run.summary()
+    finally:
+        cluster.shutdown()
+    assert (summary.engine_restarts, summary.trainer_restarts, summary.rollouts.failed) == (1, 1, 0)
+    check_ledger(out, load_run(EXAMPLE, sets), summary)
+    changes = [row.event for row in records(out) if isinstance(row.event, EngineJoined | EngineLeaving)]
+    assert sorted(one.engine for one in changes) == [0, 1, 2, 3]
+    assert summary.fleet.moved > 0
+    group = f"{{name='of the run', kind='spot', engines=3, notice_s=0, capacity='{out}'}}"
+    three = ["cluster.accelerators=4", "cluster.generation_accelerators=3", "faults=[]", f"fleet.groups=[{group}]"]
+    simulated = simulate(load_run(out / "run.toml", three))
+    assert simulated.complete
+    assert simulated.fleet.joined == 2

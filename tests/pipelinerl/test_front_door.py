@@ -27,7 +27,7 @@ ARMS = "compare={arms=[{name='one'}, {name='two', set=['scheduler.kind=conventio
 SMALL = ["optimizer_steps=4", "scheduler.train_batch_size=16"]
 SIGNATURES = {
     "compare": "(run, *, out=None, workers=None)",
-    "load_run": "(path, overrides=(), seed=None, *, hardware=None)",
+    "load_run": "(path, overrides=(), seed=None, *, hardware=None, faults=None)",
     "make_scheduler": (
         "(settings, *, optimizer_steps, num_engines, group_size, environments=None, kv_cache_tokens=None)"
     ),

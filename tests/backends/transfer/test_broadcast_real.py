@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,7 +39,6 @@ import backends.transfer.group  # noqa: E402
 from backends.driver.weight_sync import WeightSyncGroup  # noqa: E402
 from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
 from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
-from backends.ray.cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
@@ -83,15 +81,6 @@ def find(name: str, cores: list[int]) -> Any:
                 if name in " ".join((one.name(), *one.cmdline())) and one.cpu_affinity() == cores:
                     return one
     raise AssertionError(f"there is no {name} on cores {cores} among {sorted(set(map(str, seen)))}")
-
-
-@pytest.fixture
-def subreaper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have Ray end the processes of its actors. This process ignores SIGCHLD then, and later tests would wait for
-    children that are gone."""
-    monkeypatch.setenv(SUBREAPER, "true")
-    yield
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @pytest.fixture
