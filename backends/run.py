@@ -185,7 +185,7 @@ def _with_fewer_ranks(
             check(fewer)
             checkpoint = read_newest(out, fewer)
             checkpoint.state.metrics.trainer_restarts += 1
-            what = f"step {checkpoint.state.version} with {number - engines} ranks"
+            what = f"step {checkpoint.state.version} with {number - engines} of {before - engines} ranks"
             LOG.warning("%s; %d of %d accelerators are there; the run goes on from %s", lost, there, before, what)
             return fewer, checkpoint
     raise lost

@@ -113,7 +113,7 @@ class FleetRequests:
         if not self._pool.can_change and (request.add or request.drain):
             return (
                 "engines of this run cannot be added or removed: they share accelerators with the trainer, or their "
-                "weights are in the memory of one of several machines"
+                "weights are files in one machine's memory (train.weights_folder) where train.ray_address may have more"
             )
         there = {handle.engine_id: handle for handle in self._pool if handle.engine_id is not None}
         leaving: dict[int, None] = {}

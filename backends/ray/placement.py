@@ -110,7 +110,8 @@ def more_engines(
 
     None where they share accelerators with the trainer, or might be on machines that do not see the weights.
     """
-    hidden = config.train_transport.in_folder and folder.is_relative_to(SHARED_MEMORY) and len(ray.nodes()) > 1
+    in_memory = config.train_transport.in_folder and folder.is_relative_to(SHARED_MEMORY)
+    hidden = in_memory and config.train_table.ray_address is not None
     groups: list[PlacementGroup] = []
 
     def make(place: int) -> Engine:
