@@ -1,11 +1,11 @@
 """The engines of a simulated fleet: they join, get notice and leave by the lives of their machines.
 
 Theory of operation. Each place of a group has one engine at a time, or none. It is in one of five states, whose
-seconds are added up. From the return of its machine on an engine is ``starting``: for ``start_s``, then while it loads
-the newest weights published by then, as long as a transfer and a pause take. It joins with them and is ``there`` until
-its life ends; then the place is ``failed`` or ``reclaimed``. Machines that are there at second 0 are loaded. An engine
-that fails has reported the tokens of its rollouts at every multiple of ``stream_tokens``; one that is reclaimed with
-notice, all of them. A rollout's last token is known only with its end.
+seconds are added up. From the return of its machine on an engine is ``starting``: for ``start_s``, not where a run says
+that it has started, then while it loads the newest weights published by then, as long as a transfer and a pause take.
+It joins with them and is ``there`` until its life ends; then the place is ``failed`` or ``reclaimed``. Machines that
+are there at second 0 are loaded. An engine that fails has reported the tokens of its rollouts at every multiple of
+``stream_tokens``; one that is reclaimed with notice, all of them. A rollout's last token is known only with its end.
 
 A lent engine joins when the trainer begins to wait with little ready. When the trainer has a batch, the engine leaves,
 all its tokens are known, and the trainer trains after the switch; the place is in state ``training`` then.
@@ -188,7 +188,8 @@ class EngineFleet:
             )
         self._enter(place, STARTING)
         self._plan_end(place)
-        self._after(to_ticks(self._fleet.start_s), partial(self._load, place, place.life))
+        start_s = 0.0 if place.group.comes_started else self._fleet.start_s
+        self._after(to_ticks(start_s), partial(self._load, place, place.life))
 
     def _load(self, place: Place, life: Life) -> None:
         """Load the newest weights; others may be on their way when the engine joins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -39,14 +40,19 @@ class FleetGroupConfig(StrictModel):
     notice_s: Seconds | None = None
     """spot: notice before a reclaim (s). None: none."""
     capacity: str | None = None
-    """spot: CSV file ``second,engines``, or the folder of a run whose engines came and went, in place of
-    ``reclaim_hours`` and ``away_s``; its last row stays."""
+    """spot: CSV file ``second,engines`` of machines, or the folder of a run whose engines came and went, started, in
+    place of ``reclaim_hours`` and ``away_s``; its last row stays."""
     switch_s: Seconds | None = None
     """lent: from the end of training until the engines load weights, and from the next batch until it trains (s)."""
     stragglers: float = Field(default=0.0, ge=0, le=1)
     """Share of started engines that are slow (no unit)."""
     slowdown: float | None = Field(default=None, ge=1, le=1000)
     """Factor on their decode steps and prefills (no unit)."""
+
+    @property
+    def comes_started(self) -> bool:
+        """Whether ``capacity`` counts engines that have started: those of a run."""
+        return self.capacity is not None and Path(self.capacity).is_dir()
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Self:

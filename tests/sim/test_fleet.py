@@ -211,10 +211,13 @@ def test_a_run_whose_engines_came_and_went_is_a_recorded_capacity(tmp_path):
         "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}},
         "fleet": {"start_s": 0.0, "groups": groups},
     }
-    simulate(parse_run(tables), out=tmp_path / "run")
-    assert [(row.second, row.engines) for row in read_capacity(tmp_path / "run")][:-1] == [
-        (0, 2), (30, 1), (60, 2), (90, 0), (90.5, 1)
-    ]  # fmt: skip
+    for out in ("run", "again"):
+        simulate(parse_run(tables), out=tmp_path / out)
+        assert [(row.second, row.engines) for row in read_capacity(tmp_path / out)][:-1] == [
+            (0, 2), (30, 1), (60, 2), (90, 0), (90.5, 1)
+        ]  # fmt: skip
+        tables["fleet"]["start_s"] = 60.0  # engines of a run have started
+        groups[0]["capacity"] = str(tmp_path / "run")
     del tables["fleet"]
     simulate(parse_run(tables), out=tmp_path / "other")
     rule = "fleet.groups.capacity must be a run whose engines came and went"
