@@ -448,6 +448,8 @@ class MoreEngines:
     """The engine of a new place, whose accelerators may come later: until then it does not start."""
     vacant: set[int] = field(default_factory=set)
     """Places whose engines the run has removed; their accelerators are set aside until its end."""
+    absent: set[int] = field(default_factory=set)
+    """Places whose engines have not started: they are tried again and again."""
 
 
 @dataclass(frozen=True, slots=True)

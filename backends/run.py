@@ -179,7 +179,11 @@ def _with_fewer_ranks(
     """Return a run with as many ranks as there are accelerators for; raise ``lost`` if that would not help."""
     engines, before = config.generation_accelerators, config.cluster.accelerators
     there = engines if parts.accelerators is None or config.colocated else parts.accelerators()
-    for number in range(there if there < before else engines, engines, -1):
+    if len(parts.engines) > config.num_engines:  # those that were added give their accelerators back
+        there = min(there, before)
+    elif there >= before:
+        raise lost
+    for number in range(there, engines, -1):
         fewer = config.model_copy(update={"cluster": config.cluster.model_copy(update={"accelerators": number})})
         with contextlib.suppress(ConfigError):  # the trainer cannot be split over them, or there is no checkpoint
             check(fewer)

@@ -126,8 +126,8 @@ class EnginePool:
         more: MoreEngines | None = None,
     ) -> None:
         self._engines, self._more = engines, more
-        there = [(place, one) for place, one in engines.items() if more is None or place not in more.vacant]
-        ids = zip_longest(there, engine_ids)
+        without = set[int]() if more is None else more.vacant | more.absent
+        ids = zip_longest([(place, one) for place, one in engines.items() if place not in without], engine_ids)
         self._handles = [EngineHandle(*one, engine_id=engine_id) for one, engine_id in ids if one is not None]
         self._others: list[EngineHandle] = []  # that wait for accelerators, or for their last requests
         self._by_id = {one.engine_id: one for one in self._handles if one.engine_id is not None}
@@ -157,10 +157,12 @@ class EnginePool:
             if handle in self._handles:
                 yield handle, "up" if handle.up.is_set() else "starts"
             else:
-                yield handle, "waits for accelerators" if handle.engine_id is None else "is leaving"
+                yield handle, "not started" if handle.engine_id is None else "is leaving"
 
     async def start(self) -> None:
         """Start all engines; one that fails twice is given up. ``EngineLostError`` if all do."""
+        for place in () if self._more is None else sorted(self._more.absent):
+            self._wait_for_accelerators(place, 0.0)
         handles = list(self)
         lost = await _start(handles)
         if 0 < len(lost) < len(handles):  # if all fail, a second start would, too
@@ -238,7 +240,12 @@ class EnginePool:
         self._by_id[engine_id] = handle
 
     def joins(self, handle: EngineHandle) -> None:
-        """Note that a restarted engine has the newest weights."""
+        """Note that an engine that has started has the newest weights."""
+        if handle in self._others:
+            assert self._more is not None
+            self._others.remove(handle)
+            self._handles.append(handle)
+            self._more.absent.remove(handle.place)
         handle.up.set()
         if self.fleet is not None:
             self.fleet.joins(handle)
@@ -310,7 +317,7 @@ class EnginePool:
         handle.up.set()  # wakes the calls that wait for it
         await handle.engine.shutdown()
         if self._more is not None:
-            self._wait_for_accelerators(handle, RETRY_S)
+            self._wait_for_accelerators(handle.place, RETRY_S)
 
     # ---------------------------------------------------------------------------- engines added and removed
 
@@ -322,48 +329,52 @@ class EnginePool:
     def add(self) -> None:
         """Start one more engine, which joins once it has accelerators and the newest weights."""
         assert self._more is not None
-        if self._more.vacant:
-            self._more.vacant.remove(place := min(self._more.vacant))
+        vacant = self._more.vacant - {one.place for one in self._others}
+        if vacant:
+            self._more.vacant.remove(place := min(vacant))
         else:
             self._engines[place := len(self._engines)] = self._more.make(len(self._engines))
         self._most_losses += self._restarts_per_hour
-        self._wait_for_accelerators(EngineHandle(place, self._engines[place], engine_id=None), 0.0)
+        self._wait_for_accelerators(place, 0.0)
 
-    def _wait_for_accelerators(self, handle: EngineHandle, after_s: float) -> None:
+    def _wait_for_accelerators(self, place: int, after_s: float) -> None:
+        assert self._more is not None
+        self._more.absent.add(place)
+        handle = EngineHandle(place, self._engines[place], engine_id=None)
         self._others.append(handle)
         self._spawn(self._start_late(handle, after_s))
 
     async def _start_late(self, handle: EngineHandle, after_s: float) -> None:
+        before = ""
         while not self.closing:
             await asyncio.sleep(after_s)
             after_s = RETRY_S
             try:
                 await handle.engine.start()
                 if not self.closing:
-                    if handle in self._others:
-                        self._others.remove(handle)
-                        self._handles.append(handle)
-                        handle.up.clear()
                     handle.version = -1
                     await self._bring_back(handle)
                     return
             except EngineLostError as error:
-                LOG.info("engine %d has not started: %s", handle.place, error)
+                if str(error) != before:
+                    LOG.warning("engine %d has not started: %s", handle.place, before := str(error))
             await handle.engine.shutdown()
 
     def remove(self, engine_id: int, *, notice_s: float) -> None:
         """Have an engine leave for good; there are others."""
+        assert self._more is not None
         assert self.fleet is not None
         assert len(self._handles) > 1
         handle = self._by_id[engine_id]
         LOG.warning("engine %d leaves within %g s", handle.place, notice_s)
         self._handles.remove(handle)
         self._others.append(handle)
+        self._more.vacant.add(handle.place)
+        self._most_losses -= self._restarts_per_hour
         self.fleet.leaves(engine_id)
         self._spawn(self._end(handle, engine_id, notice_s))
 
     async def _end(self, handle: EngineHandle, engine_id: int, notice_s: float) -> None:
-        assert self._more is not None
         assert self.fleet is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(notice_s):
@@ -373,11 +384,11 @@ class EnginePool:
             async with asyncio.timeout(END_S):
                 await asyncio.gather(*(handle.engine.abort(rollout_id) for rollout_id in tuple(handle.asked)))
                 await handle.idle.wait()
+        handle.up.clear()  # a transfer to it that breaks off is no failure of the others
         async with handle.changing:
             await handle.engine.shutdown()
         await handle.idle.wait()
         self._others.remove(handle)
-        self._more.vacant.add(handle.place)
         self.fleet.left(engine_id)
 
     async def sleep(self) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from backends.driver.engines import EnginePool
+from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.tasks import RunTasks
 from backends.interface import Parts, Suffers, Trainer
 from pipelinerl.config.faults import FaultConfig
@@ -22,6 +22,8 @@ from pipelinerl.util.explain import writing
 
 LOG = logging.getLogger("pipelinerl")
 FAULTS_LOG = "faults.jsonl"
+POLL_S = 0.1
+"""Between two looks whether an engine is back."""
 
 
 def check_faults(config: RunConfig, parts: Parts) -> None:
@@ -68,13 +70,16 @@ class FaultInjector:
         if fault.engine is None:
             assert isinstance(self._trainer, Suffers)  # checked
             await self._trainer.suffer(fault)
-        for handle in [one for one in self._pool if one.place == fault.engine]:
-            await handle.up.wait()
-            if handle in list(self._pool):  # else its place has been given up
-                assert isinstance(handle.engine, Suffers)  # checked
-                await handle.engine.suffer(fault)
-                if fault.kind == "kill":  # calls in progress find it, too, if there are any
-                    self._pool.lost(handle, EngineLostError("killed by a fault of the schedule"))
+            return
+        while (handle := self._there(fault.engine)) is None:
+            await asyncio.sleep(POLL_S)
+        assert isinstance(handle.engine, Suffers)  # checked
+        await handle.engine.suffer(fault)
+        if fault.kind == "kill":  # calls in progress find it, too, if there are any
+            self._pool.lost(handle, EngineLostError("killed by a fault of the schedule"))
+
+    def _there(self, place: int) -> EngineHandle | None:
+        return next((one for one in self._pool if one.place == place and one.up.is_set()), None)
 
 
 def _line(fault: FaultConfig) -> str:

@@ -16,6 +16,7 @@ from backends.interface import OnHost
 from backends.owner import DriverLock, driver_folder
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.strict_model import CountOrZero, Seconds, StrictModel
+from pipelinerl.util.user_code import first_line
 
 ANSWER_LIMIT_S = 120.0
 """For the answer to a request. A run answers within a second or two, but not while it starts or ends."""
@@ -43,11 +44,12 @@ class EngineRow(StrictModel):
     """Its number in messages."""
     machine: str
     """Name of its machine; empty: not known."""
-    state: Literal["up", "starts", "is leaving", "waits for accelerators"]
+    state: Literal["up", "starts", "is leaving", "not started"]
+    """``starts``: again, after a loss; ``not started``: its accelerators, or others, are waited for."""
     version: int | None
     """Version of its weights. None: none of this run."""
-    rollouts: int
-    """In progress (count)."""
+    requests: int
+    """In progress, of rollouts and evaluations (count)."""
 
 
 class FleetAnswer(StrictModel):
@@ -71,8 +73,8 @@ def ask(out: Path, request: FleetRequest) -> list[EngineRow]:
         while not answer.exists():
             if time.monotonic() >= over_s or not folder.exists():
                 raise ConfigError(
-                    f"DIR must be the folder of a run in progress, got {out}: no answer within {ANSWER_LIMIT_S:g} s; "
-                    "it may be starting or ending"
+                    f"DIR must be the folder of a run in progress, got {out}, which gives no answer: it starts, ends, "
+                    "or cannot write; it may do what it is asked for"
                 )
             time.sleep(POLL_S)
         answered = FleetAnswer.model_validate_json(answer.read_bytes())
@@ -104,7 +106,10 @@ class FleetRequests:
             for path in sorted(self._folder.glob(f"{REQUEST}*")):
                 content = path.read_bytes()
                 path.unlink()
-                fault = self._carry_out(FleetRequest.model_validate_json(content))
+                try:
+                    fault = self._carry_out(FleetRequest.model_validate_json(content))
+                except ValueError as error:
+                    fault = f"the run cannot read the request, of another version? {first_line(error)}"
                 engines = [] if fault else [_row(*one) for one in self._pool.states()]
                 _write(path.with_name(path.name.replace(REQUEST, ANSWER)), FleetAnswer(fault=fault, engines=engines))
 
@@ -119,6 +124,9 @@ class FleetRequests:
         leaving: dict[int, None] = {}
         for name in request.drain:
             named = [one for one, handle in there.items() if name in (str(one), _host(handle))]
+            starting = [one for one in self._pool if one.engine_id is None and name == _host(one)]
+            if starting:
+                return f"--drain {name}: an engine starts there, place {starting[0].place}; ask again when it is up"
             if not named:
                 known = ", ".join(map(str, there))
                 return f"--drain must be one of the engines {known}, or the machine of one, got {name}"
@@ -143,5 +151,5 @@ def _row(handle: EngineHandle, state: Any) -> EngineRow:
         machine=_host(handle),
         state=state,
         version=None if handle.version < 0 else handle.version,
-        rollouts=len(handle.asked),
+        requests=len(handle.asked),
     )

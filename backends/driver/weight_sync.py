@@ -184,6 +184,8 @@ class WeightSync:
                             await handle.load(newest, WeightUpdate.KEEP)
                             self._num_damaged = 0
                 except TransferError as damage:
+                    if handle not in list(self._pool):  # its machine is new to the run, and may not see the file
+                        raise EngineLostError(str(damage)) from None
                     await self._publish_anew(newest, damage)
             self._pool.joins(handle)
         if handle.was_lost:

@@ -126,10 +126,7 @@ class RayTrainer:
             for rank, options in enumerate(self._options)
         ]
         ready = [rank.__ray_ready__.remote() for rank in self._ranks]
-        try:
-            await self._all("placing", ready, timeout_s=self._placing_timeout_s)
-        except TrainerLostError as error:
-            raise TrainerUnplacedError(str(error)) from None
+        await self._all("placing", ready, timeout_s=self._placing_timeout_s)
         ((address, port),) = await self._call("meet", "free_address", ranks=self._ranks[:1])
         members = await self._call("meet", "address_towards", address)
         recomputed = None
@@ -249,7 +246,8 @@ class RayTrainer:
         seconds = f"after {time.monotonic() - begin_s:.1f} s{ADVICE.get(phase, '; go on from a checkpoint')}"
         if not faults:
             silent = [rank for rank, future in enumerate(futures) if not future.done()]
-            raise TrainerLostError(f"trainer hangs: phase={phase} ranks={silent} {seconds}")
+            unplaced = TrainerUnplacedError if phase == "placing" else TrainerLostError
+            raise unplaced(f"trainer hangs: phase={phase} ranks={silent} {seconds}")
         rank = min(faults, key=lambda rank: (not isinstance(faults[rank], RayActorError), rank))
         what, reason = explain_fault(faults[rank])
         error = BackendError if isinstance(faults[rank], PipelineRLError) else TrainerLostError  # Ray keeps the class
@@ -369,7 +367,7 @@ class RayEngine:
         left, self._shared_memory = self._shared_memory, set()
         try:
             with contextlib.suppress(RayError, TimeoutError):
-                if not self._hung.is_set():
+                if self._node and not self._hung.is_set():  # else it has no process, or none that answers
                     await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
                     left = set()
         finally:  # also when cancelled: no other object holds the actor

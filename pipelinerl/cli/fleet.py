@@ -10,11 +10,17 @@ import typer
 from pipelinerl.cli.options import JsonOption, needs_extra
 from pipelinerl.cli.output import print_json, print_line, status
 
+MOST_ADDED, LONGEST_NOTICE_S = 1000, 1e5
+"""In a request."""
+
 
 def fleet(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a real run.", show_default=False)],
     add: Annotated[
-        int, typer.Option("--add", metavar="N", min=0, help="Add engines; they wait until Ray has accelerators.")
+        int,
+        typer.Option(
+            "--add", metavar="N", min=0, max=MOST_ADDED, help="Add engines; they wait until Ray has accelerators."
+        ),
     ] = 0,
     drain: Annotated[
         list[str],
@@ -23,7 +29,11 @@ def fleet(
     notice: Annotated[
         float,
         typer.Option(
-            "--notice", metavar="SECONDS", min=0, help="How long rollouts of removed engines may go on there."
+            "--notice",
+            metavar="SECONDS",
+            min=0,
+            max=LONGEST_NOTICE_S,
+            help="Time for rollouts of removed engines to end there.",
         ),
     ] = 30.0,
     as_json: JsonOption = False,

@@ -202,7 +202,7 @@ def test_a_run_whose_engines_come_and_go_loses_nothing_and_is_simulated_from_its
         run = Process(tmp_path / "model", out, *sets, f"train.ray_address={cluster.address}", env=env)
         run.wait_for_step(4)
         added = engines(add=1)[2]
-        assert (added.engine, added.state) == (None, "waits for accelerators")
+        assert (added.engine, added.state) == (None, "not started")
         cluster.add_node(num_cpus=1)
         wait_for(lambda states: states == ["up"] * 3, "three engines")
         engines(drain=["1"], notice_s=0.0)

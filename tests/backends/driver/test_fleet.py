@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 import backends.driver.engines
 import backends.driver.lifecycle
+from backends.driver.checkpoint import FOLDER
 from backends.driver.fleet import FleetRequest, ask
 from backends.fake import FakeEngine
 from backends.interface import MoreEngines
 from pipelinerl.cli.app import app
-from pipelinerl.errors import ConfigError, EngineLostError
+from pipelinerl.errors import ConfigError, EngineLostError, TrainerLostError, TransferError
 from pipelinerl.scheduler.events import (
     EngineJoined,
     EngineLeaving,
@@ -99,10 +100,11 @@ def test_an_added_engine_joins_with_the_newest_weights_and_generates(out, kind):
     assert parts.summary.engine_restarts == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_rollouts_of_an_engine_whose_notice_is_over_go_on_elsewhere_with_all_their_tokens(out, kind):
     """Engines get their prompt and all tokens that the removed one has answered, though it reports every 64."""
-    rows, parts, _ = played(out, {3: FleetRequest(drain=["1"], notice_s=0.0)}, weight_update=kind)
+    always = {"ready_queue_size": 10_000, "weight_update": kind}  # an engine never waits, nor is it empty
+    rows, parts, _ = played(out, {3: FleetRequest(drain=["1"], notice_s=0.0)}, **always)
     leaving, left = rows.index(EngineLeaving(1)), rows.index(EngineLeft(1))
     moved = [row for row in of(rows[leaving:left], RolloutAborted) if row.engine == 1]
     assert moved
@@ -148,6 +150,76 @@ def test_an_added_engine_waits_for_its_accelerators(out):
     assert parts.engines[2].num_started == 4
 
 
+def test_a_machine_with_an_engine_that_starts_is_not_drained_by_half(out):
+    class Slow(Named):
+        """Dies at its fifth request; its restart ends when somebody has asked for its end."""
+
+        host = "two"
+
+        async def start(self):
+            while self.num_started == 1 and not parts.trainer.answers:
+                await asyncio.sleep(0.001)
+            await super().start()
+
+        async def generate(self, request):
+            if len(self.prompts) == 5 and self.num_started == 1:
+                self.die()
+            return await super().generate(request)
+
+    config = config_of(steps=12, longest=40)
+    parts = parts_of(config, trainer=Asking(out, {3: FleetRequest(drain=["two"])}), step_s=0.0005)
+    parts.engines[1] = Slow(num_slots=6, step_s=0.0005)
+    parts.more = MoreEngines(lambda _: Named())
+    run_checked(config, out, parts)
+    assert parts.trainer.answers == ["--drain two: an engine starts there, place 1; ask again when it is up"]
+
+
+def test_an_added_engine_that_cannot_load_is_tried_again_and_harms_nobody(out):
+    """It refuses the bytes of four versions, as on a machine that does not see the folder of the weights."""
+
+    class Blind(Named):
+        async def update(self, weights, weight_update):
+            if self.num_started < 5:
+                raise TransferError("no such file")
+            return await super().update(weights, weight_update)
+
+    train = {"evaluation": {"problems": 4, "every": 2}}
+    rows, parts, _ = played(out, {1: FleetRequest(add=1)}, make=Blind, train=train)
+    assert parts.engines[2].num_started == 5
+    assert of(rows, EngineJoined)
+    assert parts.summary.evaluation.success_after is not None
+
+
+def test_a_lost_trainer_brings_no_removed_engine_back(out):
+    """It is lost while engine 1 has its notice, and while an added engine waits for its accelerators."""
+
+    class Dies(Asking):
+        async def train(self, samples, *, completes_step):
+            if self.version == 5 and self.answers:
+                while not (out / FOLDER / "step_000004").exists():
+                    await asyncio.sleep(0.001)
+                self.answers.clear()
+                raise TrainerLostError("rank 0 is dead")
+            return await super().train(samples, completes_step=completes_step)
+
+    class Late(Named):
+        async def start(self):
+            await super().start()
+            if parts.trainer.answers or self.num_started < 3:
+                raise EngineLostError("placing: no answer")
+
+    config = config_of(steps=12, longest=40, train={"checkpoint": {"every": 2}, "trainer": {"restarts": 1}})
+    trainer = Dies(out, {3: FleetRequest(drain=["1"], notice_s=600.0, add=1)})
+    parts = parts_of(config, trainer=trainer, engine=Named, step_s=0.0005)
+    parts.engines[1] = Named(num_slots=6, step_s=1000.0)
+    parts.more = MoreEngines(lambda _: Late(num_slots=6, step_s=0.0005))
+    run_checked(config, out, parts)
+    assert parts.engines[1].num_started == 1
+    assert parts.more.vacant == {1}
+    joined = [row.event.engine for row in records(out) if isinstance(row.event, EngineJoined)]
+    assert len(joined) == 1
+
+
 @pytest.mark.parametrize(
     ("request_", "fault"),
     [
@@ -159,6 +231,17 @@ def test_a_request_that_cannot_be_carried_out_changes_nothing(out, request_, fau
     rows, _, answers = played(out, {2: request_.model_copy(update={"add": 3})})
     assert answers == [fault]
     assert not of(rows, EngineJoined | EngineLeaving)
+
+
+def test_a_request_that_the_run_cannot_read_is_answered_by_a_line(out):
+    """As of a newer version of the command."""
+
+    class Strange(FleetRequest):
+        rename: str = "all"
+
+    rows, _, (answer,) = played(out, {2: Strange(add=1)})
+    assert "cannot read the request" in answer
+    assert not of(rows, EngineJoined)
 
 
 def test_engines_that_share_accelerators_stay(out):
@@ -204,5 +287,5 @@ def test_the_command_shows_the_engines(out):
     run_checked(config, out, parts)
     rows, table = parts.trainer.answers
     assert [(one["engine"], one["place"], one["state"]) for one in json.loads(rows)] == [(0, 0, "up"), (1, 1, "up")]
-    assert table.splitlines()[0].split() == ["engine", "place", "machine", "state", "version", "rollouts"]
+    assert table.splitlines()[0].split() == ["engine", "place", "machine", "state", "version", "requests"]
     assert len(table.splitlines()) == 3
