@@ -15,21 +15,13 @@ from typing import Annotated, Any
 import typer
 
 import pipelinerl
-from pipelinerl.cli.calibrate import calibrate
-from pipelinerl.cli.compare import compare
-from pipelinerl.cli.diagnose import diagnose
-from pipelinerl.cli.drift import drift
-from pipelinerl.cli.environments import environments
-from pipelinerl.cli.export import export
-from pipelinerl.cli.fleet import fleet
+from pipelinerl.cli.calibrate import calibrate, diagnose
+from pipelinerl.cli.folders import drift, export, fleet, plot, replay, timeline
 from pipelinerl.cli.measure import measure
 from pipelinerl.cli.output import complain, print_line
 from pipelinerl.cli.plan import plan
-from pipelinerl.cli.plot import plot
-from pipelinerl.cli.replay import replay
 from pipelinerl.cli.report import report
-from pipelinerl.cli.simulate import simulate
-from pipelinerl.cli.timeline import timeline
+from pipelinerl.cli.simulate import compare, environments, simulate
 from pipelinerl.cli.train import train
 from pipelinerl.cli.validate import validate
 from pipelinerl.errors import ConfigError, PipelineRLError

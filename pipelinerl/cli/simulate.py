@@ -1,4 +1,4 @@
-"""``pipelinerl simulate``: one run in simulated time."""
+"""``pipelinerl simulate``, ``compare``, ``environments``: runs in simulated time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli import options
-from pipelinerl.cli.output import draw_kept, print_report, progress_bar
+from pipelinerl.cli.output import draw_kept, end_of_runs, print_report, progress_bar
 from pipelinerl.errors import ConfigError
 
 
@@ -47,3 +47,48 @@ def simulate(
     print_report(report, lambda: run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
     if out is not None:
         draw_kept(out, quiet=as_json)
+
+
+def compare(
+    run: options.RunArgument,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    seed: options.SeedOption = None,
+    out: options.OutOption = None,
+    hardware: options.HardwareOption = None,
+    measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
+    as_json: options.JsonOption = False,
+) -> None:
+    """Simulate several schedulers on the same workload, as in the [compare] table."""
+    from pipelinerl.calibration.measured import merged
+    from pipelinerl.config.run import load_run
+    from pipelinerl.pages.runs import comparison_page
+    from sim.compare import compare as compare_runs
+    from sim.compare import plan_cells
+
+    config, found = merged(load_run(run, overrides, seed, hardware=hardware), measured)
+    with progress_bar("runs", len(plan_cells(config))) as advance:
+        result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance(), weights=found.weights)
+    end_of_runs(result, lambda: comparison_page(result), run.name, out=out if result.arms else None, as_json=as_json)
+
+
+def environments(
+    run: options.RunArgument,
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    seed: options.SeedOption = None,
+    out: options.OutOption = None,
+    workers: options.WorkersOption = None,
+    measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
+    as_json: options.JsonOption = False,
+) -> None:
+    """Simulate several numbers of environments and print the smallest sufficient one (the knee)."""
+    from pipelinerl.calibration.measured import merged
+    from pipelinerl.config.run import load_run
+    from pipelinerl.pages.runs import environments_page
+    from sim.planning.environments import counts_to_try
+    from sim.planning.environments import environments as try_environments
+
+    config, found = merged(load_run(run, overrides, seed), measured)
+    total = len(counts_to_try(config)) if config.environment else 0
+    with progress_bar("runs", total) as advance:
+        report = try_environments(config, out=out, workers=workers, on_done=advance, weights=found.weights)
+    end_of_runs(report, lambda: environments_page(report), run.name, out=out, as_json=as_json)

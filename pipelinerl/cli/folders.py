@@ -1,0 +1,206 @@
+"""Commands on the folders of runs: ``replay``, ``plot``, ``timeline``, ``drift``, ``fleet``, ``export``."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelinerl.cli import options
+from pipelinerl.cli.output import print_json, print_line, status
+from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from analysis.read import Run
+
+MOST_ADDED, LONGEST_NOTICE_S = 1000, 1e5
+"""In a request."""
+
+
+def replay(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
+    ],
+) -> None:
+    """Check that a fresh scheduler gives the recorded commands of a run, and a fresh ledger its recorded numbers.
+
+    For a simulated run with [policy] also check that its trace gives the learned weights, bit for bit.
+    """
+    from pipelinerl.records.recording import replay_run
+    from pipelinerl.records.reports import RunReport
+    from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
+    from pipelinerl.records.steps import STEPS_FILE
+    from pipelinerl.records.trace import Trace
+
+    trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
+    if next(trace.records(), None) is None:
+        print_line("nothing to compare: the run ended before it began")
+        return
+    with status("replaying"):
+        result = replay_run(trace)
+    if result.difference is not None:
+        print_line(f"different: {result.difference}")
+        raise typer.Exit(1)
+    print_line(f"identical: {result.num_commands} commands from {result.num_events} events")
+    for name in (SUMMARY_FILE, STEPS_FILE):
+        print_line(f"identical: {name}" if name in result.compared else f"not compared: {name} is not beside the trace")
+    summary = trace.path.with_name(SUMMARY_FILE)
+    if trace.config.policy is not None and summary.is_file():
+        recorded = RunReport.read(summary).weights_sha256
+        with status("learning again"):
+            with options.needs_extra("learn"):
+                from sim.learning.loop import relearn
+
+            now = relearn(trace).fingerprint()
+        if now != recorded:
+            print_line(f"different: learned weights {now}, recorded {recorded}")
+            raise typer.Exit(1)
+        print_line(f"identical: learned weights, SHA-256 {now[:16]}...")
+
+
+def plot(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR", help="Folders of runs or comparisons.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where the figures go; default: DIR/figures of the first."),
+    ] = None,
+) -> None:
+    """Draw the figures of runs, simulated or real, side by side."""
+    from pipelinerl.records.run_folder import FIGURES_FOLDER
+
+    figures = out if out is not None else folders[0] / FIGURES_FOLDER
+    try:
+        with status("drawing figures"):
+            from analysis.plot import draw
+
+            paths = draw(folders, figures)
+    except OSError as error:
+        raise ConfigError(f"--out must be a folder that can be written, got {figures}: {error.strerror}") from None
+    for path in paths:
+        print_line(path)
+
+
+def timeline(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The JSON file to write.", show_default=False)],
+    begin_s: Annotated[
+        float, typer.Option("--begin", metavar="S", min=0.0, help="Start of the written part (s).")
+    ] = 0.0,
+    end_s: Annotated[
+        float, typer.Option("--end", metavar="S", help="End of the written part (s).", show_default="all")
+    ] = math.inf,
+) -> None:
+    """Write a timeline of a run; open the file at ui.perfetto.dev or in chrome://tracing."""
+    from analysis.timeline import read_timeline, write_timeline
+
+    if not begin_s < end_s:
+        raise ConfigError(f"--end must be after --begin, got {begin_s:g} and {end_s:g}")
+    options.refuse_no_file(out)
+    with status("reading the trace"):
+        made = read_timeline(folder, begin_s=begin_s, end_s=end_s)
+        write_timeline(made, out)
+    counts = made.counts
+    print_line(
+        f"{out}: {counts.optimizer_steps} optimizer steps, {counts.rollouts_finished} rollouts finished, "
+        f"{counts.weights_loaded} weight loads"
+    )
+    if counts.stays_left_out:
+        print_line(f"left out: {counts.stays_left_out} rollouts on an engine or environment without a free track")
+    if counts.cut_at_s is not None:
+        print_line(f"cut at {counts.cut_at_s:.6g} s, where the file is full: go on with --begin {counts.cut_at_s:.6g}")
+
+
+def drift(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR", help="Folders of runs that learned, real or simulated.", show_default=False),
+    ],
+    check: Annotated[
+        list[Path], typer.Option("--check", metavar="DIR", help="A run to compare the fit with; repeatable.")
+    ] = [],  # noqa: B006 - typer copies it
+    as_json: options.JsonOption = False,
+) -> None:
+    """Fit how fast importance weights spread with lag, and print this as a [drift] table for a run file."""
+    from analysis.read import read_runs
+    from pipelinerl.rl.drift import LearnedRun, fit_drift, modelled_ess
+
+    def tokens_by_lag(run: Run) -> list[int]:
+        return run.figure_data.lag_histogram.total
+
+    with status("reading the runs"):
+        model = fit_drift([LearnedRun(run.metrics_by_step(), tokens_by_lag(run)) for run in read_runs(folders)])
+        checks = []
+        for run in read_runs(check):
+            if not run.has_ess or run.report.ess is None:
+                raise ConfigError(f"--check needs runs that learned, got {run.name}, whose metrics have no ESS")
+            modelled, measured = modelled_ess(model, tokens_by_lag(run)).mean, run.report.ess.mean
+            checks.append({"run": run.name, "modelled": modelled, "measured": measured, "error": modelled - measured})
+    if as_json:
+        print_json({**model.model_dump(), "checks": checks})
+        return
+    print_line(f"[drift]\nexponent = {model.exponent:g}\nrates = [{', '.join(f'{rate:.4g}' for rate in model.rates)}]")
+    for one in checks:
+        print_line(f"# {one['run']}: ESS {one['modelled']:.3f} modelled, {one['measured']:.3f} measured")
+
+
+def fleet(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a real run.", show_default=False)],
+    add: Annotated[
+        int,
+        typer.Option(
+            "--add", metavar="N", min=0, max=MOST_ADDED, help="Add engines; they wait until Ray has accelerators."
+        ),
+    ] = 0,
+    drain: Annotated[
+        list[str],
+        typer.Option("--drain", metavar="ENGINE|HOST", help="Remove an engine, or those of a machine; repeatable."),
+    ] = [],  # noqa: B006 - typer copies it
+    notice: Annotated[
+        float,
+        typer.Option(
+            "--notice",
+            metavar="SECONDS",
+            min=0,
+            max=LONGEST_NOTICE_S,
+            help="Time for rollouts of removed engines to end there.",
+        ),
+    ] = 30.0,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show the engines of a real run in progress; add some, or have some leave.
+
+    Rollouts of an engine that leaves go on elsewhere with all their tokens. Engines are restarted by themselves.
+    """
+    with options.needs_extra("train-cpu"):
+        from backends.driver.fleet import EngineRow, FleetRequest, ask
+    with status("waiting for the run"):
+        engines = ask(folder, FleetRequest(add=add, drain=drain, notice_s=notice))
+    if as_json:
+        print_json([one.model_dump() for one in engines])
+        return
+    names = list(EngineRow.model_fields)
+    lines = [names, *(["-" if cell is None else str(cell) for cell in row.model_dump().values()] for row in engines)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="DIR/checkpoints/step_N of a run.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model goes: a new folder.")],
+) -> None:
+    """Write the model of a checkpoint in Hugging Face format, which transformers and vLLM load."""
+    with options.needs_extra("train-cpu"), status("merging the parts of the ranks"):
+        from backends.export import export as export_model
+
+        export_model(checkpoint, out)
+    print_line(out)
