@@ -310,7 +310,7 @@ class EnginePool:
         """Go on without an engine that cannot be started; raise its error if there is no other."""
         if len(self._handles) == 1:
             raise error
-        again = "" if self._more is None else f"; it is tried again every {RETRY_S:g} s"
+        again = "" if self._more is None else "; it is tried again until it starts"
         LOG.warning("engine %d given up: %s%s", handle.place, error, again)
         self._handles.remove(handle)
         self._forget(handle)
