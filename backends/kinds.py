@@ -16,7 +16,7 @@ from typing import Any
 
 from backends.driver.evaluation import evaluation_slots
 from backends.huggingface_codec import load_codec
-from backends.interface import Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
+from backends.interface import STREAM_TOKENS, Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.owner import temporary_folder
 from backends.this_machine import driver_fault
 from backends.vllm.version.arguments import check_arguments, check_returns_routes, check_serves_adapters, check_version
@@ -238,6 +238,7 @@ def _make_vllm(config: RunConfig, engine_id: int, place: Place) -> Engine:
         start_timeout_s=train.engine.start_timeout_s,
         update_timeout_s=train.engine.update_timeout_s,
         generate_timeout_s=train.engine.generate_timeout_s,
+        stream_tokens=STREAM_TOKENS if config.fleet is None else config.fleet.stream_tokens,
         arguments=train.engine.vllm | ({"enable_prefix_caching": False} if caches_off else {}),
     )
     (options,) = place.options

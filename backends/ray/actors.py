@@ -3,7 +3,7 @@
 Theory of operation of ``RayEngine``. The actor supervises vLLM's processes, and ``RayEngine`` the actor. Placing the
 actor has a time limit, as its machine may be gone, and starting vLLM has another; the first placing has the limit of
 the start, as machines read all packages for the first time. Later the actor reports what its requests have generated,
-every ``STREAM_TOKENS`` decode steps, and every ``BEAT_S`` as a sign of life: without one for ``generate_timeout_s`` it
+every ``stream_tokens`` decode steps, and every ``BEAT_S`` as a sign of life: without one for ``generate_timeout_s`` it
 hangs, and every call in progress ends. Ray reports a dead actor. A request that ends with it has what was reported.
 
 Theory of operation of ``RayTrainer``. Every call goes to all ranks and returns when all have returned. Ranks carry out

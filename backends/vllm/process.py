@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from backends.interface import STREAM_TOKENS
 from pipelinerl.config.train import LoraConfig
 from pipelinerl.hardware.transport import FILE, WeightTransport
 
@@ -63,6 +64,8 @@ class VLLMSettings:
     """Of each phase of an update, and every other call but ``generate``."""
     generate_timeout_s: float = 300.0
     """Without a decode step while requests are in progress; then the engine hangs."""
+    stream_tokens: int = STREAM_TOKENS
+    """Decode steps between two reports of answers in progress."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """More arguments of vLLM's engine, by name; see ``version/arguments.py``."""
 

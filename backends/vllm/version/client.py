@@ -151,7 +151,7 @@ def start_client(settings: VLLMSettings, adapter_folder: str | None = None) -> C
     arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
     loggers = [no_logger()] if settings.request_times else None
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
-    return Client(llm, adapter_folder)
+    return Client(llm, adapter_folder, stream_tokens=settings.stream_tokens)
 
 
 def no_logger() -> Any:
@@ -173,7 +173,7 @@ def no_logger() -> Any:
 class Client:
     """Our calls of vLLM's running ``AsyncLLM``. None is timed here, and none returns once the engine is dead."""
 
-    def __init__(self, llm: Any, adapter_folder: str | None = None) -> None:
+    def __init__(self, llm: Any, adapter_folder: str | None = None, *, stream_tokens: int = STREAM_TOKENS) -> None:
         self.llm = llm
         self._adapters = None if adapter_folder is None else adapter_request(adapter_folder)
         self._times = RequestTimes()
@@ -193,7 +193,7 @@ class Client:
             if end_s != self._step_end_s:  # the outputs of a step may come in parts
                 self._step_end_s = end_s
                 self._unreported_steps += 1
-                if self._unreported_steps >= STREAM_TOKENS:
+                if self._unreported_steps >= stream_tokens:
                     self._report_is_due.set()
             self.outputs_s += busy_s() - begin_s
             return processed
@@ -247,7 +247,7 @@ class Client:
     async def report(self, within_s: float) -> dict[tuple[int, int], Generated]:
         """Return what requests in progress have generated since the last report, by rollout and length of the prompt.
 
-        Waits for ``STREAM_TOKENS`` decode steps, at most ``within_s``, or for ``end_calls``.
+        Waits for ``stream_tokens`` decode steps, at most ``within_s``, or for ``end_calls``.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):

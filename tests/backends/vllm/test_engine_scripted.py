@@ -93,9 +93,10 @@ def test_reports_of_an_answer_are_together_what_it_is_so_far() -> None:
     assert client.so_far(1) is None
 
 
-def test_a_report_is_due_after_so_many_decode_steps_whatever_the_parts_of_their_outputs() -> None:
+@pytest.mark.parametrize("stream_tokens", [3, STREAM_TOKENS])
+def test_a_report_is_due_after_so_many_decode_steps_whatever_the_parts_of_their_outputs(stream_tokens: int) -> None:
     processor = SimpleNamespace(request_states={}, process_outputs=lambda *_: None)
-    client = Client(SimpleNamespace(output_processor=processor))
+    client = Client(SimpleNamespace(output_processor=processor), stream_tokens=stream_tokens)
 
     async def steps_until_due() -> int:
         due, num_steps = asyncio.create_task(client.report(600.0)), 0
@@ -107,7 +108,7 @@ def test_a_report_is_due_after_so_many_decode_steps_whatever_the_parts_of_their_
             await asyncio.sleep(0.001)
         return num_steps
 
-    assert asyncio.run(steps_until_due()) == STREAM_TOKENS
+    assert asyncio.run(steps_until_due()) == stream_tokens
 
 
 def engine_with(client: Any, **changed: Any) -> VLLMEngine:
