@@ -171,7 +171,7 @@ def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out,
                 assert spans.versions[0] >= at_least[rollout_id]
     assert all(versions == sorted(set(versions)) for versions in loaded.values())
     assert loaded.keys() == {0, 1, 2}
-    assert loaded[2][0] >= left + 2 >= loaded[1][-1] + 2  # it was back after three updates more; one may be under way
+    assert loaded[2][0] >= left + 2  # it was back after three updates more; one may be under way
 
 
 class Unlucky(FakeEngine):
