@@ -186,7 +186,8 @@ def test_a_run_whose_engines_come_and_go_loses_nothing_and_is_simulated_from_its
     sets = [
         *("optimizer_steps=24", "train.evaluation.problems=0", "scheduler.train_batch_size=64"),
         *("cluster.accelerators=3", "cluster.generation_accelerators=2", "train.checkpoint.every=2"),
-        *("train.trainer.restarts=1", "train.task.name=waits:Waiting", "train.transport=broadcast"),
+        *("train.trainer.restarts=1", "train.task.name=waits:Waiting", "train.task.reward_timeout_s=900"),
+        "train.transport=broadcast",
         "faults=[{kind='kill', engine=0, step=2}, {kind='kill', rank=0, step=20}]",
     ]
 
