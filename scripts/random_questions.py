@@ -24,7 +24,7 @@ from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.pages.page import page_markdown, short
 from pipelinerl.pages.plans import cases_page, depends_on, how_sure, next_step, plan_page, who_wins, why
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
-from sim.planning import answer
+from sim.planning import answer, choose
 from sim.planning.answer import plan_cases
 from sim.planning.certainty import NUM_DRAWS, DrawnCandidates
 from sim.planning.choose import TIE, Rank, best_of, same_lag
@@ -398,8 +398,8 @@ def planned_cases(options: Mapping[str, Any], sets: Sequence[str]) -> dict[str, 
         draws.append(drawn)
         return inner_certainty(space, drawn, *args, **named)
 
-    inner_order, inner_certainty = answer.in_order, answer.certainty
-    with patch.object(answer, "in_order", in_order), patch.object(answer, "certainty", certainty):
+    inner_order, inner_certainty = choose.in_order, answer.certainty
+    with patch.object(choose, "in_order", in_order), patch.object(answer, "certainty", certainty):
         cases = plan_cases(ask(options, None, sets), HowToPlan(workers=1))
     reports = {one.name: one.report for one in cases if one.report is not None}
     return {

@@ -84,7 +84,7 @@ NOT_RUN = {
     "ray start": "likewise",
     "pipelinerl train my_run.toml --set train.ray_address=auto": "likewise; see tests/project/test_clusters.py",
     "pipelinerl fleet": "a run in progress; see tests/backends/driver/test_fleet.py",
-    "until curl": "a spot machine",
+    "until ": "a spot machine",
     "pipelinerl plan examples/plan_qwen7b_128_h100.toml --ray auto": "likewise; see tests/sim/planning/test_search.py",
 }
 """Beginnings of lines that do not run here, with the reason."""
