@@ -317,7 +317,7 @@ class EnginePool:
         handle.up.set()  # wakes the calls that wait for it
         await handle.engine.shutdown()
         if self._more is not None:
-            self._wait_for_accelerators(handle.place, RETRY_S)
+            self._wait_for_accelerators(handle.place, RETRY_S, was_lost=handle.was_lost)
 
     # ---------------------------------------------------------------------------- engines added and removed
 
@@ -337,10 +337,11 @@ class EnginePool:
         self._most_losses += self._restarts_per_hour
         self._wait_for_accelerators(place, 0.0)
 
-    def _wait_for_accelerators(self, place: int, after_s: float) -> None:
+    def _wait_for_accelerators(self, place: int, after_s: float, *, was_lost: bool = False) -> None:
         assert self._more is not None
         self._more.absent.add(place)
         handle = EngineHandle(place, self._engines[place], engine_id=None)
+        handle.was_lost = was_lost
         self._others.append(handle)
         self._spawn(self._start_late(handle, after_s))
 

@@ -150,6 +150,30 @@ def test_an_added_engine_waits_for_its_accelerators(out):
     assert parts.engines[2].num_started == 4
 
 
+def test_an_engine_whose_machine_is_gone_joins_again_when_there_is_one(out):
+    """It cannot be started three times; that it was lost once is one restart."""
+
+    class Gone(Named):
+        async def start(self):
+            await super().start()
+            if 1 < self.num_started < 5:
+                raise EngineLostError("placing: no answer")
+
+    class Waits(Killer):
+        async def train(self, samples, *, completes_step):
+            while self.version == 6 and parts.engines[1].num_started < 5:
+                await asyncio.sleep(0.001)
+            return await super().train(samples, completes_step=completes_step)
+
+    config = config_of(steps=12, longest=40)
+    parts = parts_of(config, step_s=0.0005)
+    parts.engines[1] = Gone(num_slots=6, step_s=0.0005)
+    parts.trainer = Waits(train_batch_size=8, at=3, do=parts.engines[1].die)
+    parts.more = MoreEngines(lambda _: Named())
+    assert run_checked(config, out, parts).engine_restarts == 1
+    assert sum(isinstance(row.event, EngineJoined) for row in records(out)) == 1
+
+
 def test_a_machine_with_an_engine_that_starts_is_not_drained_by_half(out):
     class Slow(Named):
         """Dies at its fifth request; its restart ends when somebody has asked for its end."""
