@@ -163,6 +163,7 @@ def rollout_batch_s(config: RunConfig) -> float:
     alone = config.model_copy(
         update={
             "fleet": None,
+            "faults": None,
             "optimizer_steps": BATCHES * steps,
             "cluster": config.cluster.model_copy(update={"accelerators": config.generation_accelerators}),
             "scheduler": SchedulerConfig(

@@ -6,6 +6,7 @@ import pytest
 from calibrated import NAMED, RUN, run_of
 
 from pipelinerl.calibration.solve import HardwareFit, calibrate_numbers
+from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -71,6 +72,12 @@ def test_the_time_of_one_rollout_batch_is_that_of_its_decode_steps(fleet: tuple[
         *fleet,
     )
     assert rollout_batch_s(run) == pytest.approx(300 * 0.01 + 0.3)  # 16 sequences per engine at once
+
+
+def test_faults_of_the_run_are_none_of_the_batch_alone() -> None:
+    faults = [FaultConfig(kind="kill", engine=0, step=1)]
+    run = run_of(RUN)
+    assert rollout_batch_s(run.model_copy(update={"faults": faults})) == rollout_batch_s(run)
 
 
 def test_a_batch_faster_than_the_roofline_is_refused() -> None:
