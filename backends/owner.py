@@ -108,13 +108,13 @@ class DriverLock:
         self.folder, self.id, self._me = folder, secrets.token_hex(4), this_process()
         try:
             self._number = self._taken()
-            self.own = self._folder(self._number)
+            self.own = _numbered(self.folder, self._number)
             self.unfinished = self.own / self.id
             self.unfinished.mkdir()
-            for number in self._numbers():
+            for number in _numbers(self.folder):
                 with contextlib.suppress(FileNotFoundError):
                     if number < self._number:
-                        self._folder(number).rename(self.unfinished / f"{number}")
+                        _numbered(self.folder, number).rename(self.unfinished / f"{number}")
                         shutil.rmtree(self.unfinished / f"{number}", ignore_errors=True)
         except OSError as error:
             raise unwritable(folder, error) from None
@@ -123,13 +123,13 @@ class DriverLock:
 
     def _taken(self) -> int:
         for _ in range(ATTEMPTS):
-            last = self._numbers()[-1]
-            self._check_ended(self._folder(last))
-            own = self._folder(last + 1)
+            last = _numbers(self.folder)[-1]
+            self._check_ended(_numbered(self.folder, last))
+            own = _numbered(self.folder, last + 1)
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 own.mkdir()
                 _write_owner(own, self._me)
-                if self._numbers()[-1] == last + 1:
+                if _numbers(self.folder)[-1] == last + 1:
                     return last + 1
                 shutil.rmtree(own)
         raise ConfigError(f"--out must be a folder without another driver, got {self.folder}: several begin to use it")
@@ -152,12 +152,6 @@ class DriverLock:
         why = f"silent for {silent_s:.0f} s" if lives is None else "dead"
         LOG.warning("%s is taken over from %s: %s", self.folder, who, why)
 
-    def _folder(self, number: int) -> Path:
-        return _numbered(self.folder, number)
-
-    def _numbers(self) -> list[int]:
-        return _numbers(self.folder)
-
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
             with contextlib.suppress(RunFailedError):
@@ -168,7 +162,7 @@ class DriverLock:
         me = json.dumps(self._me._asdict()).encode()
         try:
             os.utime(self.own)
-            if self._numbers()[-1] == self._number and (self.own / OWNER_FILE).read_bytes() == me:
+            if _numbers(self.folder)[-1] == self._number and (self.own / OWNER_FILE).read_bytes() == me:
                 return
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # it may pass: the next look will tell

@@ -97,6 +97,8 @@ class EngineFleet:
         self._fleet, self._clock, self._host, self._engines = fleet, clock, host, engines
         self._make, self._transfer_ticks = make, transfer_ticks
         self._settings = {group.name: settings(group) for group in fleet.groups}
+        starts = {group.name: 0.0 if group.comes_started else fleet.start_s for group in fleet.groups}
+        self._start_ticks = {name: to_ticks(start_s) for name, start_s in starts.items()}
         self._published: PublishWeights | None = None
         self._places: list[Place] = []
         self._lent: list[Place] = []
@@ -151,10 +153,12 @@ class EngineFleet:
         """Note a publication; yield the engines that take it."""
         self._published = command
         for engine_id, engine in self._engines.items():
-            if engine_id in self._cut and engine_id not in self.leaving:
-                self._after(self._transfer_ticks, partial(self._kill, self._cut[engine_id], engine_id))
-            elif engine_id not in self.leaving:
+            if engine_id in self.leaving:
+                continue
+            if (place := self._cut.get(engine_id)) is None:
                 yield engine
+            else:
+                self._after(self._transfer_ticks, partial(self._kill, place, engine_id))
 
     def _of(self, place: Place, *, version: int, factor: float = 1.0) -> EngineSettings:
         settings, factor = self._settings[place.group.name], factor * place.life.slowdown
@@ -188,8 +192,7 @@ class EngineFleet:
             )
         self._enter(place, STARTING)
         self._plan_end(place)
-        start_s = 0.0 if place.group.comes_started else self._fleet.start_s
-        self._after(to_ticks(start_s), partial(self._load, place, place.life))
+        self._after(self._start_ticks[place.group.name], partial(self._load, place, place.life))
 
     def _load(self, place: Place, life: Life) -> None:
         """Load the newest weights; others may be on their way when the engine joins."""

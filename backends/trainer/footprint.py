@@ -51,6 +51,7 @@ from pipelinerl.config.train import LoraConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.transport import BF16_BYTES, BROADCAST, FILE, HostShare
+from pipelinerl.util.user_code import first_line
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
@@ -170,9 +171,8 @@ def check_trainable(model_config: Any) -> None:
     try:
         plain = _logits_are_plain(on_meta(model_config, torch.bfloat16))
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"train.model.path: the trainer cannot use model_type={model_config.model_type!r}: {reason}"
+            f"train.model.path: the trainer cannot use model_type={model_config.model_type!r}: {first_line(error)}"
         ) from None
     if not plain:
         raise ConfigError(

@@ -122,15 +122,18 @@ class FaultWatch:
         self._come(fault)
         self._full |= fault.kind == "disk_full"
 
-    def event(self, time_s: float, event: Event) -> None:
+    def event(self, time_s: float, event: Event) -> None:  # noqa: ARG002
         """Have the faults of a step come; RunFailedError if the disk is full."""
-        self.command(time_s, event)
+        self._refuse_if_full()
         if isinstance(event, TrainingFinished):
             for fault in [one for one in self._left if one.step == event.version]:
                 self.comes(fault)
 
-    def command(self, time_s: float, command: Command | Event) -> None:  # noqa: ARG002
+    def command(self, time_s: float, command: Command) -> None:  # noqa: ARG002
         """Raise RunFailedError if the disk is full."""
+        self._refuse_if_full()
+
+    def _refuse_if_full(self) -> None:
         if self._full:
             raise cannot_write(self._path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
