@@ -588,7 +588,7 @@ def speedup_by_scenario(comparison: ComparisonReport) -> Chart:
             series.append(Series(label=name, mark=Mark.POINTS, x=x, y=y, color=style.color, marker=style.marker))
     return Chart(
         title="Speed-up by scenario",
-        caption=f"Trained tokens/s over those of {comparison.baseline}: right of 1 is faster.",
+        caption=f"Trained tokens/s divided by those of {comparison.baseline}; above 1 is faster.",
         x=Axis(label="speed-up", unit="ratio of trained tokens/s"),
         y=Axis(label="", rows=[scenario.name for scenario in scenarios]),
         series=series,
@@ -889,8 +889,8 @@ def learning(arms: Arms) -> Figure:
 
     Curves are trailing means of 8 optimizer steps, from the 8th on, averaged over seeds; bands are 95 % confidence
     intervals of that mean (Student's t) of three seeds or more, the range of two. A curve ends where its first seed
-    does, and the time axis at three times the fastest run. The reward is that of the rollouts trained on, so of the
-    policy that sampled them: conventional RL's is up to G steps ahead of it.
+    does, and the time axis at three times the fastest run. The trained rollouts give the reward. An older policy has
+    sampled them: in conventional RL it is up to G steps behind the trained one.
     """
     ends_s = [float(run.steps.time_s[-1]) for runs in arms.values() for run in runs]
     shown_s = min(max(ends_s), 3 * min(ends_s))

@@ -369,7 +369,7 @@ class Suffers(Protocol):
     """An engine or trainer that faults of a schedule can come to."""
 
     async def suffer(self, fault: FaultConfig) -> None:
-        """Carry a fault out, and return when it is over; calls in progress and later ones find it as a real one."""
+        """Carry a fault out; return when it is over. Calls see it as they see a real one."""
 
 
 class Codec(Protocol):
@@ -384,7 +384,7 @@ class Codec(Protocol):
 
 @runtime_checkable
 class OnHost(Protocol):
-    """An engine on a machine that has a name."""
+    """An engine that knows the name of its machine."""
 
     host: str
     """Empty until it has started."""
@@ -442,7 +442,7 @@ class GroupMembers:
 
 @dataclass(frozen=True, slots=True)
 class MoreEngines:
-    """How a run gets engines beside those that it begins with, and what has become of those that it gives back."""
+    """How a run gets further engines, and its places that have no engine now."""
 
     make: Callable[[int], Engine]
     """The engine of a new place, whose accelerators may come later: until then it does not start."""

@@ -517,7 +517,7 @@ def _time_rows(environment: EnvironmentConfig, played: _Played) -> list[CheckRow
         mean_s, what = float(np.mean(seconds)), f"seconds of a {key[:-2]}"
         text = f"mean {mean_s:.2g} s, largest {max(seconds):.2g} s"
         if expected_s is None:
-            rows.append(CheckRow(what=what, measured=text, expected="nothing: those of recorded turns differ"))
+            rows.append(CheckRow(what=what, measured=text, expected="none: recorded turns have times of their own"))
             continue
         limit_s = SLOW * expected_s + SHORT_S
         expected = f"environment.{key} = {expected_s:g}; slow above {limit_s:.2g} s"

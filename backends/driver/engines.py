@@ -51,7 +51,7 @@ class EngineHandle:
         self.up = asyncio.Event()  # it answers
         self.idle = asyncio.Event()  # no request is in progress
         self.idle.set()
-        self.open = asyncio.Event()  # it may be asked: it is not drained
+        self.open = asyncio.Event()  # it may be asked: it does not wait to load weights
         self.open.set()
         self.was_lost = False
         self.asked: set[int] = set()  # rollouts in progress

@@ -56,7 +56,7 @@ class FleetAnswer(StrictModel):
     """What a run answers."""
 
     fault: str = ""
-    """Why it does nothing of what it is asked for; empty: it does it."""
+    """The reason of a refusal, which changes nothing. Empty: the run carries the request out."""
     engines: list[EngineRow] = []
 
 

@@ -6,9 +6,9 @@ only where the device waits for them. Each number is written as soon as it is me
 
 docs/calibration.md has the rows. ``utilisation``: FLOP/s of products (h x d)(d x d') of all matrices of a layer, for
 h = 1 .. 1024, over the peak (the paper's U(h)); the peak is the catalogue's for a GPU that is in it, else the best that
-was reached. ``decode`` is timed in vLLM, as the difference of two generations over that of their lengths, of which
-``request`` is the rest of the shorter one; without vLLM, of a plain model in torch. ``train``: forward and backward
-passes, and a step of Adam.
+was reached. ``decode``: vLLM generates twice, at two lengths; the difference of the times is divided by the difference
+of the lengths. ``request`` is the rest of the shorter generation. Without vLLM a plain model in torch is timed.
+``train``: forward and backward passes, and a step of Adam.
 """
 
 from __future__ import annotations

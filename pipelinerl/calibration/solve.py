@@ -91,11 +91,11 @@ class Fit:
 def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None = None) -> Fit:
     """Fit coefficients to measured times by least squares on the relative error.
 
-    A coefficient is not determined if its column is 0 everywhere, if a combination of columns is 0 everywhere (with
-    all measurements at one context, the time of a sequence and that of its context cannot be separated), or if its
-    standard error is more than a tenth of the time. Then one of the coefficients concerned is kept at ``kept`` and the
-    others are fitted again. The last of the list is kept first; a coefficient whose known value is a negligible share
-    of the time is kept before it, unless the error grows.
+    A coefficient is not determined if its column is 0 everywhere, if a combination of columns is 0 everywhere, or if
+    its standard error is more than a tenth of the time. Example of the second: measurements at one context do not
+    separate the time per sequence from the time per context token. Then one of the coefficients concerned is kept at
+    ``kept`` and the others are fitted again. The last of the list is kept first; a coefficient whose known value is a
+    negligible share of the time is kept before it, unless the error grows.
 
     Args:
         columns: At most a handful, the surest first.

@@ -160,7 +160,7 @@ def fleet(
     ] = 0,
     drain: Annotated[
         list[str],
-        typer.Option("--drain", metavar="ENGINE|HOST", help="Remove an engine, or those of a machine; repeatable."),
+        typer.Option("--drain", metavar="ENGINE|HOST", help="Remove an engine, or all of a machine; repeatable."),
     ] = [],  # noqa: B006 - typer copies it
     notice: Annotated[
         float,
