@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
+from pipelinerl.config.engine import EngineConfig
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
@@ -350,6 +351,8 @@ class RunConfig(StrictModel):
     """Prompts, answers and rewards."""
     environment: EnvironmentConfig | None = None
     """Environments, and the turns of rollouts. None: a rollout has one turn."""
+    engine: EngineConfig | None = None
+    """How engines generate. None: a token per sequence and step."""
     hardware: HardwareConfig
     """Speed of the cluster."""
     fleet: FleetConfig | None = None
@@ -766,7 +769,7 @@ NAMES_OR_PATHS = (
     ("hardware", "model"),
 )
 """Keys that hold a name, or the path of a file."""
-MODELS = (("train", "model", "path"), ("train", "loss", "teacher"))
+MODELS = (("train", "model", "path"), ("train", "loss", "teacher"), ("engine", "speculation", "model"))
 """Keys that hold the folder of a model, or its id at Hugging Face."""
 PATHS = (
     *NAMES_OR_PATHS,

@@ -59,6 +59,7 @@ NOT_SEARCHED = {
     "train.transport": "`delta` stops neither side for long; the others are for where it cannot be had",
     "train.engine.gpu_memory_utilization": "set it as high as your engines bear",
     "hardware": "given, and drawn where it is not measured",
+    "engine": "given",
     "fleet": "given, without groups",
     "faults": "left out",
 }

@@ -76,6 +76,12 @@ EVERY_KEY: dict[str, Any] = {
             "reward_workers": 8, "preprocess_s": 0.04,
         },
     },
+    "engine": {
+        "speculation": {
+            "method": "eagle3", "tokens": 3, "acceptance": 0.7, "decay": 0.99, "refresh_every": 20, "refresh_s": 5.0,
+            "draft_cost": 0.05, "off_above": 64, "model": "/somewhere/drafter",
+        },
+    },
     "fleet": {
         "start_s": 90.0, "keep_tokens": False, "stream_tokens": 128,
         "groups": [
