@@ -19,7 +19,13 @@ from backends.huggingface_codec import load_codec
 from backends.interface import STREAM_TOKENS, Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.owner import temporary_folder
 from backends.this_machine import driver_fault
-from backends.vllm.version.arguments import check_arguments, check_returns_routes, check_serves_adapters, check_version
+from backends.vllm.version.arguments import (
+    check_arguments,
+    check_returns_routes,
+    check_serves_adapters,
+    check_speculation,
+    check_version,
+)
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig, is_model_id
 from pipelinerl.config.train import TrainConfig
@@ -189,6 +195,8 @@ def _check_vllm(config: RunConfig) -> None:
     model = model_config(train.model.path)
     check_version()
     check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
+    if config.speculation is not None:
+        check_speculation(train, config.speculation)
     simulated, in_fp8 = config.hardware.engine_weights, "quantization" in train.engine.vllm
     if config.hardware.by_name and in_fp8 != (simulated is Precision.FP8):
         needed = "'fp8' with" if in_fp8 else "'bf16' without"
@@ -227,6 +235,7 @@ def _make_vllm(config: RunConfig, engine_id: int, place: Place) -> Engine:
         device=train.device,
         transport=config.train_transport,
         lora=train.lora,
+        speculation=config.speculation,
         routes=train.trainer.router_replay,
         tensor_parallel=each,
         gpu_memory_utilization=train.engine.gpu_memory_utilization,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from backends.vllm.version.workers import IN_PLACE, keep_parameters_in_place, register_receiver
+from backends.vllm.version.workers import EXPAND, IN_PLACE, expand_on_cpu, keep_parameters_in_place, register_receiver
 
 
 def register() -> None:
@@ -15,3 +15,5 @@ def register() -> None:
     register_receiver("backends.vllm.receiver", "VLLMReceiver")
     if IN_PLACE in os.environ:
         keep_parameters_in_place()
+    if EXPAND in os.environ:
+        expand_on_cpu()

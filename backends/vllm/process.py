@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backends.interface import STREAM_TOKENS
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.train import LoraConfig
 from pipelinerl.hardware.transport import FILE, WeightTransport
 
@@ -43,6 +44,8 @@ class VLLMSettings:
     """Every ``Weights.location`` begins with its name."""
     lora: LoraConfig | None = None
     """The adapters that weights are. None: whole models."""
+    speculation: SpeculationConfig | None = None
+    """A drafter, whose tokens the model verifies. None: a token a step."""
     routes: bool = False
     """Whether answers carry the experts of their tokens."""
     tensor_parallel: int = 1

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from pipelinerl.config.engine import EngineConfig
+from pipelinerl.config.engine import EngineConfig, SpeculationConfig
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
@@ -379,6 +379,11 @@ class RunConfig(StrictModel):
     def num_engines(self) -> int:
         """Engines that generate (count)."""
         return self.generation_accelerators // self.cluster.tensor_parallel
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """Speculative decoding, if engines do it."""
+        return None if self.engine is None else self.engine.speculation
 
     @property
     def generation_accelerators(self) -> int:

@@ -507,6 +507,8 @@ class DecodeSteps(Report):
     """How many (count)."""
     sequences: int = 0
     """Sequences in them (count)."""
+    tokens: int = 0
+    """Tokens that these got, one each without ``engine.speculation`` (count)."""
     context: int = 0
     """Tokens of context of all of these."""
     started: int = 0

@@ -13,6 +13,8 @@ from shutil import which
 from typing import Any, Literal
 
 from backends.vllm.process import VLLMSettings
+from pipelinerl.config.engine import SpeculationConfig
+from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean, shown
 
@@ -36,13 +38,13 @@ DECIDED_BY = {
     "lora_dtype": "train.device",
     "lora_target_modules": "train.lora",
     "enable_return_routed_experts": "train.trainer.router_replay",
+    "speculative_config": "engine.speculation",
 }
 """Keys of the run file that arguments follow from."""
 REFUSED = {
     "logprobs_mode": "importance weights need those of the distribution that is sampled from",
     "quantization_config": "quantization names a format that new weights can be loaded in",
     "cpu_offload_gb": "new weights can be loaded into parameters in place only",
-    "speculative_config": "the weights of what drafts are not updated",
     "pipeline_parallel_size": "an engine is one stage",
     "distributed_executor_backend": "an engine's workers are processes of one machine",
     "skip_tokenizer_init": "stop strings need the tokenizer",
@@ -53,6 +55,8 @@ EIGHT_BIT = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
 update. vLLM's ``fp8`` is for checkpoints that are in fp8 already."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM can have room for."""
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""Tokens at the end of a sequence that ``ngram`` looks up in it: the most that occur there, at least two."""
 CUDA = "/usr/local/cuda"
 MIN_BATCHED_TOKENS = 8192
 """Of prompts and answers that one decode step may compute, if not more slots."""
@@ -99,6 +103,20 @@ def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: 
             f"{KEY}.data_parallel_size must divide cluster.tensor_parallel={accelerators}, the accelerators of an "
             f"engine, got {shown(replicas)}"
         )
+
+
+def check_speculation(train: TrainConfig, speculation: SpeculationConfig) -> None:
+    """Raise ``ConfigError`` if engines could not speculate with these settings, or would break a promise."""
+    key, device = "engine.speculation", train.device
+    if speculation.method != "ngram":
+        if device == "cpu":
+            raise ConfigError(f"{key}.method must be 'ngram' on device='cpu', got {speculation.method!r}")
+        if speculation.model is None and speculation.method != "mtp":
+            raise ConfigError(f"{key}.model is missing; method={speculation.method!r} needs its weights")
+    if min_p := train.sampling.min_p:
+        raise ConfigError(f"train.sampling.min_p must be 0 with {key}, with which vLLM refuses it, got {min_p:g}")
+    if train.trainer.router_replay:
+        raise ConfigError(f"train.trainer.router_replay must be false with {key}, got true")
 
 
 WITHOUT_ROUTES = (
@@ -183,9 +201,24 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
     }
     if settings.routes:
         fixed["enable_return_routed_experts"] = True
+    if settings.speculation is not None:
+        fixed["speculative_config"] = _speculative(settings.speculation, settings.num_slots)
     if settings.lora is not None:
         from backends.lora import TARGETS
 
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora.rank)
         fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": list(TARGETS)}
     return {**ours, **settings.arguments, **fixed}
+
+
+def _speculative(speculation: SpeculationConfig, num_slots: int) -> dict[str, Any]:
+    """Return vLLM's settings of speculative decoding."""
+    tokens, limit = speculation.tokens, speculation.off_above
+    given: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": tokens}
+    if speculation.method == "ngram":
+        given |= NGRAM
+    if speculation.model is not None:
+        given["model"] = speculation.model
+    if limit is not None and limit < num_slots:
+        given["num_speculative_tokens_per_batch_size"] = [(1, limit, tokens), (limit + 1, num_slots, 0)]
+    return given

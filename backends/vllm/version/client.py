@@ -18,7 +18,7 @@ from backends.interface import STREAM_TOKENS, Generated, GenerateRequest, busy_s
 from backends.this_machine import local_cache
 from backends.vllm.process import VLLMSettings
 from backends.vllm.version.arguments import engine_arguments
-from backends.vllm.version.workers import IN_PLACE, RECEIVER, adapter_request
+from backends.vllm.version.workers import EXPAND, IN_PLACE, RECEIVER, adapter_request
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.scheduler.events import EngineSeconds, VersionSpans, WeightUpdate
@@ -137,6 +137,8 @@ def start_client(settings: VLLMSettings, adapter_folder: str | None = None) -> C
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.cpu_kv_cache_gib}"
     if settings.cpu_in_place:
         os.environ[IN_PLACE] = "1"
+    if settings.device == "cpu" and settings.speculation is not None:
+        os.environ[EXPAND] = "1"
     if settings.cpu_cores is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
     for name, value in environment(settings).items():
@@ -151,7 +153,9 @@ def start_client(settings: VLLMSettings, adapter_folder: str | None = None) -> C
     arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
     loggers = [no_logger()] if settings.request_times else None
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
-    return Client(llm, adapter_folder, stream_tokens=settings.stream_tokens)
+    return Client(
+        llm, adapter_folder, stream_tokens=settings.stream_tokens, speculates=settings.speculation is not None
+    )
 
 
 def no_logger() -> Any:
@@ -173,7 +177,14 @@ def no_logger() -> Any:
 class Client:
     """Our calls of vLLM's running ``AsyncLLM``. None is timed here, and none returns once the engine is dead."""
 
-    def __init__(self, llm: Any, adapter_folder: str | None = None, *, stream_tokens: int = STREAM_TOKENS) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        adapter_folder: str | None = None,
+        *,
+        stream_tokens: int = STREAM_TOKENS,
+        speculates: bool = False,
+    ) -> None:
         self.llm = llm
         self._adapters = None if adapter_folder is None else adapter_request(adapter_folder)
         self._times = RequestTimes()
@@ -183,12 +194,13 @@ class Client:
         self.outputs_s = 0.0
         self.last_output_s = time.monotonic()
         process = llm.output_processor.process_outputs
+        tokens_of = num_tokens if speculates else len
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             begin_s, self.last_output_s = busy_s(), time.monotonic()
             outputs, end_s, *_ = arguments
             num_ended = sum(one.finish_reason is not None for one in outputs)
-            self._steps.output(end_s, len(outputs), num_ended)
+            self._steps.output(end_s, len(outputs), num_ended, num_tokens=tokens_of(outputs))
             processed = process(*arguments, **keywords)
             if end_s != self._step_end_s:  # the outputs of a step may come in parts
                 self._step_end_s = end_s
@@ -313,6 +325,11 @@ class Client:
         self.llm.shutdown(timeout=SHUTDOWN_S)
 
 
+def num_tokens(outputs: list[Any]) -> int:
+    """Return the tokens of a step's outputs (count)."""
+    return sum(len(one.new_token_ids) for one in outputs)
+
+
 MOST_STOPS = 64
 """Latest stops of the engine that are kept."""
 
@@ -320,12 +337,14 @@ MOST_STOPS = 64
 class StepMeter:
     """Adds up decode steps (mutable), but for the first after a stop or of an idle engine, whose begin is unknown.
 
-    Every sequence in progress gets a token in a step: those beyond the ones left of the step before have begun in it.
+    Every sequence in progress gets a token at least in a step: those beyond the ones left of the step before have begun
+    in it.
     """
 
     def __init__(self) -> None:
         self._sums = DecodeSteps()
-        self._end_s, self._num, self._num_ended = 0.0, 0, 0  # of the last step, whose outputs may come in parts
+        self._end_s = 0.0  # of the last step, whose outputs may come in parts
+        self._num = self._num_tokens = self._num_ended = 0
         self._had = self._had_unread = 0  # tokens of contexts and of prompts in that step
         self._began_s: float | None = None
         self._left = 0
@@ -340,13 +359,14 @@ class StepMeter:
         """Note that a request has ended, with so many tokens, prompt included."""
         self._context -= tokens
 
-    def output(self, end_s: float, num: int, num_ended: int) -> None:
-        """Note that ``num`` sequences got a token in the step that ended at ``end_s``, and ``num_ended`` ended."""
+    def output(self, end_s: float, num: int, num_ended: int, *, num_tokens: int) -> None:
+        """Note that ``num`` sequences got tokens in the step that ended at ``end_s``, and ``num_ended`` ended."""
         if end_s != self._end_s:
             self._close()
             self._end_s, self._had, self._had_unread = end_s, self._context, self._unread
             self._unread = 0
-        self._context += num
+        self._context += num_tokens
+        self._num_tokens += num_tokens
         self._num += num
         self._num_ended += num_ended
 
@@ -367,6 +387,7 @@ class StepMeter:
             self._sums += DecodeSteps(
                 steps=1,
                 sequences=self._num,
+                tokens=self._num_tokens,
                 context=self._had,
                 started=max(0, self._num - self._left),
                 read_tokens=self._had_unread,
@@ -374,7 +395,7 @@ class StepMeter:
             )
         self._left = self._num - self._num_ended
         self._began_s = self._end_s if self._left else None
-        self._num = self._num_ended = 0
+        self._num = self._num_ended = self._num_tokens = 0
 
 
 class RequestTimes:

@@ -7,8 +7,8 @@ from typing import Any
 
 IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
 """Variable of vLLM's processes for ``keep_parameters_in_place``."""
-
-
+EXPAND = "PIPELINERL_EXPAND_ON_CPU"
+"""The same for ``expand_on_cpu``."""
 RECEIVER = "pipelinerl"
 """Name of the worker's end of all transports in vLLM."""
 
@@ -65,3 +65,21 @@ def keep_parameters_in_place() -> None:
     from vllm import _custom_ops
 
     _custom_ops._supports_onednn = False
+
+
+def expand_on_cpu() -> None:
+    """Replace a kernel of speculative decoding, before vLLM takes it into use.
+
+    vLLM 0.32's for CPU turns temperatures into whole numbers and writes them into a copy: drafted tokens are then
+    accepted, and log-probabilities given, at whatever temperature the memory held.
+    """
+    import torch
+    from vllm.utils import cpu_triton_utils
+
+    def expand(out_N: Any, in_B: Any, ends_B: Any, replace_from: float, replace_to: float, *_: Any) -> None:
+        """Repeat the value of each sequence for its drafted tokens, which end before ``ends_B``."""
+        counts_B = torch.diff(ends_B, prepend=ends_B.new_zeros(1))
+        values_N = in_B.repeat_interleave(counts_B.long())
+        out_N.copy_(values_N.masked_fill(values_N == replace_from, replace_to))
+
+    cpu_triton_utils._expand_kernel_impl = expand
