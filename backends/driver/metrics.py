@@ -144,6 +144,7 @@ class StepMetrics:
         self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
+        self._decoded = DecodeSteps()  # in this step
         self._busy: dict[int | None, tuple[float, float, int]] = {}  # by engine; None: the driver
         self._num_answers = 0  # since the driver's last reading
 
@@ -205,6 +206,7 @@ class StepMetrics:
     def decoded(self, some: DecodeSteps | None) -> None:
         """Add decode steps of an engine."""
         if some is not None and some.steps:
+            self._decoded += some
             size = round(SIZES_PER_DOUBLING * math.log2(some.sequences / some.steps))
             self._decode_steps[size] = self._decode_steps.get(size, DecodeSteps()) + some
 
@@ -246,8 +248,10 @@ class StepMetrics:
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
         }
         logged |= self._delta | self._evaluation
+        if self._decoded.tokens != self._decoded.sequences:  # engines speculate
+            logged["engines/tokens_per_step"] = self._decoded.tokens / self._decoded.sequences
         self._ratios = RatioStats(self._loss)
-        self._trainer, self._evaluation, self._delta = {}, {}, {}
+        self._trainer, self._evaluation, self._delta, self._decoded = {}, {}, {}, DecodeSteps()
         self._step_updates = {name: RunningMean() for name in self._step_updates}
         return logged
 

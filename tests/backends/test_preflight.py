@@ -25,6 +25,7 @@ from pipelinerl.config.run import load_run  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
+NGRAM = ["engine.speculation.method=ngram", "engine.speculation.tokens=3"]
 TRAINED = [path for path in sorted(EXAMPLE.parent.glob("*.toml")) if load_run(path).train is not None]
 
 
@@ -203,6 +204,12 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(refuses, real_sh
         ),
         (["train.lora.rank=600", "train.lora.alpha=1"], "train.lora.rank must be at most 512, got 600"),
         (["train.trainer.router_replay=true"], "train.trainer.router_replay must be false on device='cpu', where vLLM"),
+        ([*NGRAM, "engine.speculation.method=eagle"], "engine.speculation.method must be 'ngram' on device='cpu', got"),
+        ([*NGRAM, "train.sampling.min_p=0.1"], "train.sampling.min_p must be 0 with engine.speculation, with which"),
+        (
+            ["engine.speculation.method=ngram", "engine.speculation.tokens=0"],
+            "engine.speculation.tokens must be at least 1, got 0",
+        ),
         (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
         (
             ["train.transport=pipelinerl.hardware.transport:UNKNOWN"],

@@ -12,6 +12,7 @@ from backends.driver.metrics import TENSORBOARD_FOLDER, MetricsLog, StepMetrics
 from pipelinerl.errors import RunFailedError
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.recording import Recording
+from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.config import LossConfig
 
@@ -37,6 +38,19 @@ def test_micro_batches_and_ranks_make_one_step() -> None:
     assert taken(metrics) == pytest.approx(step)
     assert metrics.summary().skipped_steps == 1
     assert taken(metrics) == {}
+
+
+def test_tokens_per_step_are_those_of_steps_with_drafts_since_the_step_before() -> None:
+    metrics = StepMetrics(LossConfig())
+    row, ledger = (
+        StepRow(**dict.fromkeys(StepRow.model_fields, 0)),
+        RunLedger(num_engines=1, colocated=False, longest=9),
+    )
+    metrics.decoded(DecodeSteps(steps=2, sequences=8, tokens=12, seconds=0.5))
+    metrics.decoded(DecodeSteps(steps=1, sequences=2, tokens=3, seconds=0.5))
+    assert metrics.take(row, ledger)["engines/tokens_per_step"] == 15 / 10
+    metrics.decoded(DecodeSteps(steps=1, sequences=2, tokens=2, seconds=0.5))
+    assert "engines/tokens_per_step" not in metrics.take(row, ledger)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Iterator
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +94,6 @@ def test_tokens_are_drawn_from_the_model_s_distribution(subject: Subject, run: A
     mean_N = (p_NV * logp_NV).sum(-1)
     variance_N = (p_NV * logp_NV**2).sum(-1) - mean_N**2
     z_all = (logp_NV.gather(1, token_N3[:, 1:2])[:, 0] - mean_N).sum() / variance_N.sum().sqrt()
-    print(z_draft, z_all, drafted_N.mean(), steps_of(some))
     assert drafted_N.mean() > 0.05  # drafts are accepted
     assert max(abs(float(z_draft)), abs(float(z_all))) < 4
 

@@ -15,6 +15,7 @@ from vllm_engine import settings
 from backends.vllm.version import arguments
 from backends.vllm.version.arguments import check_arguments, check_version, engine_arguments
 from backends.vllm.version.client import as_generated, environment
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.errors import BackendError, ConfigError
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -84,6 +85,24 @@ def test_arguments_of_the_run_file_override_ours_but_not_arguments_that_follow_f
     changed = engine_arguments(settings(Path("model"), num_slots=66, tensor_parallel=4, arguments=given))
     assert (changed["enable_prefix_caching"], changed["max_num_batched_tokens"]) == (False, 1000)
     assert (changed["data_parallel_size"], changed["tensor_parallel_size"], changed["max_num_seqs"]) == (4, 1, 17)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"method": "ngram"}, {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+        ({"method": "eagle3", "model": "/drafter"}, {"method": "eagle3", "model": "/drafter"}),
+        (
+            {"method": "mtp", "off_above": 8},
+            {"method": "mtp", "num_speculative_tokens_per_batch_size": [(1, 8, 3), (9, 64, 0)]},
+        ),
+        ({"method": "mtp", "off_above": 64}, {"method": "mtp"}),  # no batch is larger
+    ],
+)
+def test_a_drafter_of_the_run_file_is_the_engine_s(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    speculation = SpeculationConfig(tokens=3, **keys)
+    asked = engine_arguments(settings(Path("model"), num_slots=64, speculation=speculation))["speculative_config"]
+    assert asked == {"num_speculative_tokens": 3, **expected}
 
 
 @pytest.mark.parametrize(
