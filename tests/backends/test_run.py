@@ -211,12 +211,13 @@ def sockets(run):
 
 
 def test_the_tiny_model_learns_to_call_a_calculator(fitted_calculator, tmp_path):
-    """Several turns, with new weights in the midst of them: what engine and trainer read is the same to the token.
+    """Several turns, drafts, and new weights in the midst of them: engine and trainer read the same to the token.
 
     A quarter of the example's steps at twice its rate; docs/agents.md has what all of them reach.
     """
     sets = ["optimizer_steps=20", "train.optimizer.learning_rate=6e-4", "train.evaluation.problems=100"]
     sets += ["environment.count=24", "train.task.settings={delay_s=0.02}"]  # half the processes to start
+    sets += ["engine.speculation.method=ngram", "engine.speculation.tokens=2"]
     run = Process(fitted_calculator, tmp_path / "run", *sets, example=TOOLS)
     run.wait_for_step(2)
     assert run.shared  # so that what is left of it would be found
@@ -236,6 +237,9 @@ def test_the_tiny_model_learns_to_call_a_calculator(fitted_calculator, tmp_path)
     assert 2.5 < summary.environments.turns_mean < 4.5
     assert summary.rollouts.failed == summary.environments.errors == summary.environments.timeouts == 0
     assert summary.mismatch.kl_at_lag_0 < 1e-6
+    tokens, sequences = (sum(getattr(one, name) for one in summary.decode_steps) for name in ("tokens", "sequences"))
+    assert 1.001 < tokens / sequences < 3  # drafts were accepted
+    assert any("engines/tokens_per_step" in line for line in metrics_of(tmp_path / "run"))
     seconds = summary.environments.seconds
     assert seconds.queue + seconds.prefill + seconds.decode == pytest.approx(seconds.engine)
     assert min(seconds.queue, seconds.prefill, seconds.decode) > 0
