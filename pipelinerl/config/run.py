@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from pipelinerl.config.engine import EngineConfig
+from pipelinerl.config.engine import EngineConfig, SpeculationConfig
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
@@ -458,6 +458,11 @@ class RunConfig(StrictModel):
     def colocated(self) -> bool:
         """Whether the same accelerators generate and train in turn."""
         return self.scheduler.schedule.colocated
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """Speculative decoding; None: a token per sequence and step."""
+        return None if self.engine is None else self.engine.speculation
 
     @property
     def num_slots(self) -> int:
