@@ -309,7 +309,7 @@ class SimulatedCluster:
                 hardware.decode,
                 tensor_parallel=config.cluster.tensor_parallel,
                 num_slots=config.scheduler.generation_batch_size,
-                speculation=None if config.speculation is None else config.speculation.law(optimizer_steps=1),
+                speculation=config.speculation_law,
             ),
             prefill=prefill_cost(hardware.prefill),
             kv_cache_tokens=hardware.kv_cache_tokens,

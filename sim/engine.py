@@ -316,7 +316,7 @@ class SpeculativeBatch(TimedBatch):
         super().__init__(decode, kv_cache_tokens)
         self._drafting, self._acceptance = drafting, drafting.acceptance_of(version)
         self._drafts = True  # whether the next step drafts
-        self._gains = np.zeros(1024, dtype=np.int64)  # tokens of all requests by step, from ``_gains_from`` on
+        self._gains = np.zeros(1, dtype=np.int64)  # tokens of all requests by step, from ``_gains_from`` on
         self._gains_from = self._since = 0  # no join is undone beyond the step ``_since``
         self.go_on_at(decode)
 

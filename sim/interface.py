@@ -119,13 +119,11 @@ class Drafting:
         return named_stream(self._seed, "drafts", rollout_id << 32 | had).random(steps, dtype=np.float32)
 
     def gains(self, rollout_id: int, had: int, steps: range, acceptance: float) -> NDArray[np.int64]:
-        """Return the tokens that steps with drafts give: one, and a further one for each power of a above its number.
-
-        So i drafted tokens in a row are accepted with probability ``acceptance`` to the i-th.
-        """
-        powers = np.array([acceptance**accepted for accepted in range(self.row_tokens - 1, 0, -1)])
+        """Return the tokens that steps with drafts give: one, and the i-th drafted one if chance is below a^i."""
         chances = self.chances(rollout_id, had, steps.stop)[steps.start :]
-        gains: NDArray[np.int64] = self.row_tokens - powers.searchsorted(chances, side="right")
+        gains = np.ones(len(chances), dtype=np.int64)
+        for accepted in range(1, self.row_tokens):
+            gains += chances < acceptance**accepted
         return gains
 
     def count(self, steps: int, tokens: int) -> None:

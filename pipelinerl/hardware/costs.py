@@ -315,6 +315,8 @@ class DecodeStep:
         """Seconds without context by number of sequences, 0 .. ``most`` + 1; 0 as 1, a step holds a sequence."""
         self.context_s = context_token_s(decode, tensor_parallel)
         """Seconds per token of context of all sequences together."""
+        self.step_tokens = 1.0
+        """Mean tokens of a sequence per step."""
 
     def of(self, batch: float, context_tokens: float) -> float:
         """Return the seconds of a step by sequences, at most ``most`` (a fraction is a mean), and all their context."""
@@ -360,7 +362,8 @@ class SpeculativeStep(DecodeStep):
         self.draft_context_s = drafting * self.context_s
         """Seconds per token of context on top, where a step drafts."""
         steps = [1 / tokens_per_step(one, drafted) for one in speculation.acceptances]
-        steps_N = np.where(drafts_N, sum(steps) / len(steps), 1.0)  # per token of a sequence
+        self.step_tokens = len(steps) / sum(steps)
+        steps_N = np.where(drafts_N, 1 / self.step_tokens, 1.0)  # per token of a sequence
         self._token_s_N = self._seconds_N * steps_N
         self._token_context_s_N = (self.context_s + self.draft_context_s * drafts_N) * steps_N
 
