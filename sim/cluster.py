@@ -70,6 +70,7 @@ from sim.engines import EngineFleet, capacity_report
 from sim.episodes import Environments, Episodes, check_turns
 from sim.fleet import TrainerFaults
 from sim.interface import (
+    Drafting,
     EngineHost,
     EngineSettings,
     LearningPolicy,
@@ -206,12 +207,7 @@ class SimulatedCluster:
         self._now, self._now_s = 0, 0.0  # of the event being handled
         workload = Workload(config.workload, seed=config.seed)
         policy_prompt_tokens = None if config.policy is None else checked_task(config).prompt_tokens
-        if config.environment is not None:
-            longest = config.longest_rollout_tokens
-        elif policy_prompt_tokens is None:
-            longest = workload.longest_rollout_tokens
-        else:
-            longest = policy_prompt_tokens + config.workload.length.max
+        longest = _longest_tokens(config, workload, policy_prompt_tokens)
         if config.policy is None:
             _check_capacity(config.hardware.kv_cache_tokens, longest)
         self._policy, self._longest = policy, longest
@@ -224,7 +220,8 @@ class SimulatedCluster:
             self.rollout_finished, self._start_rollout = self._turn_finished, self._start_turn
         self._scheduler: Scheduler = new_scheduler(config)
         self._stall_watch = StallWatch(warn)
-        settings = _engine_settings(config, hardware, policy)
+        self._drafting = None if config.speculation is None else Drafting(config.speculation, seed=config.seed)
+        settings = self._engine_settings(config, hardware)
         if hardware.latency.request_s or hardware.latency.report_s:
             engine_factory = partial(FrontEnd, make=engine_factory, latency=hardware.latency)
         self._publish_ticks, self._transfer_ticks = _weight_ticks(hardware, colocated=config.colocated)
@@ -304,7 +301,25 @@ class SimulatedCluster:
                 f"hardware.kv_cache_tokens, got gpu={gpu!r}"
             )
         other = self._config.model_copy(update={"hardware": given.model_copy(update={"generation_gpu": gpu})})
-        return _engine_settings(other, resolved_hardware(other, longest_tokens=self._longest), self._policy)
+        return self._engine_settings(other, resolved_hardware(other, longest_tokens=self._longest))
+
+    def _engine_settings(self, config: RunConfig, hardware: ResolvedHardware) -> EngineSettings:
+        return EngineSettings(
+            decode=decode_cost(
+                hardware.decode,
+                tensor_parallel=config.cluster.tensor_parallel,
+                num_slots=config.scheduler.generation_batch_size,
+                speculation=config.speculation_law,
+            ),
+            prefill=prefill_cost(hardware.prefill),
+            kv_cache_tokens=hardware.kv_cache_tokens,
+            pause_ticks=to_ticks(hardware.weights.pause_s),
+            tokens=None if self._policy is None else self._policy.answers,
+            prefix_cache=PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache,
+            counts_time=config.environment is not None,
+            step_tokens=hardware.step_tokens,
+            drafting=self._drafting,
+        )
 
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
@@ -348,10 +363,19 @@ class SimulatedCluster:
             self._faults.strike(self._now_s)
 
     def measured(self) -> RunMeasurements | None:
-        """Return what the ledger cannot know; None if nothing comes and goes."""
-        if self._fleet is None and self._faults is None:
+        """Return what the ledger cannot know; None if nothing comes and goes, and nothing is drafted."""
+        if self._fleet is None and self._faults is None and self._drafting is None:
             return None
-        return RunMeasurements(capacity=capacity_report(self._config, self._fleet, self._faults))
+        comes_and_goes = self._fleet is not None or self._faults is not None
+        return RunMeasurements(
+            capacity=capacity_report(self._config, self._fleet, self._faults) if comes_and_goes else None,
+            tokens_per_step=self.tokens_per_step,
+        )
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Mean tokens of a sequence per decode step; None where nothing is drafted."""
+        return None if self._drafting is None else self._drafting.tokens_per_step
 
     def interrupt(self) -> None:
         """End the run at the next event; may be called from a signal handler."""
@@ -522,7 +546,14 @@ class SimulatedCluster:
         tokens = self._tokens
         lengths = [tokens[rollout_id] for rollout_id in command.rollout_ids]
         assert all(lengths)  # they have finished
-        train_ticks = to_ticks(self._training.seconds(lengths, completes_step=command.completes_step))
+        train_s = self._training.seconds(lengths, completes_step=command.completes_step)
+        if (
+            (one := self._config.speculation) is not None
+            and command.completes_step
+            and one.refreshed(command.version + 1)
+        ):
+            train_s += one.refresh_s
+        train_ticks = to_ticks(train_s)
         if self._faults is not None:
             train_ticks = self._with_faults(self._faults, switch_ticks, train_ticks)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
@@ -567,23 +598,6 @@ class SimulatedCluster:
         Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, call)
 
 
-def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: LearningPolicy | None) -> EngineSettings:
-    return EngineSettings(
-        decode=decode_cost(
-            hardware.decode,
-            tensor_parallel=config.cluster.tensor_parallel,
-            num_slots=config.scheduler.generation_batch_size,
-        ),
-        prefill=prefill_cost(hardware.prefill),
-        kv_cache_tokens=hardware.kv_cache_tokens,
-        pause_ticks=to_ticks(hardware.weights.pause_s),
-        tokens=None if policy is None else policy.answers,
-        prefix_cache=PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache,
-        counts_time=config.environment is not None,
-        step_tokens=hardware.step_tokens,
-    )
-
-
 def _trainer_faults(config: RunConfig) -> TrainerFaults | None:
     faults = None if config.fleet is None else config.fleet.trainer
     ranks = [one for one in config.faults or () if one.rank is not None]
@@ -603,6 +617,16 @@ def _weight_ticks(hardware: ResolvedHardware, *, colocated: bool) -> tuple[int, 
     # The same accelerators publish and generate: no engine is ready before the publication is over.
     after_publication = publish_ticks - to_ticks(weights.pause_s)
     return publish_ticks, max(transfer_ticks, after_publication) + to_ticks(hardware.switch.to_generation_s)
+
+
+def _longest_tokens(config: RunConfig, workload: Workload, policy_prompt_tokens: int | None) -> int:
+    """Return the most tokens of a rollout in the KV cache, drafted ones included."""
+    drafted = 0 if config.speculation is None else config.speculation.tokens
+    if config.environment is not None:
+        return drafted + config.longest_rollout_tokens
+    if policy_prompt_tokens is None:
+        return drafted + workload.longest_rollout_tokens
+    return drafted + policy_prompt_tokens + config.workload.length.max
 
 
 def _check_capacity(capacity: int | None, longest: int) -> None:

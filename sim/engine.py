@@ -25,6 +25,9 @@ weights drop it, unless ``prefix_cache = "kept"``.
 
 A call that arrives exactly at a boundary is taken up at the next one. An engine with an empty batch takes calls
 up at once.
+
+With ``[engine.speculation]`` the batch is a ``SpeculativeBatch``: a sequence gets 1 to k + 1 tokens a step, drawn
+beforehand for each of its steps. It needs room for k + 1 tokens in a step, and takes as many of ``step_tokens``.
 """
 
 from __future__ import annotations
@@ -38,12 +41,14 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
+import numpy as np
+from numpy.typing import NDArray
 from simpy.events import EventPriority
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
-from sim.interface import DecodeCost, EngineHost, EngineSettings, PrefillCost, Request
+from sim.interface import DecodeCost, Drafting, EngineHost, EngineSettings, PrefillCost, Request
 
 # ------------------------------------------------------------------------------------------- batch
 
@@ -142,6 +147,13 @@ class DecodeBatch:
         size = len(self.requests)
         used = self.context_tokens + after_steps * size + request.tokens_to_prefill
         return used + size + 1 <= self.capacity and size < self._num_slots
+
+    def used_in(self, steps: int) -> int:
+        """Return the tokens in the KV cache during the last of so many steps, room for its tokens included."""
+        return self.context_tokens + steps * len(self.requests)
+
+    def sample_with(self, version: int) -> None:
+        """Have another version sample from this boundary on."""
 
     def undo_join(self) -> None:
         """Restore the state before the last call, which must have been a ``join`` after steps."""
@@ -283,6 +295,182 @@ class TimedBatch(DecodeBatch):
         request.decode_ticks += sign * (self.worked_ticks() - self._prefilled_ticks)
 
 
+class SpeculativeBatch(TimedBatch):
+    """A batch in which a step gives a sequence 1 to k + 1 tokens.
+
+    The tokens of each step of a request are drawn when it joins (``Drafting.gains``), so its last step is known, and
+    so are the tokens of the whole batch in each step to come: with their sums C(i) before step i, n steps last
+
+        t(n) = prefill + n * batch_ticks[b] + context_ticks * (C(1) + ... + C(n))
+
+    exactly. What follows is drawn again, from the same numbers, where its law changes: with new weights, and where the
+    batch comes to more or fewer sequences than ``off_above``.
+    """
+
+    __slots__ = (
+        "_acceptance", "_draft_ticks", "_drafting", "_drafts", "_gains", "_gains_from", "_plain_context_ticks",
+        "_since",
+    )  # fmt: skip
+
+    def __init__(self, decode: DecodeCost, kv_cache_tokens: int | None, drafting: Drafting, version: int) -> None:
+        super().__init__(decode, kv_cache_tokens)
+        self._drafting, self._acceptance = drafting, drafting.acceptance_of(version)
+        self._drafts = True  # whether the next step drafts
+        self._gains = np.zeros(1, dtype=np.int64)  # tokens of all requests by step, from ``_gains_from`` on
+        self._gains_from = self._since = 0  # no join is undone beyond the step ``_since``
+        self.go_on_at(decode)
+
+    def go_on_at(self, decode: DecodeCost) -> None:
+        """Make the steps from this boundary on at another cost."""
+        super().go_on_at(decode)
+        self._plain_context_ticks, self._draft_ticks = decode.context_ticks, decode.draft_context_ticks
+        self._choose()
+
+    # ---------------------------------------------------------------------------------------- requests
+
+    def join(self, request: Request, prefill_ticks: int, steps: int = 0, tick: int = 0) -> None:
+        """Add a request."""
+        gained = self._gained(steps) - steps * len(self.requests)
+        request.path = np.zeros(1, dtype=np.int64)
+        self._draw(request, 0)
+        super().join(request, prefill_ticks, steps, tick)
+        self.context_tokens += gained
+        self._add(request, 1)
+        self._choose()
+
+    def leave(self, request: Request) -> None:
+        """Remove a request that is unfinished."""
+        super().leave(request)
+        self._add(request, -1)
+        self._count_steps(request)
+        self._choose()
+
+    def lengths_changed(self) -> None:
+        """Draw what follows again, and sort the requests by when they finish."""
+        self._gains[self.step - self._gains_from :] = 0
+        for request in self.requests.values():
+            self._draw(request, self.step - request.start_step)
+            self._add(request, 1)
+        super().lengths_changed()
+
+    def cached_tokens(self, request: Request) -> int:
+        """Return the tokens that a request of the batch has in the KV cache."""
+        return request.tokens_to_prefill + int(request.path[self.step - request.start_step])
+
+    def fits(self, request: Request, after_steps: int = 0) -> bool:
+        """Return whether one more request has a slot, and room for its tokens and one more step of everybody."""
+        size = len(self.requests) + 1
+        used = self.context_tokens + self._gained(after_steps) + request.tokens_to_prefill
+        return used + size * self._drafting.row_tokens <= self.capacity and size <= self._num_slots
+
+    def used_in(self, steps: int) -> int:
+        """Return the tokens in the KV cache during the last of so many steps, room for its tokens included."""
+        return self.context_tokens + self._gained(steps - 1) + len(self.requests) * self._drafting.row_tokens
+
+    def sample_with(self, version: int) -> None:
+        """Have another version sample from this boundary on."""
+        acceptance = self._drafting.acceptance_of(version)
+        if acceptance != self._acceptance:
+            self._acceptance = acceptance
+            self.lengths_changed()
+
+    def _draw(self, request: Request, steps: int) -> None:
+        """Draw the tokens of a request from its step ``steps`` in this batch on, and with them its last step."""
+        kept, had = request.path[: steps + 1], request.spans.num_tokens
+        length = request.length - had
+        left = length - int(kept[-1])
+        if self._drafts and left:
+            gains = self._drafting.gains(request.rollout_id, had, range(steps, steps + left), self._acceptance)
+            path = kept[-1] + gains.cumsum()
+            path = path[: int(path.searchsorted(length)) + 1]
+            path[-1] = length
+        else:
+            path = np.arange(length - left + 1, length + 1)
+        request.path = np.concatenate([kept, path])
+        request.num_left = len(request.path) - 1
+
+    def _add(self, request: Request, sign: int) -> None:
+        """Add the tokens that a request still gets to those of the batch, or take them away."""
+        gains = np.diff(request.path[self.step - request.start_step :])
+        start = self.step - self._gains_from
+        end = start + len(gains)
+        if end > len(self._gains):
+            self._gains = np.concatenate([self._gains[self._since - self._gains_from :], np.zeros(end, dtype=np.int64)])
+            self._gains_from, start = self._since, self.step - self._since
+            end = start + len(gains)
+        self._gains[start:end] += sign * gains
+
+    def _choose(self) -> None:
+        """Draft or not, by the number of sequences."""
+        off_above = self._drafting.off_above
+        drafts = off_above is None or len(self.requests) <= off_above
+        self._context_ticks = self._plain_context_ticks + (self._draft_ticks if drafts else 0)
+        if drafts is not self._drafts:
+            self._drafts = drafts
+            self.lengths_changed()
+
+    def _count_steps(self, request: Request) -> None:
+        steps = self.step - request.start_step
+        self._drafting.count(steps, int(request.path[steps]))
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def advance(self, steps: int, tick: int) -> list[Request]:
+        """Make decode steps."""
+        gained = self._gained(steps) - steps * len(self.requests)
+        finished = super().advance(steps, tick)
+        self.context_tokens += gained
+        self._since = self.step
+        for request in finished:
+            self._count_steps(request)
+        self._choose()
+        return finished
+
+    def next_change(self) -> tuple[int, int]:
+        """Return steps to, and tick of, the first boundary where a request finishes or the next step would not fit."""
+        context_N = self._contexts()
+        steps = int(context_N[:-1].searchsorted(self._room(), side="right"))
+        return steps, self._tick_after(steps, int(context_N[:steps].sum()))
+
+    def next_boundary(self) -> int:
+        """Return the tick of the next boundary."""
+        return self._tick_after(1, self.context_tokens)
+
+    def first_boundary_after(self, tick: int) -> tuple[int, int, bool]:
+        """Return steps to, and tick of, the first boundary after a tick, and if ``next_change()`` is later."""
+        context_N = self._contexts()
+        read_N = context_N[:-1].cumsum()
+        most = len(read_N)
+        steps = 1 + bisect_right(range(1, most + 1), tick, key=lambda n: self._tick_after(n, int(read_N[n - 1])))
+        if steps > most:
+            return steps, NEVER, False
+        before = steps < most and int(context_N[steps]) <= self._room()
+        return steps, self._tick_after(steps, int(read_N[steps - 1])), before
+
+    def _room(self) -> int:
+        """Return the most tokens before a step that fits."""
+        return self.capacity - len(self.requests) * self._drafting.row_tokens
+
+    def _contexts(self) -> NDArray[np.int64]:
+        """Return the tokens in the KV cache at this boundary and the next ones, up to the first finish."""
+        steps = self._finish_steps[0] - self.step
+        start = self.step - self._gains_from
+        context_N = np.empty(steps + 1, dtype=np.int64)
+        context_N[0] = self.context_tokens
+        self._gains[start : start + steps].cumsum(out=context_N[1:])
+        context_N[1:] += self.context_tokens
+        return context_N
+
+    def _gained(self, steps: int) -> int:
+        start = self.step - self._gains_from
+        return int(self._gains[start : start + steps].sum()) if steps else 0
+
+    def _tick_after(self, steps: int, read_tokens: int) -> int:
+        """Return the tick after steps that read so many tokens of context in all."""
+        ticks = steps * self._batch_ticks[len(self.requests)] + self._context_ticks * read_tokens
+        return self.tick + self.prefill_ticks + ticks
+
+
 def _steps_ticks(steps: int, first: int, growth: int) -> int:
     """Return the ticks of steps of which the first lasts ``first`` and each one ``growth`` longer than the last."""
     return steps * first + growth * (steps * (steps - 1) // 2)
@@ -329,6 +517,20 @@ class WeightHistory:
         else:
             ends = [one - start for one in (*steps[first:last], step)]
             spans = VersionSpans(tuple(versions[first - 1 : last]), tuple(ends))
+        return joined(request.spans, spans) if request.spans.ends else spans
+
+
+class SpeculativeHistory(WeightHistory):
+    """The same where a step gives a request the tokens of its path."""
+
+    def spans(self, request: Request, step: int) -> VersionSpans:
+        """Return the spans of all tokens that a request of the batch has at the boundary before a step."""
+        start, first = request.start_step, request.first_load
+        if step == start:
+            return request.spans
+        last = bisect_left(self.steps, step)  # the newest samples nothing before its step
+        ends = [int(request.path[one - start]) for one in (*self.steps[first:last], step)]
+        spans = VersionSpans(tuple(self.versions[first - 1 : last]), tuple(ends))
         return joined(request.spans, spans) if request.spans.ends else spans
 
 
@@ -383,24 +585,25 @@ class PrefixCache:
 class ChunkedPrefill:
     """A prefill that takes several steps, if one is under way (mutable).
 
-    As in vLLM (``max_num_batched_tokens``; Sarathi-Serve, arXiv:2403.02310) a step has a limit of tokens: one per
-    request of the batch, then prefill in order of admission. The rest of a prefill waits for the next step; meanwhile
-    no request is admitted. From its admission on the request holds a slot and room for all tokens and one more step,
-    which the capacity of ``batch`` excludes; it joins the batch with its last chunk. The chunks together take as long
+    As in vLLM (``max_num_batched_tokens``; Sarathi-Serve, arXiv:2403.02310) a step has a limit of tokens: those of the
+    requests of the batch, ``row_tokens`` each, then prefill in order of admission. The rest of a prefill waits for the
+    next step; meanwhile no request is admitted. From its admission on the request holds a slot and room for all tokens
+    and one more step, which the capacity of ``batch`` excludes; it joins the batch with its last chunk. The chunks
+    together take as long
     as the whole prefill at once.
     """
 
-    def __init__(self, batch: DecodeBatch, cost: PrefillCost) -> None:
+    def __init__(self, batch: DecodeBatch, cost: PrefillCost, row_tokens: int) -> None:
         self.request: Request | None = None
         self.held_tokens = 0
         """Room that it holds in the KV cache (tokens)."""
         self._cached_tokens = 0
-        self._batch, self.cost = batch, cost
+        self._batch, self.cost, self._row_tokens = batch, cost, row_tokens
 
     def begin(self, request: Request, cached_tokens: int) -> None:
         """Admit a request with ``cached_tokens`` in the KV cache; ``go_on`` makes its chunks."""
         batch, self.request, self._cached_tokens = self._batch, request, cached_tokens
-        self.held_tokens = request.tokens_to_prefill + 1
+        self.held_tokens = request.tokens_to_prefill + self._row_tokens
         batch.capacity -= self.held_tokens
         batch.prefill_ticks += self.cost.fixed_ticks
         request.prefill_ticks -= batch.worked_ticks()
@@ -464,6 +667,7 @@ class ClosedFormEngine:
         "_priority",
         "_recomputes",
         "_rollout_finished",
+        "_row_tokens",
         "_step_tokens",
         "_suspend_at",
         "_suspended_since",
@@ -488,14 +692,20 @@ class ClosedFormEngine:
         self._pause_ticks = settings.pause_ticks
         self._tokens = settings.tokens
         self._step_tokens = UNLIMITED if settings.step_tokens is None else settings.step_tokens
-        batch = TimedBatch if settings.counts_time else DecodeBatch
-        self._batch = batch(settings.decode, settings.kv_cache_tokens)  # at the last boundary
+        self._batch: DecodeBatch  # at the last boundary
+        self._row_tokens = 1  # of a request in a step, at most
+        if (drafting := settings.drafting) is not None:
+            self._batch = SpeculativeBatch(settings.decode, settings.kv_cache_tokens, drafting, settings.version)
+            self._row_tokens = drafting.row_tokens
+        else:
+            batch = TimedBatch if settings.counts_time else DecodeBatch
+            self._batch = batch(settings.decode, settings.kv_cache_tokens)
         self._cache = PrefixCache(self._batch.capacity)
         self._keeps_caches = settings.prefix_cache is not PrefixCaching.OFF
         self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
         self._waiting: deque[Request] = deque()
-        self._chunked = ChunkedPrefill(self._batch, settings.prefill)
-        self._weights = WeightHistory(settings.version)
+        self._chunked = ChunkedPrefill(self._batch, settings.prefill, self._row_tokens)
+        self._weights = (WeightHistory if drafting is None else SpeculativeHistory)(settings.version)
         self._pause_end: int | None = None
         self._recomputes = False  # the next step prefills what is in the batch, whose KV cache is of older weights
         self._suspended_since: int | None = None  # tick
@@ -596,8 +806,7 @@ class ClosedFormEngine:
         if steps:
             taken_until -= 1
             if kept:  # for the last of these steps, which needs most
-                used = batch.context_tokens + steps * len(batch.requests)
-                self._cache.make_room(used + self._chunked.held_tokens)
+                self._cache.make_room(batch.used_in(steps) + self._chunked.held_tokens)
             for request in batch.advance(steps, now):
                 if request.goes_on and self._keeps_caches:
                     self._cache.keep(request.rollout_id, request.prompt_tokens + request.length)
@@ -611,7 +820,7 @@ class ClosedFormEngine:
         if self._calls_at <= taken_until or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
         if self._pause_end is None and self._suspended_since is None:
-            preempts = batch.context_tokens + len(batch.requests) > batch.capacity
+            preempts = batch.context_tokens + len(batch.requests) * self._row_tokens > batch.capacity
             if preempts:
                 self._preempt()
             if self._recomputes:
@@ -667,7 +876,7 @@ class ClosedFormEngine:
     def _preempt(self) -> None:
         """Preempt the requests admitted last until the next step fits."""
         batch = self._batch
-        while batch.context_tokens + len(batch.requests) > batch.capacity:
+        while batch.context_tokens + len(batch.requests) * self._row_tokens > batch.capacity:
             if self._chunked.request is not None:
                 (request,) = self._chunked.release()
             else:
@@ -685,7 +894,7 @@ class ClosedFormEngine:
     def _admit(self) -> None:
         """Go on with a prefill, then add waiting requests to the batch, first come first served, while they fit."""
         waiting, batch = self._waiting, self._batch
-        left = max(1, self._step_tokens - len(batch.requests))
+        left = max(1, self._step_tokens - len(batch.requests) * self._row_tokens)
         if (chunked := self._chunked.request) is not None:
             left -= self._chunk(chunked, left)
         while self._chunked.request is None and waiting and batch.fits(waiting[0]):
@@ -754,9 +963,10 @@ class ClosedFormEngine:
         self._recomputes = recompute = update.weight_update is WeightUpdate.RECOMPUTE
         if recompute or self._drops_old_caches:
             self._cache.clear()
+        batch.sample_with(update.version)
         running = list(batch.requests.values())
         if self._tokens is not None and running:
-            num_tokens = [request.spans.num_tokens + batch.step - request.start_step for request in running]
+            num_tokens = [batch.cached_tokens(request) - request.prompt_tokens for request in running]
             self._tokens.go_on(running, num_tokens, self.version, recompute=recompute)
             batch.lengths_changed()
         self._host.weights_loaded(self._engine_id, update.version, still_ticks)
@@ -792,8 +1002,8 @@ class ClosedFormEngine:
                     or self._calls_at < at
                     or not batch.fits(request := arrivals[0][2], steps)
                     or request.tokens_to_prefill - (cached := cache.kept.get(request.rollout_id, 0))
-                    > self._step_tokens - len(batch.requests)
-                    or (cache.kept and not cache.has_room(batch.context_tokens + steps * len(batch.requests)))
+                    > self._step_tokens - len(batch.requests) * self._row_tokens
+                    or (cache.kept and not cache.has_room(batch.used_in(steps)))
                 ):
                     self._wake_steps = steps
                     return at

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.costs import Decode, DecodeStep, PrefillConfig
+from pipelinerl.hardware.costs import Decode, PrefillConfig, Speculation, SpeculativeStep, decode_steps
 from pipelinerl.scheduler.events import NO_TOKENS, EngineSeconds, StartTraining, VersionSpans, WeightUpdate
 from pipelinerl.util.strict_model import LONGEST_S
 from sim.clock import TICKS_PER_S, to_ticks
+from sim.workload import named_stream
 
 # ------------------------------------------------------------- costs in ticks, tabulated once a run
 
@@ -27,10 +32,13 @@ class DecodeCost:
     """Ticks that depend on the number of sequences, for 0 .. H sequences."""
     context_ticks: int
     """Ticks per token of context."""
+    draft_context_ticks: int = 0
+    """The same on top, where a step drafts."""
 
     def slower(self, factor: float) -> DecodeCost:
         """Return the cost of an engine that takes longer by a factor."""
-        return DecodeCost(tuple(round(factor * one) for one in self.batch_ticks), round(factor * self.context_ticks))
+        context, drafts = round(factor * self.context_ticks), round(factor * self.draft_context_ticks)
+        return DecodeCost(tuple(round(factor * one) for one in self.batch_ticks), context, drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,11 @@ class PrefillCost:
         return (self.linear_ticks + self.square_ticks * (tokens + cached)) * (tokens - cached)
 
 
-def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> DecodeCost:
+def decode_cost(
+    decode: Decode, *, tensor_parallel: int, num_slots: int, speculation: Speculation | None = None
+) -> DecodeCost:
     """Return the decode cost of one engine; ConfigError if a table cannot be read, or makes steps too long."""
-    step = DecodeStep(decode, tensor_parallel=tensor_parallel, most=num_slots)
+    step = decode_steps(decode, tensor_parallel=tensor_parallel, most=num_slots, speculation=speculation)
     for sequences, seconds in enumerate(step.batch_s[1:], start=1):
         if not seconds <= LONGEST_S * (1 + sequences):  # as long as the largest coefficients of ``affine`` make it
             raise ConfigError(
@@ -78,12 +88,53 @@ def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> Deco
         )
     # A step lasts a tick at least: time must go on.
     batch_ticks = (max(1, to_ticks(seconds)) for seconds in step.batch_s[1 : num_slots + 1])
-    return DecodeCost(batch_ticks=(0, *batch_ticks), context_ticks=to_ticks(step.context_s))
+    drafts_s = step.draft_context_s if isinstance(step, SpeculativeStep) else 0.0
+    return DecodeCost((0, *batch_ticks), to_ticks(step.context_s), to_ticks(drafts_s))
 
 
 def prefill_cost(config: PrefillConfig) -> PrefillCost:
     """Return the cost of filling the KV cache."""
     return PrefillCost(to_ticks(config.sequence_s), to_ticks(config.token_s), to_ticks(config.token_squared_s))
+
+
+# ------------------------------------------------------------------------------ speculative decoding
+
+
+class Drafting:
+    """The tokens that steps with drafts give in a run, and a count of them (mutable; shared by its engines).
+
+    Every number is a function of the seed, the rollout, its tokens when it joined a batch, and the step since then:
+    whatever else happens, the same drafted token of the same step meets the same chance.
+    """
+
+    def __init__(self, config: SpeculationConfig, *, seed: int) -> None:
+        self.acceptance_of, self.off_above = config.acceptance_of, config.off_above
+        self.row_tokens = config.tokens + 1
+        """Tokens of a sequence in a step, at most; a step has room for so many, whether it drafts or not (count)."""
+        self._seed = seed
+        self._num_steps = self._num_tokens = 0
+
+    def chances(self, rollout_id: int, had: int, steps: int) -> NDArray[np.float32]:
+        """Return a number in [0, 1) for each of so many steps of a rollout that joined a batch with ``had`` tokens."""
+        return named_stream(self._seed, "drafts", rollout_id << 32 | had).random(steps, dtype=np.float32)
+
+    def gains(self, rollout_id: int, had: int, steps: range, acceptance: float) -> NDArray[np.int64]:
+        """Return the tokens that steps with drafts give: one, and the i-th drafted one if chance is below a^i."""
+        chances = self.chances(rollout_id, had, steps.stop)[steps.start :]
+        gains = np.ones(len(chances), dtype=np.int64)
+        for accepted in range(1, self.row_tokens):
+            gains += chances < acceptance**accepted
+        return gains
+
+    def count(self, steps: int, tokens: int) -> None:
+        """Count the steps and tokens of a sequence that leaves a batch."""
+        self._num_steps += steps
+        self._num_tokens += tokens
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Mean tokens of a sequence per step; None before the first."""
+        return self._num_tokens / self._num_steps if self._num_steps else None
 
 
 # ------------------------------------------------------------------------------------ interfaces
@@ -109,6 +160,8 @@ class EngineSettings:
     """Version that it begins with."""
     step_tokens: int | None = None
     """Limit of a step (tokens), one per request that decodes; prefill is cut to the rest. None: it is not cut."""
+    drafting: Drafting | None = None
+    """Speculative decoding, counting time. None: a token per sequence and step."""
 
 
 class Request:
@@ -121,6 +174,7 @@ class Request:
         "length",
         "num_known",
         "num_left",
+        "path",
         "prefill_ticks",
         "prompt_tokens",
         "reward",
@@ -132,6 +186,7 @@ class Request:
 
     start_step: int  # decode steps that its engine had done when it joined the batch
     first_load: int  # and versions that its engine had had
+    path: NDArray[np.int64]  # speculative decoding: tokens it has got so many steps after it joined, up to its last
 
     def __init__(self, rollout_id: int, prompt_tokens: int, length: int, reward: float = 0.0) -> None:
         self.rollout_id = rollout_id
@@ -141,7 +196,7 @@ class Request:
         self.goes_on = False  # whether another turn follows when it has finished
         self.num_known = 0  # tokens it had, in whole turns or kept after an abort, when it came to its engine
         self.spans = NO_TOKENS  # tokens it had when it joined the batch
-        self.num_left = length  # tokens it still had to generate then
+        self.num_left = length  # tokens it still had to generate then; in a batch that drafts, steps
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
         # Ticks of prefill and decode of its engine while it was in the batch; while it is there, less those before.
         self.prefill_ticks = self.decode_ticks = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.costs import Speculation
 from pipelinerl.util.strict_model import Count, Seconds, StrictModel
 
 
@@ -32,6 +34,37 @@ class SpeculationConfig(StrictModel):
     """Sequences in the batch above which nothing is drafted (count). None: always drafted."""
     model: str | None = None
     """Real: folder or name of the drafter's weights, which no update changes. None: ``ngram`` and ``mtp`` need none."""
+
+    @property
+    def known_acceptance(self) -> float:
+        """``acceptance``, which a simulation needs; ConfigError without it."""
+        if self.acceptance is None:
+            raise ConfigError("engine.speculation.acceptance is missing; a simulation needs it")
+        return self.acceptance
+
+    def acceptance_of(self, version: int) -> float:
+        """Return the acceptance of engines with a version of the policy, and the newest drafter published by then.
+
+        It was refreshed when the trainer last had made a multiple of ``refresh_every`` optimizer steps.
+        """
+        distance = version if self.refresh_every is None else version % self.refresh_every
+        return self.known_acceptance * self.decay**distance
+
+    def law(self, optimizer_steps: int) -> Speculation:
+        """Return it as the formulas read it, with the versions of a run, or of one period of refreshes."""
+        versions = 1 if self.decay == 1.0 else min(optimizer_steps, self.refresh_every or optimizer_steps)
+        acceptances = tuple(self.acceptance_of(version) for version in range(versions))
+        return Speculation(self.tokens, self.draft_cost, self.off_above, acceptances)
+
+    def refreshed(self, version: int) -> bool:
+        """Return whether the trainer refreshes the drafter once it has made a version."""
+        return self.refresh_every is not None and version % self.refresh_every == 0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.refresh_s and self.refresh_every is None:
+            raise ValueError(f"refresh_every is missing; refresh_s={self.refresh_s:g} needs it")
+        return self
 
 
 class EngineConfig(StrictModel):

@@ -22,7 +22,7 @@ from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
 from pipelinerl.config.train import Temperature, TrainConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.costs import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig, Speculation
 from pipelinerl.hardware.transport import WeightTransport
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.drift import DriftModel
@@ -463,6 +463,16 @@ class RunConfig(StrictModel):
     def colocated(self) -> bool:
         """Whether the same accelerators generate and train in turn."""
         return self.scheduler.schedule.colocated
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """Speculative decoding; None: a token per sequence and step."""
+        return None if self.engine is None else self.engine.speculation
+
+    @property
+    def speculation_law(self) -> Speculation | None:
+        """The same, as the formulas of steps read it; ConfigError without an acceptance."""
+        return None if self.speculation is None else self.speculation.law(self.optimizer_steps)
 
     @property
     def num_slots(self) -> int:

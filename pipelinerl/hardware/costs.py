@@ -315,6 +315,8 @@ class DecodeStep:
         """Seconds without context by number of sequences, 0 .. ``most`` + 1; 0 as 1, a step holds a sequence."""
         self.context_s = context_token_s(decode, tensor_parallel)
         """Seconds per token of context of all sequences together."""
+        self.step_tokens = 1.0
+        """Mean tokens of a sequence per step."""
 
     def of(self, batch: float, context_tokens: float) -> float:
         """Return the seconds of a step by sequences, at most ``most`` (a fraction is a mean), and all their context."""
@@ -326,6 +328,72 @@ class DecodeStep:
         """Return ``of``, elementwise."""
         seconds: FloatArray = np.interp(batch, self._batch_N, self._seconds_N) + self.context_s * context_tokens
         return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How engines draft: ``engine.speculation``, as the formulas read it."""
+
+    tokens: int
+    """Tokens drafted per sequence and step (count)."""
+    draft_cost: float
+    """Time to draft a token for the batch, over that of a step without speculation."""
+    off_above: int | None
+    """Sequences above which a step is a plain one (count). None: never."""
+    acceptances: tuple[float, ...]
+    """Acceptance of the versions of the policy, each of which gives as many tokens."""
+
+
+class SpeculativeStep(DecodeStep):
+    """Decode steps of an engine that drafts; ``of`` and ``of_all`` return seconds per token of a sequence.
+
+    A step that drafts computes k + 1 tokens a sequence, reads the KV cache once, and takes k * draft_cost times a step
+    without speculation on top. Above ``off_above`` sequences a step is a plain one.
+    """
+
+    def __init__(self, decode: Decode, *, tensor_parallel: int, most: int, speculation: Speculation) -> None:
+        super().__init__(decode, tensor_parallel=tensor_parallel, most=most)
+        drafted, limit = speculation.tokens, speculation.off_above
+        drafts_N = self._batch_N <= (most + 1 if limit is None else limit)
+        verify_N = _whole_batch_s(decode, tensor_parallel, np.maximum(self._batch_N, 1.0), tokens=drafted + 1)
+        drafting = drafted * speculation.draft_cost
+        self._seconds_N = np.where(drafts_N, verify_N + drafting * self._seconds_N, self._seconds_N)
+        self.batch_s = self._seconds_N.tolist()
+        self.draft_context_s = drafting * self.context_s
+        """Seconds per token of context on top, where a step drafts."""
+        steps = [1 / tokens_per_step(one, drafted) for one in speculation.acceptances]
+        self.step_tokens = len(steps) / sum(steps)
+        steps_N = np.where(drafts_N, 1 / self.step_tokens, 1.0)  # per token of a sequence
+        self._token_s_N = self._seconds_N * steps_N
+        self._token_context_s_N = (self.context_s + self.draft_context_s * drafts_N) * steps_N
+
+    def of(self, batch: float, context_tokens: float) -> float:
+        """Return the mean seconds per token of a sequence, as ``DecodeStep.of``."""
+        return float(self.of_all(np.array(batch), np.array(context_tokens)))
+
+    def of_all(self, batch: FloatArray, context_tokens: FloatArray) -> FloatArray:
+        """Return ``of``, elementwise."""
+        context_s = np.interp(batch, self._batch_N, self._token_context_s_N)
+        seconds: FloatArray = np.interp(batch, self._batch_N, self._token_s_N) + context_s * context_tokens
+        return seconds
+
+
+def decode_steps(
+    decode: Decode, *, tensor_parallel: int, most: int, speculation: Speculation | None
+) -> DecodeStep | SpeculativeStep:
+    """Return the seconds of decode steps, per token of a sequence; errors as ``DecodeStep``."""
+    if speculation is None:
+        return DecodeStep(decode, tensor_parallel=tensor_parallel, most=most)
+    return SpeculativeStep(decode, tensor_parallel=tensor_parallel, most=most, speculation=speculation)
+
+
+def tokens_per_step(acceptance: float, drafted: int) -> float:
+    """Return the mean tokens of a sequence per step: 1 + a + a^2 + ... + a^k, for k = ``drafted``.
+
+    Each drafted token is accepted with probability a = ``acceptance`` if those before it are, and the step samples one
+    more: (1 - a^(k+1)) / (1 - a). Source: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192), Eq. 1.
+    """
+    return sum(acceptance**accepted for accepted in range(drafted + 1))
 
 
 def batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> FloatArray:
@@ -340,20 +408,22 @@ def batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> FloatArr
     return seconds
 
 
-def _whole_batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> FloatArray:
-    """Return the seconds of steps of whole numbers of sequences without their context.
+def _whole_batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray, tokens: int = 1) -> FloatArray:
+    """Return the seconds of steps of whole numbers of sequences without their context, ``tokens`` computed for each.
 
     ``utilisation``: h/U(h) flashes (paper, appendix A). ``affine``: as given, for the engine as a whole. ``roofline``:
     max(read weights, multiply) + overhead, the first two spread over the accelerators of the engine; of E routed
-    experts a batch of b reads 1 - (1 - k/E)^b.
+    experts a batch of b reads 1 - (1 - k/E)^b. Several tokens of a sequence count as so many sequences, but for the
+    overhead per sequence of ``roofline``.
     """
     seconds: FloatArray
+    computed = batch * tokens
     match decode:
         case UtilisationDecode():
             curve = fitted_utilisation() if decode.table is None else read_utilisation(decode.table)
-            seconds = curve.step_flashes(batch) * decode.flash_s
+            seconds = curve.step_flashes(computed) * decode.flash_s
         case AffineDecode():
-            seconds = decode.step_s + decode.sequence_s * batch
+            seconds = decode.step_s + decode.sequence_s * computed
         case RooflineDecode():
             rate = tensor_parallel * decode.bandwidth * decode.weight_efficiency
             read_s = np.asarray(decode.parameters_read * decode.bytes_per_parameter / rate)
@@ -361,9 +431,10 @@ def _whole_batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> F
                 experts_s = decode.expert_parameters * decode.bytes_per_parameter / rate
                 missed = 1 - decode.experts_per_token / decode.experts
                 # float_power is the same on every processor; ``**`` of an array is not.
-                read_s = read_s + experts_s * (1 - np.float_power(missed, batch))
+                read_s = read_s + experts_s * (1 - np.float_power(missed, computed))
             flops_s = 2 * decode.parameters_active / (tensor_parallel * decode.peak_flops * decode.flops_efficiency)
-            seconds = np.maximum(read_s, flops_s * batch) + decode.step_overhead_s + decode.sequence_overhead_s * batch
+            seconds = np.maximum(read_s, flops_s * computed)
+            seconds = seconds + decode.step_overhead_s + decode.sequence_overhead_s * batch
         case _:
             assert_never(decode)
     return seconds

@@ -541,6 +541,8 @@ class RunMeasurements(Report):
     """Time that an engine's front end worked per rollout of that engine, without decode outputs (s)."""
     decode_steps: list[DecodeSteps] | None = None
     """Decode steps of all engines, binned by number of sequences. Absent in a simulation."""
+    tokens_per_step: float | None = None
+    """Tokens of a sequence per decode step, mean (count). Absent without speculative decoding."""
     capacity: CapacityReport | None = None
     """What a simulated fleet offers. Absent without ``[fleet]``."""
     ess: EssReport | None = None

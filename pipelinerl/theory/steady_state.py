@@ -16,6 +16,8 @@ one step off    the longer of the two, and the publication
 pipeline        the slowest of generation at full slots, training, and the bound of ``max_lag``: a rollout lives for
                 at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
                 (on average; the rule itself: ``pipelinerl.scheduler.base``)
+speculation     T is per token of a sequence: a step that verifies, over its mean tokens, the mean over the versions of
+                a period of refreshes; a refresh adds to training
 turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
                 for Z seconds. Of E environments on n engines each has E/n, and as many at a time as chance has it
                 (``Engines.of_rollouts``). They begin where contexts fit on the emptiest. KV caches between turns are
@@ -122,7 +124,8 @@ class Engines:
         return self._answer_s(self.step_s(batch))
 
     def _answer_s(self, step_s: float) -> float:
-        return (self.answers.mean + 1) * step_s + self.dispatch_s + self.front_end_s + self.held_up_s
+        tokens = self.answers.mean + self.decode_step.step_tokens
+        return tokens * step_s + self.dispatch_s + self.front_end_s + self.held_up_s
 
     def open_over_slots(self, slots: float, *, with_tokens: bool = False) -> float:
         """Return open rollouts (``with_tokens``: only with a token) over rollouts with a slot, by full slots."""
@@ -138,7 +141,8 @@ class Engines:
         """Return how many of an engine's slots are decoding on average."""
         step_s = self.step_s(slots)
         at_front_end_s, answer_s = self._at_front_end_s(slots, step_s)
-        return slots * (1 - (step_s + self.dispatch_s + at_front_end_s) / answer_s)
+        missed_s = self.decode_step.step_tokens * step_s
+        return slots * (1 - (missed_s + self.dispatch_s + at_front_end_s) / answer_s)
 
     def sampling(self, slots: float) -> float:
         """Return how many of an engine's slots are not at its front end on average."""
@@ -257,7 +261,10 @@ def screen(
     """
     scheduler = config.scheduler
     capacity = math.inf if hardware.kv_cache_tokens is None else float(hardware.kv_cache_tokens)
-    slots = min(float(scheduler.generation_batch_size), capacity / answers.context)
+    drafted, refresh_s = 0, 0.0
+    if (speculation := config.speculation) is not None:
+        drafted, refresh_s = speculation.tokens, speculation.refresh_s / (speculation.refresh_every or 1)
+    slots = min(float(scheduler.generation_batch_size), capacity / (answers.context + drafted))
     engines = Engines(
         number=config.num_engines,
         slots=slots,
@@ -274,6 +281,7 @@ def screen(
         sequences=scheduler.train_batch_size,
         micro_batch=scheduler.micro_batch,
     )
+    training_s += refresh_s
     if answers.turns is not None:
         engines = _with_turns(engines, answers.turns, config, hardware, training_s)
     schedule, times = scheduler.schedule, _Times(scheduler, training_s, hardware, engines)
@@ -494,6 +502,19 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
 
 def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:
     return prefill_s(prefill, sequences=float(tokens > 0), tokens=tokens, squares=tokens**2)
+
+
+# ---------------------------------------------------------------------------- how often a drafter should be refreshed
+
+
+def refresh_interval(refresh_s: float, *, generation_s: float, slowdown: float) -> float:
+    """Return the optimizer steps between refreshes of a drafter for which a step is shortest, where both add to it.
+
+    r steps after a refresh generation is r ``slowdown`` longer (relative), so a step is generation_s slowdown (r - 1)/2
+    + refresh_s / r longer on average, least at sqrt(2 refresh_s / (generation_s slowdown)): the form of
+    ``daly_interval``. Infinite where acceptance does not fall. ``generation_s``: of a step with a fresh drafter (s).
+    """
+    return math.sqrt(2 * refresh_s / (generation_s * slowdown)) if slowdown else math.inf
 
 
 # -------------------------------------------------------------- how often a job that fails at random should checkpoint

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware, loading_s, training_cost
+from pipelinerl.hardware.costs import ResolvedHardware, decode_steps, loading_s, training_cost
 from pipelinerl.records.plan_report import NotTried, ScreenedColumns
 from pipelinerl.records.reports import Bottleneck
 from pipelinerl.records.step_ledger import BALANCED_SHARE
@@ -230,9 +230,10 @@ UPDATE, PAUSE, SWITCH = "weight update", "pause of an engine", "phase switch"
 
 
 def step_times(config: RunConfig, answers: LengthStatistics, hardware: ResolvedHardware) -> tuple[float, float]:
-    """Return the seconds of a decode step with full slots, and of the training of an optimizer step."""
+    """Return the seconds of a token of each sequence with full slots, and of the training of an optimizer step."""
     size, batch = config.cluster.tensor_parallel, config.scheduler.generation_batch_size
-    step = DecodeStep(hardware.decode, tensor_parallel=size, most=batch)
+    speculation = config.speculation_law
+    step = decode_steps(hardware.decode, tensor_parallel=size, most=batch, speculation=speculation)
     train_s = answers.training_s(
         training_cost(hardware.training, training_accelerators=config.training_accelerators),
         sequences=config.scheduler.train_batch_size,
@@ -244,7 +245,8 @@ def step_times(config: RunConfig, answers: LengthStatistics, hardware: ResolvedH
 def stages_of(space: SearchSpace, candidate: Candidate, screener: Screener) -> dict[str, float]:
     """Return the seconds that are charged for a candidate, by stage, at central values.
 
-    A decode step of full slots; training and log-probabilities of an optimizer step; a weight update until engines have
+    A decode step of full slots, over its tokens per sequence; training and log-probabilities of an optimizer step; a
+    weight update until engines have
     it, and their pause; both phase switches of an RL step.
     """
     config, answers = candidate.config, space.answers

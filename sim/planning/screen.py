@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.resolve import named_hardware, resolved_hardware, sequence_parallel_of
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware
+from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware, decode_steps
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.scheduler.kinds import ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics
@@ -163,7 +164,7 @@ class Screener:
         named = named_hardware(self._hardware)
         self._slots_keep_states = named is not None and named[1].state_bytes > 0  # each takes of the KV cache, then
         self._resolved: dict[tuple[int, int, bool, int | None, int], ResolvedHardware] = {}
-        self._decode_steps: dict[tuple[int, int], DecodeStep] = {}
+        self._decode_steps: dict[tuple[int, int, SpeculationConfig | None], DecodeStep] = {}
 
     def resolved(self, config: RunConfig) -> ResolvedHardware:
         """Return the hardware of a candidate in numbers; ConfigError if the model does not fit into its engines."""
@@ -181,9 +182,11 @@ class Screener:
         config, hardware = candidate.config, self.resolved(candidate.config)
         tensor_parallel = config.cluster.tensor_parallel
         most = 1 << (config.scheduler.generation_batch_size - 1).bit_length()
-        key = (tensor_parallel, most)
+        key = (tensor_parallel, most, config.speculation)
         if key not in self._decode_steps:
-            self._decode_steps[key] = DecodeStep(hardware.decode, tensor_parallel=tensor_parallel, most=most)
+            self._decode_steps[key] = decode_steps(
+                hardware.decode, tensor_parallel=tensor_parallel, most=most, speculation=config.speculation_law
+            )
         return Screened(candidate, screen(config, hardware, self._decode_steps[key], self.answers))
 
 

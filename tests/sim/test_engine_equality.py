@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from recorded_run import Recorded
 from step_by_step import StepByStepEngine
 
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import WeightUpdate
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
-from sim.interface import DecodeCost, EngineSettings, PrefillCost, Request
+from sim.interface import DecodeCost, Drafting, EngineSettings, PrefillCost, Request
 
 # --------------------------------------------------------------- the closed form equals single steps
 
@@ -211,6 +212,39 @@ def test_both_engines_report_the_same_at_the_same_tick(script):
     assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
 
 
+@st.composite
+def drafting_scripts(draw, **sizes):
+    """The same with drafts: caches hold a rollout and its drafts at least."""
+    script = draw(scripts(**sizes))
+    speculation = SpeculationConfig(
+        method="ngram",
+        tokens=draw(st.integers(1, 4)),
+        acceptance=draw(st.sampled_from([0.0, 0.3, 0.7, 1.0])),
+        decay=draw(st.sampled_from([1.0, 0.5])),
+        refresh_every=draw(st.none() | st.integers(1, 3)),
+        off_above=draw(st.none() | st.integers(1, 4)),
+    )
+    given = script.engine
+    decode = replace(given.decode, draft_context_ticks=given.decode.context_ticks * draw(st.integers(0, 2)))
+    capacity = given.kv_cache_tokens and given.kv_cache_tokens + speculation.tokens
+    drafting = Drafting(speculation, seed=draw(st.integers(0, 3)))
+    return replace(script, engine=replace(given, decode=decode, kv_cache_tokens=capacity, drafting=drafting))
+
+
+@pytest.mark.slow
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(script=drafting_scripts())
+def test_engines_that_draft_report_the_same_at_the_same_tick(script):
+    assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
+
+
+@pytest.mark.slow
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(script=drafting_scripts(unit=10**12 + 7, longest=60))
+def test_engines_that_draft_agree_over_longer_rollouts(script):
+    assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
+
+
 @pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(script=scripts(unit=10**15 + 7, longest=60))
@@ -290,6 +324,11 @@ TURNS = {
 TIES = {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 0.0, "step_s": 0.05}}
 """Every time a multiple of 10 ms, and no latency: engines and trainer do much at the same instant."""
 
+SPECULATION = {
+    "method": "eagle3", "tokens": 3, "acceptance": 0.7, "decay": 0.9, "refresh_every": 3, "refresh_s": 0.02,
+    "draft_cost": 0.05,
+}  # fmt: skip
+
 FIXED = {"prompt_tokens": 0, "length": {"kind": "fixed", "max": 12}}
 
 RUNS = {
@@ -366,6 +405,22 @@ RUNS = {
             "hardware": {"latency": {"request_s": 0.013, "report_s": 0.05}},
         }
         for kind in WeightUpdate
+    },
+    **{
+        f"{drafts}, {what}": {**tables, "engine": {"speculation": {**SPECULATION, **keys}}}
+        for drafts, keys in {"drafts": {}, "drafts, off above 3": {"off_above": 3}}.items()
+        for what, tables in {
+            "pipeline": {},
+            "conventional": {"scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 3}},
+            "recompute, preemption": {
+                "scheduler": {"weight_update": "recompute"},
+                "hardware": {"kv_cache_tokens": 90},
+            },
+            "turns, chunks": {
+                "environment": {**TURNS, "prefix_cache": "kept"},
+                "hardware": {"kv_cache_tokens": 200, "step_tokens": 16},
+            },
+        }.items()
     },
     "rollouts move to other engines": {
         "cluster": {"accelerators": 5, "generation_accelerators": 4},

@@ -33,6 +33,9 @@ class StepByStepEngine:
         self._running: list[Request] = []  # in order of admission
         self._waiting: list[Request] = []
         self._token_versions: dict[int, list[int]] = {}  # by rollout, the version that sampled each token
+        self._row = 1 if settings.drafting is None else settings.drafting.row_tokens  # tokens of a rollout in a step
+        self._joined_with: dict[int, int] = {}  # by rollout, the tokens it had when it joined the batch
+        self._steps: dict[int, int] = {}  # and its steps since
         self._idle: dict[int, int] = {}  # rollouts between two turns -> tokens they have in the KV cache
         self._chunked: Request | None = None  # whose prefill is under way, in chunks
         self._chunked_tokens = 0  # of it that are in the KV cache
@@ -113,8 +116,31 @@ class StepByStepEngine:
         """Add a token to every running rollout, unless the engine is paused or suspended."""
         self._count_time()
         if not self._pausing and self._suspended_since is None:
-            for request in self._running:
-                self._tokens(request).append(self.version)
+            gained = [(request, self._gained(request)) for request in self._running]
+            for request, tokens in gained:
+                self._tokens(request).extend([self.version] * tokens)
+
+    def _gained(self, request: Request) -> int:
+        """Return the tokens that the step gives a rollout: one, and drafted ones up to the first that is refused."""
+        drafting, number = self._settings.drafting, request.rollout_id
+        if drafting is None:
+            return 1
+        self._steps[number] += 1
+        left = request.length - len(self._tokens(request))
+        tokens = 1
+        if self._drafts():
+            chance = drafting.chances(number, self._joined_with[number], self._steps[number])[-1]
+            acceptance = drafting.acceptance_of(self.version)
+            while tokens < self._row and chance < acceptance**tokens:
+                tokens += 1
+        tokens = min(tokens, left)
+        drafting.count(1, tokens)
+        return tokens
+
+    def _drafts(self) -> bool:
+        """Whether rollouts of the batch draft in a step of so many."""
+        drafting = self._settings.drafting
+        return drafting is not None and (drafting.off_above is None or len(self._running) <= drafting.off_above)
 
     def _count_time(self) -> None:
         """Note how long the step that is under way has filled caches, which comes first, and decoded."""
@@ -193,7 +219,7 @@ class StepByStepEngine:
     def _admit(self) -> None:
         """Prefill in order of admission: started prompts, then waiting rollouts, first come first served."""
         most = self._settings.step_tokens
-        left = 2**62 if most is None else max(1, most - len(self._running))
+        left = 2**62 if most is None else max(1, most - self._row * len(self._running))
         if self._chunked is not None:
             left -= self._chunk(self._chunked, left)
         while self._chunked is None and self._waiting and self._fits(self._waiting[0]):
@@ -214,6 +240,7 @@ class StepByStepEngine:
                 self._settings.tokens.begin(request, self.version)
             self._chunked = None
             self._running.append(request)
+            self._joined_with[request.rollout_id], self._steps[request.rollout_id] = len(self._tokens(request)), 0
         return end - done
 
     def _drop_idle(self) -> None:
@@ -226,7 +253,7 @@ class StepByStepEngine:
         """Return whether a slot is free, and room for its tokens and one more step of everybody."""
         capacity = self._settings.kv_cache_tokens
         batch = len(self._running) + 1
-        room = capacity is None or self._context() + self._cached(request) + batch <= capacity
+        room = capacity is None or self._context() + self._cached(request) + self._row * batch <= capacity
         return room and batch <= self._num_slots
 
     # --------------------------------------------------------------------------------------- weights
@@ -277,7 +304,8 @@ class StepByStepEngine:
         if self._pausing:
             at = now + self._settings.pause_ticks
         elif not self._takes_up_at_once():
-            step_ticks = decode.batch_ticks[len(self._running)] + decode.context_ticks * self._context()
+            token_ticks = decode.context_ticks + (decode.draft_context_ticks if self._drafts() else 0)
+            step_ticks = decode.batch_ticks[len(self._running)] + token_ticks * self._context()
             at = now + self._prefill_ticks + step_ticks
             self._step = (now, self._prefill_ticks)
             self._prefill_ticks = 0
@@ -319,9 +347,9 @@ class StepByStepEngine:
         return sum(self._cached(request) for request in self._running)
 
     def _used(self) -> int:
-        """Return the tokens in the KV cache after the next step, room for chunked prefills included."""
-        held = 0 if self._chunked is None else self._cached(self._chunked) + 1
-        return self._context() + len(self._running) + held
+        """Return the tokens in the KV cache with the next step's, room for chunked prefills included."""
+        held = 0 if self._chunked is None else self._cached(self._chunked) + self._row
+        return self._context() + self._row * len(self._running) + held
 
     def _all(self) -> list[Request]:
         chunked = [] if self._chunked is None else [self._chunked]
