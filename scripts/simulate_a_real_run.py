@@ -13,9 +13,9 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.calibration.calibrate import calibrate_trace
+from pipelinerl.calibration.solve import HardwareFit
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
@@ -50,14 +50,16 @@ def write_lengths(trace: Trace, path: Path) -> None:
                 rows.writerows([first // size, min(tokens[one], longest)] for one in group)
 
 
-def simulated(folder: Path, table: dict[str, Any]) -> RunReport:
-    """Return the report of a run simulated with this table ``[hardware]`` and its own lengths."""
+def simulated(folder: Path, fit: HardwareFit) -> RunReport:
+    """Return the report of a run simulated with calibrated hardware and its own lengths."""
     trace = Trace(folder / TRACE_FILE)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "lengths.csv"
         write_lengths(trace, source)
         data = trace.config.model_dump(mode="json", exclude_none=True)
-        data["hardware"] = table
+        data["hardware"] = fit.table
+        if fit.acceptance is not None and "speculation" in data.get("engine", {}):
+            data["engine"]["speculation"]["acceptance"] = fit.acceptance
         length = {"kind": "empirical", "source": str(source), "max": trace.config.workload.length.max}
         data["workload"] = data["workload"] | {"length": length}
         return simulate(RunConfig.model_validate(data, strict=False))
@@ -65,14 +67,14 @@ def simulated(folder: Path, table: dict[str, Any]) -> RunReport:
 
 def main(folders: list[Path]) -> None:
     """Print the calibrated tables, and the comparison."""
-    tables = [calibrate_trace(folder).table for folder in folders]
-    for folder, table in zip(folders, tables, strict=True):
-        print(folder.name, json.dumps(table))
+    fits = [calibrate_trace(folder) for folder in folders]
+    for folder, fit in zip(folders, fits, strict=True):
+        print(folder.name, json.dumps(fit.table), fit.acceptance or "")
     print(f"| run | | measured | simulated | error | with the hardware of {folders[0].name} | error |")
     print("|---|---|---|---|---|---|---|")
-    for folder, table in zip(folders, tables, strict=True):
+    for folder, fit in zip(folders, fits, strict=True):
         real = RunReport.read(folder / SUMMARY_FILE)
-        own, carried = simulated(folder, table), simulated(folder, tables[0])
+        own, carried = simulated(folder, fit), simulated(folder, fits[0])
         for name, value, form in ROWS:
             cells = [f"{form.format(value(one))} | {_error(value(one), value(real), form)}" for one in (own, carried)]
             print(f"| {folder.name} | {name} | {form.format(value(real))} | {' | '.join(cells)} |")

@@ -258,6 +258,7 @@ class StepMetrics:
     def summary(self) -> RunMeasurements:
         """Return the parts of summary.json that only real runs have: means over optimizer steps, or over updates."""
         updates, num = self._updates, self._num_rollouts
+        decoded = sum(self._decode_steps.values(), DecodeSteps())
         ess, mismatch = self._ratio_means.summary()
         return RunMeasurements(
             updates=UpdateReport(
@@ -269,6 +270,7 @@ class StepMetrics:
             driver_s_per_rollout=self._driver_s / num if num else 0.0,
             driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),
             front_end_busy_s_per_rollout=self._busy_s_per_rollout(driver=False),
+            tokens_per_step=decoded.tokens / decoded.sequences if decoded.tokens != decoded.sequences else None,
             decode_steps=[some for _, some in sorted(self._decode_steps.items())] or None,
             ess=ess,
             mismatch=mismatch,

@@ -6,7 +6,7 @@ The result is the table ``[hardware]`` as a file, its errors and doubts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from pipelinerl.calibration.log import CalibratedLog, LoggedRun, simulated_step
 from pipelinerl.calibration.solve import Fit, HardwareFit, fixed_coefficients, rounded
 from pipelinerl.calibration.table import read_step_times
 from pipelinerl.calibration.trace import DecodeTimes, TraceTimes, TrainingTimes, read_times
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.run import RunConfig, load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK
-from pipelinerl.hardware.costs import HardwareConfig
+from pipelinerl.hardware.costs import HardwareConfig, acceptance_of
 from pipelinerl.hardware.transport import SHARE_METRIC
 from pipelinerl.records.reports import DecodeSteps, RunReport
 from pipelinerl.records.run_folder import METRICS_FILE, RUN_FILE, SUMMARY_FILE, TRACE_FILE
@@ -52,9 +53,15 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     run = times.config if run is None else run
     result = HardwareFit(run.hardware, fixed_coefficients(run))
     report = RunReport.read(source / SUMMARY_FILE) if (source / SUMMARY_FILE).is_file() else None
+    drafts = _drafts(times.config, report)
     if report is not None and report.decode_steps and times.config.environment is None:
         times.windows = _measured(report.decode_steps)
-    half_step_s = fit_decode(result, times, front_end_s=_front_end_s(report, times.config))
+        if drafts is not None:
+            times.windows = drafts.windows(times.windows)
+    elif drafts is not None and times.windows is not None:
+        times.windows = drafts.lives(times.windows)  # the trace knows the steps of an interval by a rollout's tokens
+    half_step_s = fit_decode(result, times, front_end_s=_front_end_s(report, times.config), drafts=drafts)
+    result.acceptance = None if drafts is None else rounded(drafts.acceptance)
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
     _take_waits(result, times, half_step_s)
@@ -95,15 +102,71 @@ def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:
     return max(report.front_end_busy_s_per_rollout, report.driver_busy_s_per_rollout * config.num_engines)
 
 
-def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | None = None) -> float:
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What steps of engines that draft gave, and cost: ``given`` has their law."""
+
+    given: SpeculationConfig
+    tokens_per_step: float
+    """Tokens of a sequence per step, mean over all steps."""
+    share: float
+    """Steps of sequences that drafted, over all."""
+
+    @property
+    def acceptance(self) -> float:
+        """That of the law, which gives the tokens of steps that drafted."""
+        return acceptance_of(1 + (self.tokens_per_step - 1) / self.share if self.share else 1.0, self.given.tokens)
+
+    def windows(self, times: DecodeTimes) -> DecodeTimes:
+        """Return stretches of steps with the sequences and steps that cost as much without drafts."""
+        limit = self.given.off_above
+        drafts = np.full(len(times.steps), limit is None) | (ratio(times.sequences, times.steps) <= (limit or 0))
+        return self._plain(times, drafts.astype(np.float64))
+
+    def lives(self, times: DecodeTimes) -> DecodeTimes:
+        """Return the same of stretches whose ``steps`` are tokens of a sequence."""
+        columns = {name: getattr(times, name) / self.tokens_per_step for name in ("steps", "sequences", "context")}
+        return self._plain(replace(times, **columns), np.array(self.share))
+
+    def _plain(self, times: DecodeTimes, share: FloatArray) -> DecodeTimes:
+        drafting = share * self.given.tokens * self.given.draft_cost
+        computed = 1 + share * self.given.tokens + drafting
+        steps, context = (some * (1 + drafting) for some in (times.steps, times.context))
+        return replace(times, steps=steps, context=context, sequences=times.sequences * computed)
+
+
+def _drafts(config: RunConfig, report: RunReport | None) -> Drafts | None:
+    """Return what a run with ``engine.speculation`` measured; ConfigError if it did not. None: it has none."""
+    given = config.speculation
+    if given is None:
+        return None
+    limit, steps = given.off_above, None if report is None else report.decode_steps
+    if report is None or (steps is None and (limit is not None or report.tokens_per_step is None)):
+        raise ConfigError("calibrate needs decode_steps in the summary.json of a run with engine.speculation, got none")
+    if steps is None:
+        return Drafts(given, report.tokens_per_step or 1.0, 1.0)
+    all_steps = sum(steps, DecodeSteps())
+    drafted = sum(one.sequences for one in steps if limit is None or one.sequences <= limit * one.steps)
+    return Drafts(given, all_steps.tokens / all_steps.sequences, drafted / all_steps.sequences)
+
+
+def fit_decode(
+    result: HardwareFit, times: TraceTimes, *, front_end_s: float | None = None, drafts: Drafts | None = None
+) -> float:
     """Fit decode step, prefill and latency; return half a decode step (s). ``front_end_s`` None: as in the run file."""
     size = float(times.config.cluster.tensor_parallel)
     request_s = result.given.latency.request_s if front_end_s is None else front_end_s
     always_full = not times.config.scheduler.schedule.has_rl_steps
 
+    def plain(stretches: DecodeTimes) -> DecodeTimes:
+        return stretches if drafts is None else drafts.lives(stretches)
+
+    def stretches_s(stretches: DecodeTimes) -> FloatArray:
+        return result.decode_s(plain(stretches), np.full(len(stretches.seconds), size))
+
     def step_s(batch: FloatArray, context: FloatArray) -> FloatArray:
-        one = DecodeTimes.of(steps=np.ones(len(batch)), sequences=batch, context=context, seconds=np.zeros(len(batch)))
-        return result.decode_s(one, np.full(len(batch), size))
+        ones = np.ones(len(batch))
+        return stretches_s(DecodeTimes.of(steps=ones, sequences=batch, context=context, seconds=np.zeros(len(batch))))
 
     if times.windows is not None:
         num_windows = len(times.windows.seconds)
@@ -114,7 +177,7 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
         way_s = 0.0
         for _ in range(4):
             lives = times.lives(max(0.0, way_s), step_s, request_s=request_s)
-            rest_s = lives.seconds - lives.front_end - result.decode_s(lives, np.full(len(lives.seconds), size))
+            rest_s = lives.seconds - lives.front_end - stretches_s(lives)
             # No delay exceeds the shortest life; without this limit, errors in the rest can grow from round to round.
             way_s = min(times.shortest_life_s, float(rest_s.sum() / lives.lives.sum()))
     else:
@@ -126,11 +189,12 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
                 result.table, result.parts = dict(table), []
                 data = f"{lives.lives.sum():.0f} lives of rollouts"
                 sizes = np.full(len(lives.seconds), size)
-                way_s = result.decode(lives, sizes, data, with_dispatch=True, always_full=always_full)
+                way_s = result.decode(plain(lives), sizes, data, with_dispatch=True, always_full=always_full)
                 speed = step_s
             if result.parts[-1].fit.mean_error < QUIET:
                 break
-    half_step_s = float(result.decode_s(lives, np.full(len(lives.seconds), size)).sum() / lives.steps.sum()) / 2
+    num_steps = lives.steps.sum() / (1.0 if drafts is None else drafts.tokens_per_step)
+    half_step_s = float(stretches_s(lives).sum() / num_steps) / 2
     _take_way(result, times, way_s, half_step_s, request_s)
     return half_step_s
 
@@ -251,7 +315,10 @@ def hardware_toml(result: HardwareFit, source: str) -> str:
         lines.append(f"# {part.what}: fitted to {part.data}; {error_text(part.fit)}")
         lines += [f"#   {name} is not determined: {reason}" for name, reason in part.fit.undetermined.items()]
     lines += [f"# {note}" for note in result.notes]
-    return "\n".join(lines) + "\n\n" + tomli_w.dumps({"hardware": result.table})
+    tables: dict[str, Any] = {"hardware": result.table}
+    if result.acceptance is not None:
+        tables["engine"] = {"speculation": {"acceptance": result.acceptance}}
+    return "\n".join(lines) + "\n\n" + tomli_w.dumps(tables)
 
 
 def write_hardware(out: Path, text: str, *, run: str | None = None) -> None:
@@ -308,4 +375,5 @@ def doubts(result: HardwareFit) -> list[str]:
 def as_json(result: HardwareFit) -> dict[str, Any]:
     """Return plain values: table, fits, notes, warnings."""
     fits = [{"what": part.what, "data": part.data, **asdict(part.fit)} for part in result.parts]
-    return {"hardware": result.table, "fits": fits, "notes": result.notes, "warnings": doubts(result)}
+    found = {} if result.acceptance is None else {"acceptance": result.acceptance}
+    return {"hardware": result.table, **found, "fits": fits, "notes": result.notes, "warnings": doubts(result)}

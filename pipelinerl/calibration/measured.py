@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_table, calibrate_trace, doubts
 from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
-from pipelinerl.config.run import RunConfig, load_run, read_hardware
+from pipelinerl.config.engine import EngineConfig
+from pipelinerl.config.run import RunConfig, load_run, measured_acceptance, read_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
@@ -72,7 +73,8 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
             "--measured must be a folder of `measure` or `train --check`, a step_times.csv, or a hardware.toml, got "
             f"{source}"
         )
-    return _with_hardware(config, read_hardware(file, "--measured"), file), measured
+    config = _with_hardware(config, read_hardware(file, "--measured"), file)
+    return _with_acceptance(config, measured_acceptance(file, "--measured")), measured
 
 
 def _of_an_engine(table: Mapping[str, Any], config: RunConfig, folder: Path) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
         arms[run.colocated] = WeightTransferConfig.model_validate(weights)
     if not run.colocated:
         table.pop("switch", None)
-    config = _with_hardware(config, table, source)
+    config = _with_acceptance(_with_hardware(config, table, source), result.acceptance)
     measured = replace(measured, weights=arms, doubts=(*measured.doubts, *doubts(result)))
     length, rows = config.workload.length, read_steps(source / STEPS_FILE)
     all_finish = run.colocated and not run.scheduler.schedule.carries_over
@@ -118,6 +120,13 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
         workload = config.workload.model_copy(update={"length": length})
         return config.model_copy(update={"workload": workload}), replace(measured, answers=True)
     return config, measured
+
+
+def _with_acceptance(config: RunConfig, acceptance: float | None) -> RunConfig:
+    if acceptance is None or config.speculation is None:
+        return config
+    speculation = config.speculation.model_copy(update={"acceptance": acceptance})
+    return config.model_copy(update={"engine": EngineConfig(speculation=speculation)})
 
 
 def _with_hardware(config: RunConfig, table: Mapping[str, Any], source: Path) -> RunConfig:

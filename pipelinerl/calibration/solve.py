@@ -346,6 +346,7 @@ class HardwareFit:
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self.factors: dict[str, float] = {}
+        self.acceptance: float | None = None  # engine.speculation.acceptance; None: engines did not draft
         self.named: tuple[Gpu, LanguageModel] | None = named_hardware(hardware)
         if self.named is not None:
             self._values = coefficients(hardware.level, {**self._trainer, **hardware.named_coefficients})

@@ -465,11 +465,6 @@ class RunConfig(StrictModel):
         return self.scheduler.schedule.colocated
 
     @property
-    def speculation(self) -> SpeculationConfig | None:
-        """Speculative decoding; None: a token per sequence and step."""
-        return None if self.engine is None else self.engine.speculation
-
-    @property
     def speculation_law(self) -> Speculation | None:
         """The same, as the formulas of steps read it; ConfigError without an acceptance."""
         return None if self.speculation is None else self.speculation.law(self.optimizer_steps)
@@ -715,6 +710,11 @@ def read_hardware(path: Path, option: str) -> dict[str, Any]:
     return table
 
 
+def measured_acceptance(path: Path, option: str) -> Any:
+    """Return the acceptance of drafted tokens that `calibrate` has written into a file; None: it has none."""
+    return flat(read_toml(path, option)).get("engine.speculation.acceptance")
+
+
 def completed(
     tables: Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -727,8 +727,13 @@ def completed(
 
     Raises ConfigError as ``with_overrides`` and ``read_hardware``, or if a path has a zero byte.
     """
-    replaced = {} if hardware is None else {"hardware": read_hardware(hardware, "--hardware")}
-    data = with_overrides({**tables, **({} if seed is None else {"seed": seed}), **replaced}, overrides)
+    data = dict(tables) if seed is None else {**tables, "seed": seed}
+    if hardware is not None:
+        data["hardware"] = read_hardware(hardware, "--hardware")
+        measured, engine = measured_acceptance(hardware, "--hardware"), data.get("engine")
+        if measured is not None and isinstance(engine, dict) and isinstance(given := engine.get("speculation"), dict):
+            data["engine"] = {**engine, "speculation": {**given, "acceptance": measured}}
+    data = with_overrides(data, overrides)
     make_paths_absolute(data, folder)
     return data
 

@@ -396,6 +396,15 @@ def tokens_per_step(acceptance: float, drafted: int) -> float:
     return sum(acceptance**accepted for accepted in range(drafted + 1))
 
 
+def acceptance_of(tokens: float, drafted: int) -> float:
+    """Return the acceptance that gives so many ``tokens_per_step``, at least 0 and at most 1."""
+    low, high = 0.0, 1.0
+    for _ in range(53):  # halved to the last bit
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_step(middle, drafted) < tokens else (low, middle)
+    return low
+
+
 def batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> FloatArray:
     """Return the seconds of decode steps without their context, by sequences in each, any shape.
 

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from calibrated import CONVENTIONAL, NAMED, RUN, decode_s, numbers_of, run_of, traced, undetermined
 
-from pipelinerl.calibration.calibrate import calibrate_trace, fit_decode
+from pipelinerl.calibration.calibrate import Drafts, calibrate_trace, fit_decode, hardware_toml
+from pipelinerl.calibration.measured import merged as with_measured
 from pipelinerl.calibration.solve import HardwareFit, fixed_coefficients
 from pipelinerl.calibration.trace import DecodeTimes, EngineLog, Life, read_times
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.resolve import resolved_hardware
-from pipelinerl.config.run import RunConfig, load_run
+from pipelinerl.config.run import RunConfig, dump_run, load_run
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.costs import AffineDecode
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.trace import Trace, TraceWriter
 from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, TurnFinished, VersionSpans
@@ -35,6 +38,45 @@ def test_a_simulated_trace_gives_back_the_hardware_it_was_made_with(pipeline_fol
     assert result.table["latency"]["reward_s"] == pytest.approx(0.3)
     assert result.table["latency"]["dispatch_s"] == pytest.approx(0.05, abs=0.01)  # a step lasts 0.03 s
     assert not undetermined(result)
+
+
+def test_a_trace_of_engines_that_draft_gives_back_hardware_and_acceptance(tmp_path: Path) -> None:
+    """Lives of rollouts have tokens, which chance spreads over steps: costs come back to 3 %, the mean to 1 %."""
+    draft = {"speculation": {"method": "eagle3", "tokens": 3, "acceptance": 0.6, "draft_cost": 0.1}}
+    base = {**RUN, "engine": draft}
+    result = calibrate_trace(traced(tmp_path / "run", run_of(base)), run_of(base, BLANK))
+    assert result.acceptance == pytest.approx(0.6, abs=0.01)
+    found = AffineDecode.model_validate(result.table["decode"])
+    true = AffineDecode.model_validate(RUN["hardware"]["decode"])
+    assert decode_s(found, 1, 24, 8000) == pytest.approx(decode_s(true, 1, 24, 8000), rel=0.03)
+    (tmp_path / "hardware.toml").write_text(hardware_toml(result, "run"))
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(dump_run(run_of(base)))
+    read = load_run(run_file, [], hardware=tmp_path / "hardware.toml")
+    assert read.speculation is not None
+    assert read.speculation.acceptance == result.acceptance
+    merged, _ = with_measured(run_of(base), [tmp_path / "hardware.toml"])
+    assert merged.speculation is not None
+    assert merged.speculation.acceptance == result.acceptance
+
+
+def test_windows_of_steps_count_drafted_tokens_where_steps_drafted() -> None:
+    """Two bins of steps: 4 sequences with k = 2 drafts each, and 8 without, above the limit."""
+    given = SpeculationConfig(method="eagle", tokens=2, off_above=4, draft_cost=0.5)
+    drafts = Drafts(given, tokens_per_step=1.5, share=1 / 3)
+    some = DecodeTimes.of(
+        steps=np.array([10.0, 5.0]),
+        sequences=np.array([40.0, 40.0]),
+        context=np.array([100.0, 100.0]),
+        seconds=np.ones(2),
+    )
+    plain = drafts.windows(some)
+    # A step verifies three tokens a sequence, and has drafted two at half of a plain step's cost each.
+    assert plain.steps.tolist() == [10 * 2.0, 5.0]
+    assert plain.sequences.tolist() == [40 * (3 + 1.0), 40.0]
+    assert plain.context.tolist() == [200.0, 100.0]
+    # The third that drafted got 1 + 0.5 * 3 tokens a step: 1 + a + a^2 = 2.5.
+    assert drafts.acceptance == pytest.approx((7**0.5 - 1) / 2)
 
 
 TURNS: dict[str, Any] = {
