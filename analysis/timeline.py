@@ -188,7 +188,7 @@ class Timeline:
                 self._mark(SANDBOXES, self._sandboxes, rollout_id, now_s, fault.value)
             case events.RolloutPreempted(rollout_id=rollout_id, engine=engine):
                 self._mark(FIRST_ENGINE + engine, self._engines[engine], rollout_id, now_s, "preempted")
-            case events.StepsRaised():
+            case events.StepsRaised() | events.KVCacheUsed():
                 pass
             case events.RolloutFinished(rollout_id=rollout_id, spans=spans, reward=reward):
                 self.counts.rollouts_finished += now_s >= self._begin_s

@@ -148,6 +148,9 @@ class Generated:
     """Of the engine, since its answer before. None: not known."""
     seconds: EngineSeconds | None = None
     """Of this request on the engine. None: not known."""
+    kv_cache_share: float | None = None
+    """Of the engine's KV cache that requests in progress use, 1 if one was preempted since its answer before. None: not
+    asked for."""
     routed_NLK: NDArray[np.integer] | None = None
     """The K experts that each token of prompt and answer was routed to in each of L layers, by index; not of the last
     token. None: not asked for."""

@@ -242,6 +242,7 @@ def _make_vllm(config: RunConfig, engine_id: int, place: Place) -> Engine:
         colocated=config.colocated,
         cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
         request_times=environment is not None,
+        kv_cache_use=config.scheduler.admission is not None,
         cpu_cores=cores_of(engine_id, each) if train.device == "cpu" else None,
         log_file=None if place.logs is None else str(place.logs / f"engine-{engine_id}.log"),
         start_timeout_s=train.engine.start_timeout_s,

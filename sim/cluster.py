@@ -48,6 +48,7 @@ from pipelinerl.scheduler.events import (
     DiscardRollouts,
     EngineSeconds,
     Event,
+    KVCacheUsed,
     OpenEnvironment,
     PublishWeights,
     RolloutAborted,
@@ -120,11 +121,11 @@ class FrontEnd:
         latency: LatencyConfig,
     ) -> None:
         self._clock, self._host, self._engine_id = clock, host, engine_id
-        self._engine = engine = make(clock, self, engine_id, settings)
-        self.abort, self.update, self.suspend = engine.abort, engine.update, engine.suspend
-        self.disturb = engine.disturb
         self.rollout_aborted, self.rollout_preempted = host.rollout_aborted, host.rollout_preempted
         self.weights_loaded = host.weights_loaded
+        self._engine = engine = make(clock, self, engine_id, settings)
+        self.abort, self.update, self.suspend = engine.abort, engine.update, engine.suspend
+        self.disturb, self.kv_cache_share = engine.disturb, engine.kv_cache_share
         self._request_ticks, self._report_ticks = to_ticks(latency.request_s), to_ticks(latency.report_s)
         self._free = 0  # tick from which it takes the next request
         self._reports: dict[int, tuple[Request, VersionSpans]] = {}  # on their way, by rollout
@@ -156,6 +157,39 @@ class FrontEnd:
     def _arrived(self, wake: Wake) -> None:
         if wake.tag in self._reports:  # else the engine has ended
             self._host.rollout_finished(self._engine_id, *self._reports.pop(wake.tag))
+
+
+class RoomMeter:
+    """An engine whose KV cache is looked at whenever a request ends (mutable)."""
+
+    def __init__(
+        self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings, *, make: EngineFactory
+    ) -> None:
+        self._host, self._engine = host, make(clock, self, engine_id, settings)
+        self.submit, self.abort, self.end = self._engine.submit, self._engine.abort, self._engine.end
+        self.update, self.suspend, self.disturb = self._engine.update, self._engine.suspend, self._engine.disturb
+        self.rollout_aborted, self.weights_loaded = host.rollout_aborted, host.weights_loaded
+        self._share, self._preempted = 0.0, False
+
+    @property
+    def version(self) -> int:
+        """Version that the engine samples with."""
+        return self._engine.version
+
+    def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
+        """Report a finished rollout, with the KV cache as it leaves it."""
+        self._share = self._engine.kv_cache_share()
+        self._host.rollout_finished(engine, request, spans)
+
+    def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
+        """Report a rollout that will be prefilled again."""
+        self._preempted = True
+        self._host.rollout_preempted(engine, rollout_id, num_tokens)
+
+    def kv_cache_share(self) -> float:
+        """Return the share in use when a request ended last; 1 if one was preempted since the last call."""
+        share, self._preempted = 1.0 if self._preempted else self._share, False
+        return share
 
 
 class GroupCache:
@@ -218,12 +252,13 @@ class SimulatedCluster:
         self._start_rollout: Callable[[StartRollout], None] = self._start_answer
         if config.environment is not None:
             self.rollout_finished, self._start_rollout = self._turn_finished, self._start_turn
+        if config.scheduler.admission is not None:
+            self.rollout_finished = partial(self._finished_beside_room, self.rollout_finished)
         self._scheduler: Scheduler = new_scheduler(config)
         self._stall_watch = StallWatch(warn)
         self._drafting = None if config.speculation is None else Drafting(config.speculation, seed=config.seed)
         settings = self._engine_settings(config, hardware)
-        if hardware.latency.request_s or hardware.latency.report_s:
-            engine_factory = partial(FrontEnd, make=engine_factory, latency=hardware.latency)
+        engine_factory = _with_its_surroundings(engine_factory, config, hardware)
         self._publish_ticks, self._transfer_ticks = _weight_ticks(hardware, colocated=config.colocated)
         self._engines: dict[int, SimulatedEngine] = {}  # by engine id
         self._fleet = self._make_engines(partial(engine_factory, self._clock, self), settings)
@@ -417,6 +452,17 @@ class SimulatedCluster:
             self._forget(rollout_id)
         self.deliver(RolloutAborted(rollout_id, engine, request.spans, self._take_seconds(request)))
 
+    def _finished_beside_room(
+        self,
+        finished: Callable[[int, Request, VersionSpans], None],
+        engine: int,
+        request: Request,
+        spans: VersionSpans,
+    ) -> None:
+        """Report the room in a KV cache, then that a rollout or turn has finished."""
+        self.deliver(KVCacheUsed(engine, self._engines[engine].kv_cache_share()))
+        finished(engine, request, spans)
+
     def _take_seconds(self, request: Request) -> EngineSeconds | None:
         """Return the seconds of a request on its engine, by use; None where rollouts have one turn."""
         return None if self._environments is None else request.take_seconds()
@@ -596,6 +642,16 @@ class SimulatedCluster:
 
     def _after(self, ticks: int, call: Callable[[Wake], None]) -> None:
         Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, call)
+
+
+def _with_its_surroundings(make: EngineFactory, config: RunConfig, hardware: ResolvedHardware) -> EngineFactory:
+    if config.scheduler.admission is not None:
+        if hardware.kv_cache_tokens is None:
+            raise ConfigError("scheduler.admission needs hardware.kv_cache_tokens, or hardware.gpu and hardware.model")
+        make = partial(RoomMeter, make=make)
+    if hardware.latency.request_s or hardware.latency.report_s:
+        make = partial(FrontEnd, make=make, latency=hardware.latency)
+    return make
 
 
 def _trainer_faults(config: RunConfig) -> TrainerFaults | None:

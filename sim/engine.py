@@ -754,6 +754,11 @@ class ClosedFormEngine:
         self._suspend_at = self._clock.now
         self._plan_call(self._clock.now)
 
+    def kv_cache_share(self) -> float:
+        """Return the share of the KV cache that requests in progress had at the last boundary."""
+        held, batch = self._chunked.held_tokens, self._batch
+        return (batch.context_tokens + held) / (batch.capacity + held)
+
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         self._undo_join()

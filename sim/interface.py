@@ -311,5 +311,8 @@ class SimulatedEngine(Protocol):
     def disturb(self, still_ticks: int, settings: EngineSettings) -> None:
         """Stand still for so many ticks, then decode and prefill at the costs of ``settings``."""
 
+    def kv_cache_share(self) -> float:
+        """Return the share of the KV cache that requests in progress had at the last boundary."""
+
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""

@@ -60,6 +60,7 @@ from pipelinerl.scheduler.events import (
     EnvironmentFailed,
     EnvironmentFault,
     Event,
+    KVCacheUsed,
     ObservationReady,
     OpenEnvironment,
     PublishWeights,
@@ -280,6 +281,8 @@ class EventLoop:
         data.extend(generated)
         state.metrics.answered(handle.place, generated.front_end_s)
         state.metrics.decoded(generated.decode_steps)
+        if generated.kv_cache_share is not None:
+            self._deliver(KVCacheUsed(command.engine, generated.kv_cache_share))
         seconds = None if self._turns is None else generated.seconds
         if generated.aborted:
             self._aborted(rollout_id, command.engine, seconds)

@@ -58,6 +58,8 @@ class VLLMSettings:
     """On CPU: leave parameters as they are loaded, as on a GPU, to try direct copies. Decode is 2 to 3 times slower."""
     request_times: bool = False
     """Whether answers carry their prefill and decode times; costs the front end some 5 us a token."""
+    kv_cache_use: bool = False
+    """Whether answers carry how full the KV cache is."""
     cpu_cores: str | None = None
     """Of the workers, such as ``0`` or ``0-3``; of several one after the other, such as ``0|1``. None: vLLM chooses."""
     log_file: str | None = None

@@ -253,6 +253,21 @@ def find_schedule(name: str, *, key: str) -> ScheduleKind:
     return named_value(name, {kind.name: kind for kind in KINDS}, ScheduleKind, key=key)
 
 
+class AdmissionConfig(StrictModel):
+    """A limit on the sequences in progress that follows the room in KV caches; at most ``generation_batch_size``."""
+
+    soft: float = Field(default=0.8, gt=0, lt=1)
+    """Share of a KV cache that the limit aims at (no unit)."""
+    hard: float = Field(default=0.9, gt=0, le=1)
+    """Share from which on nothing starts until something has ended (no unit)."""
+
+    @model_validator(mode="after")
+    def _soft_is_below_hard(self) -> Self:
+        if self.soft > self.hard:
+            raise ValueError(f"soft must be at most hard={self.hard:g}, got {self.soft:g}")
+        return self
+
+
 class SchedulerConfig(StrictModel):
     """Settings of the scheduler; no hardware, no paths."""
 
@@ -281,6 +296,8 @@ class SchedulerConfig(StrictModel):
     """Finished rollouts that may wait (sequences). None: 2 B."""
     on_full: OnFull = Field(default=OnFull.WAIT, strict=False)
     """What happens when the ready queue is full."""
+    admission: AdmissionConfig | None = None
+    """Sequences in progress by the room in KV caches. None: always ``generation_batch_size``."""
     filter_no_signal: bool = False
     """Discard groups of equal rewards."""
     discard_limit: Count | None = None

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import NotRequired, Protocol, TypedDict, Unpack, assert_never
 
 from pipelinerl.errors import SchedulerError
+from pipelinerl.scheduler.admission import AdmissionControl, AdmissionSettings
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
@@ -21,6 +22,7 @@ from pipelinerl.scheduler.events import (
     EngineLeft,
     EnvironmentFailed,
     Event,
+    KVCacheUsed,
     ObservationReady,
     OnFull,
     OnStale,
@@ -86,6 +88,10 @@ class SchedulerSettings(Protocol):
     @property
     def on_full(self) -> OnFull:
         """What happens when the ready queue is full."""
+
+    @property
+    def admission(self) -> AdmissionSettings | None:
+        """How many slots are given. None: all."""
 
     @property
     def filter_no_signal(self) -> bool:
@@ -158,6 +164,12 @@ class Scheduler(ABC):
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
         contexts = EngineContexts(num_engines, kv_cache_tokens) if self.environments and kv_cache_tokens != 0 else None
         self._pool = RolloutPool(slots, group_size=self.group_size, contexts=contexts)
+        self._admission: AdmissionControl | None = None
+        if settings.admission is not None:
+            slots_per_engine = settings.generation_batch_size
+            self._admission = AdmissionControl(
+                settings.admission, range(num_engines), slots_per_engine=slots_per_engine
+            )
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine, not leaving, has reported
         self.joining: set[int] = set()
         self.newest_engine = num_engines - 1
@@ -247,14 +259,12 @@ class Scheduler(ABC):
                     self._engines_changed(event)
                 case RolloutAborted():
                     self._pool.abort(event.rollout_id, event.engine, event.spans)
-                case RolloutPreempted():
-                    if not self._pool.is_on(event.rollout_id, event.engine):
+                case RolloutPreempted() | EnvironmentFailed():
+                    if not self._pool.can_have(event):
                         raise self._impossible(event)
                     return ()
-                case EnvironmentFailed():
-                    if not self._pool.is_acting(event.rollout_id):
-                        raise self._impossible(event)
-                    return ()
+                case KVCacheUsed():
+                    self._report_kv_cache(event)
                 case RolloutFailed():
                     failed = self._pool.fail(event.rollout_id, event.engine)
                     if failed is not None:
@@ -430,6 +440,8 @@ class Scheduler(ABC):
             self.newest_engine = engine
             self._loaded[engine] = event.version
             pool.join(engine)
+            if self._admission is not None:
+                pool.slots.limit(engine, self._admission.join(engine))
             if event.version < self.published:
                 self.joining.add(engine)
             else:
@@ -440,6 +452,8 @@ class Scheduler(ABC):
             if version is None:
                 raise self._impossible(event)
             pool.stop_taking(engine)
+            if self._admission is not None:
+                self._admission.leave(engine)
             self._loads_no_more(engine, version)
         else:
             if engine not in pool.leaving or pool.slots.num_used(engine):
@@ -448,8 +462,20 @@ class Scheduler(ABC):
         self._count_room()
 
     def _count_room(self) -> None:
-        num_slots = len(self._loaded) * self.settings.generation_batch_size
+        if self._admission is None:
+            num_slots = len(self._loaded) * self.settings.generation_batch_size
+        else:
+            num_slots = sum(self._admission.limits.values())
         self.room = max(num_slots, self.environments or 0) + self.settings.ready_queue_limit
+
+    def _report_kv_cache(self, event: KVCacheUsed) -> None:
+        """Set the limit of an engine anew; one of its sequences has ended, and is not yet reported."""
+        engine, slots = event.engine, self._pool.slots
+        if self._admission is None or engine not in slots or not slots.num_used(engine):
+            raise self._impossible(event)
+        if engine in self._loaded:
+            slots.limit(engine, self._admission.reported(engine, event.share, slots.num_used(engine) - 1))
+            self._count_room()
 
     def _loads_no_more(self, engine: int, version: int) -> None:
         """Record that an engine that had a version has loaded, or never will."""

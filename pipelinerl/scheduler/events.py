@@ -246,6 +246,15 @@ class RolloutPreempted:
 
 
 @value
+class KVCacheUsed:
+    """An engine's KV cache, just before a rollout or turn that has ended is reported; with ``scheduler.admission``."""
+
+    engine: int
+    share: float
+    """That sequences in progress use; 1 if one was preempted since the last report (no unit)."""
+
+
+@value
 class RolloutFailed:
     """A rollout will never be scored: generation, environment, reward or preprocessing raised."""
 
@@ -322,6 +331,7 @@ Event = (
     | RolloutScored
     | RolloutAborted
     | RolloutPreempted
+    | KVCacheUsed
     | RolloutFailed
     | StepsRaised
     | TrainingFinished

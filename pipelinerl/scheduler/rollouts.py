@@ -33,7 +33,9 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
     DiscardRollouts,
+    EnvironmentFailed,
     OpenEnvironment,
+    RolloutPreempted,
     StartRollout,
     VersionSpans,
 )
@@ -483,15 +485,13 @@ class RolloutPool:
         first = group.group_id * self.group_size
         return list(range(first, first + self.group_size))
 
-    def is_on(self, rollout_id: int, engine: int) -> bool:
-        """Return whether a rollout is in progress on an engine."""
-        group_id, member = divmod(rollout_id, self.group_size)
+    def can_have(self, event: RolloutPreempted | EnvironmentFailed) -> bool:
+        """Return whether a rollout is in progress on the engine that preempted it, or its environment acts."""
+        if isinstance(event, EnvironmentFailed):
+            return event.rollout_id in self._acting
+        group_id, member = divmod(event.rollout_id, self.group_size)
         group = self.groups.get(group_id)
-        return group is not None and group.engines[member] == engine >= 0
-
-    def is_acting(self, rollout_id: int) -> bool:
-        """Return whether the environment of a rollout acts."""
-        return rollout_id in self._acting
+        return group is not None and group.engines[member] == event.engine >= 0
 
     def oldest(self, group: RolloutGroup) -> int:
         """Return the oldest version of a group's tokens: a bound until all its rollouts are reported."""

@@ -1,10 +1,11 @@
 """The slots of all engines: which engine has most of them free.
 
 Theory of operation. Each engine has the same number of slots. A rollout takes a slot of the engine with most free
-ones; of equals, of the one with the lowest id. An engine that is *held* gives none until it is released. This is
-asked twice per rollout, so it is answered in O(log engines) with one number per engine, its *load*:
+ones; of equals, of the one with the lowest id. An engine that is *held* gives none until it is released, and one with
+a *limit* withholds the rest of its slots. This is asked twice per rollout, so it is answered in O(log engines) with one
+number per engine, its *load*:
 
-    load = slots in use * ID_LIMIT + id,  and + slots per engine * ID_LIMIT while the engine is held
+    load = (slots in use + withheld) * ID_LIMIT + id,  and + slots per engine * ID_LIMIT while the engine is held
 
 The least load is that of the engine asked for, and an engine has a free slot if its load is below
 ``slots per engine * ID_LIMIT``. A heap holds the loads below that. An entry that is no longer the load of its engine is
@@ -38,6 +39,7 @@ class EngineSlots:
         self._heap_limit = 8 * len(self._loads)
         self._last_freed = NO_LOAD  # not yet in the heap, unless that was made anew
         self._held: set[int] = set()
+        self._withheld: dict[int, int] = {}  # slots, by engine with a limit
         self.num_free = slots_per_engine * len(self._loads)  # of engines that are not held
 
     def take(self) -> int:
@@ -98,6 +100,19 @@ class EngineSlots:
             if load < self._full:
                 self._push(load)
 
+    def limit(self, engine: int, most: int) -> None:
+        """Have an engine give at most so many slots; those in use beyond stay in use until they are freed."""
+        more = self._slots_per_engine - most - self._withheld.get(engine, 0)
+        if not more:
+            return
+        before = 0 if self.is_held(engine) else self._num_free_on(engine)
+        self._withheld[engine] = self._slots_per_engine - most
+        self._loads[engine] = load = self._loads[engine] + more * ID_LIMIT
+        if not self.is_held(engine):
+            self.num_free += self._num_free_on(engine) - before
+            if load < self._full:
+                self._push(load)
+
     def is_held(self, engine: int) -> bool:
         """Return whether the slots of an engine are withheld."""
         return engine in self._held
@@ -115,14 +130,16 @@ class EngineSlots:
         """Remove an engine that is held and has no slot in use. O(engines)."""
         self._held.remove(engine)
         del self._loads[engine]
+        self._withheld.pop(engine, None)
         self._make_heap()
 
     def num_used(self, engine: int) -> int:
         """Return the slots in use of an engine (count)."""
-        return self._loads[engine] // ID_LIMIT - self._slots_per_engine * self.is_held(engine)
+        num_not_given = self._slots_per_engine * self.is_held(engine) + self._withheld.get(engine, 0)
+        return self._loads[engine] // ID_LIMIT - num_not_given
 
     def _num_free_on(self, engine: int) -> int:
-        return self._slots_per_engine - self._loads[engine] // ID_LIMIT
+        return max(0, self._slots_per_engine - self._loads[engine] // ID_LIMIT)
 
     def _push(self, load: int) -> None:
         heappush(self._heap, load)

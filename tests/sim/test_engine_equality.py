@@ -422,6 +422,24 @@ RUNS = {
             },
         }.items()
     },
+    **{
+        f"admission, {what}": {
+            "scheduler": {"admission": {"soft": 0.6, "hard": 0.8}, "generation_batch_size": 12},
+            "hardware": {"kv_cache_tokens": 90},
+            **tables,
+        }
+        for what, tables in {
+            "pipeline": {},
+            "turns, chunks": {
+                "environment": {**TURNS, "prefix_cache": "kept"},
+                "hardware": {"kv_cache_tokens": 200, "step_tokens": 16},
+            },
+            "drafts, front end": {
+                "engine": {"speculation": SPECULATION},
+                "hardware": {"kv_cache_tokens": 120, "latency": {"request_s": 0.013, "report_s": 0.05}},
+            },
+        }.items()
+    },
     "rollouts move to other engines": {
         "cluster": {"accelerators": 5, "generation_accelerators": 4},
         "scheduler": {"train_batch_size": 2, "generation_batch_size": 1, "weight_update": "abort"},

@@ -81,6 +81,11 @@ class StepByStepEngine:
         self._calls.append((self._clock.now, partial(self._disturb, still_ticks, settings)))
         self._wake_if_idle()
 
+    def kv_cache_share(self) -> float:
+        """Return the share of the KV cache that requests in progress have."""
+        held = 0 if self._chunked is None else self._cached(self._chunked) + self._row
+        return (sum(map(self._cached, self._running)) + held) / self._settings.kv_cache_tokens
+
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         if self._next_boundary is not None and self._next_boundary[0] == self._clock.now:
@@ -156,8 +161,9 @@ class StepByStepEngine:
             self._chunked.prefill_ticks += ticks
 
     def _report_finished(self) -> None:
-        for request in [one for one in self._running if len(self._tokens(one)) == one.length]:
-            self._running.remove(request)
+        finished = [one for one in self._running if len(self._tokens(one)) == one.length]
+        self._running = [one for one in self._running if one not in finished]
+        for request in finished:
             spans = self._spans(request)
             if request.goes_on and self._settings.prefix_cache is not PrefixCaching.OFF:
                 self._idle.pop(request.rollout_id, None)

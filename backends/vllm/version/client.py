@@ -151,27 +151,55 @@ def start_client(settings: VLLMSettings, adapter_folder: str | None = None) -> C
         raise ConfigError(f"{error.name} is not installed: {install(f'train-{settings.device}')}") from error
     transfer = WeightTransferConfig(backend=RECEIVER)
     arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
-    loggers = [no_logger()] if settings.request_times else None
+    meter = KVCacheMeter() if settings.kv_cache_use else None
+    loggers = [silent_logger(meter)] if settings.request_times or meter is not None else None
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
     return Client(
-        llm, adapter_folder, stream_tokens=settings.stream_tokens, speculates=settings.speculation is not None
+        llm,
+        adapter_folder,
+        meter=meter,
+        stream_tokens=settings.stream_tokens,
+        speculates=settings.speculation is not None,
     )
 
 
-def no_logger() -> Any:
-    """Return a silent logger for Prometheus', which cannot be disabled: vLLM keeps request times if one logs."""
+class KVCacheMeter:
+    """The room in a KV cache by vLLM's statistics of each step, until ``take`` (mutable)."""
+
+    def __init__(self) -> None:
+        self._share, self._preempted = 0.0, False
+
+    def note(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """Note a step; either may be None."""
+        if scheduler_stats is not None:
+            self._share = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None and iteration_stats.num_preempted_reqs:
+            self._preempted = True
+
+    def take(self) -> float:
+        """Return the share in use after the last step, 1 if a sequence was preempted since the last call."""
+        share, self._preempted = 1.0 if self._preempted else self._share, False
+        return share
+
+
+def silent_logger(meter: KVCacheMeter | None) -> Any:
+    """Return a logger for Prometheus', which cannot be disabled: vLLM has times and statistics if one logs."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    class NoLogger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is Any to mypy
+    class SilentLogger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is Any to mypy
         def __init__(self, *_: Any, **__: Any) -> None:
             pass
 
-        def record(self, *_: Any, **__: Any) -> None:
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            if meter is not None:
+                meter.note(scheduler_stats, iteration_stats)
+
+        def log(self, *_: Any, **__: Any) -> None:
             pass
 
-        record_sleep_state = record_admission_rejection = log_engine_initialized = log = record
+        record_sleep_state = record_admission_rejection = log_engine_initialized = log
 
-    return NoLogger
+    return SilentLogger
 
 
 class Client:
@@ -182,6 +210,7 @@ class Client:
         llm: Any,
         adapter_folder: str | None = None,
         *,
+        meter: KVCacheMeter | None = None,
         stream_tokens: int = STREAM_TOKENS,
         speculates: bool = False,
     ) -> None:
@@ -189,6 +218,7 @@ class Client:
         self._adapters = None if adapter_folder is None else adapter_request(adapter_folder)
         self._times = RequestTimes()
         self._steps = StepMeter()
+        self._kv_cache = meter
         self._reported: dict[str, tuple[int, int]] = {}  # request in progress -> its tokens and chunks of routes
         self._unreported_steps, self._step_end_s, self._report_is_due = 0, 0.0, asyncio.Event()
         self.outputs_s = 0.0
@@ -248,7 +278,11 @@ class Client:
         generated = as_generated(output)
         self._steps.ends(len(request.prompt_tokens) + len(generated.tokens_T))
         return replace(
-            generated, front_end_s=busy_s() - self.outputs_s, decode_steps=self._steps.take(), seconds=seconds
+            generated,
+            front_end_s=busy_s() - self.outputs_s,
+            decode_steps=self._steps.take(),
+            seconds=seconds,
+            kv_cache_share=None if self._kv_cache is None else self._kv_cache.take(),
         )
 
     def so_far(self, rollout_id: int) -> Generated | None:

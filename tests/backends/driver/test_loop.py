@@ -2,13 +2,15 @@
 
 import csv
 import math
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from in_memory import KINDS, config_of, parts_of, run, run_checked
 from ledger_check import records
 
-from backends.fake import DRIFT
+from backends.fake import DRIFT, FakeEngine
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, StartRollout
 
 
@@ -29,6 +31,30 @@ def test_a_pipeline_run_keeps_its_ledger_and_its_bound_on_lag(out, setting):
     assert [len(batch) for batch in parts.trainer.trained] == [8] * 8
     assert summary.complete
     assert summary.lag.max <= setting.get("max_lag", 8)
+
+
+class Full(FakeEngine):
+    """Reports a KV cache that each request in progress fills by a tenth."""
+
+    async def generate(self, request):
+        share = min(1.0, len(self._sequences) / 10)
+        return replace(await super().generate(request), kv_cache_share=share)
+
+
+def test_sequences_in_progress_follow_the_room_that_engines_report(out):
+    """Ten slots, of which 0.5 of the KV cache holds five: as many at most, once it is known."""
+    config = config_of(steps=30, slots=10, longest=40, admission={"soft": 0.5, "hard": 0.9})
+    run_checked(config, out, parts_of(config, engine=Full, step_s=0.001))
+    in_progress, most = {0: set(), 1: set()}, []
+    for row in records(out):
+        match row.command or row.event:
+            case StartRollout(rollout_id=rollout_id, engine=engine):
+                in_progress[engine].add(rollout_id)
+                most.append(len(in_progress[engine]))
+            case RolloutFinished(rollout_id=rollout_id, engine=engine):
+                in_progress[engine].remove(rollout_id)
+    assert max(most[len(most) // 2 :]) <= 6
+    assert np.mean(most[len(most) // 2 :]) >= 4
 
 
 @pytest.mark.parametrize("weight_update", ["keep", "wait"])

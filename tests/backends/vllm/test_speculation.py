@@ -31,7 +31,8 @@ def subject(run: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subj
     folder = tmp_path_factory.mktemp("engine")
     model = make_model(folder / "model", seed=0, end_token=None)
     speculation = SpeculationConfig(method="ngram", tokens=TOKENS, off_above=OFF_ABOVE)
-    subject = Subject(VLLMEngine(settings(folder / "model", speculation=speculation)), folder, [model])
+    engine = VLLMEngine(settings(folder / "model", speculation=speculation, kv_cache_use=True))
+    subject = Subject(engine, folder, [model])
     run(subject.engine.start())
     yield subject
     run(subject.engine.shutdown())
@@ -55,6 +56,15 @@ def test_log_probabilities_of_drafted_tokens_are_the_model_s(subject: Subject, r
     assert 1.1 < steps.tokens / steps.sequences <= 1 + TOKENS  # some were accepted
     assert all(one.spans == VersionSpans((0,), (200,)) for one in some)
     assert max(subject.error(one, keep=False, temperature=COLD) for one in some) < 1e-4
+
+
+def test_answers_carry_the_room_in_the_kv_cache(subject: Subject, run: Any) -> None:
+    """Blocks of 128 tokens: two of each of the others, of which the last one ends alone."""
+    cache = subject.engine._vllm.llm.vllm_config.cache_config
+    some = run(answers(subject.engine, OFF_ABOVE, 200, temperature=1.0))
+    blocks = [one.kv_cache_share * (cache.num_gpu_blocks - 1) for one in some]
+    assert all(abs(one - round(one)) < 1e-3 and round(one) in range(0, 2 * OFF_ABOVE + 1, 2) for one in blocks)
+    assert run(answers(subject.engine, 1, 5, temperature=1.0))[0].kv_cache_share == pytest.approx(0.0, abs=1e-9)
 
 
 def test_nothing_is_drafted_in_larger_batches(subject: Subject, run: Any) -> None:

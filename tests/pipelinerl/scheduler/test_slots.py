@@ -8,35 +8,39 @@ from hypothesis import given
 
 from pipelinerl.scheduler.slots import EngineSlots
 
-MOVES = ["take", "take_near", "free", "hold", "release", "add", "remove"]
+MOVES = ["take", "take_near", "free", "hold", "release", "add", "remove", "limit"]
 
 
 class SlowSlots:
     """The same, by a search of all engines."""
 
     def __init__(self, engines, *, slots_per_engine):
-        self.free_on = dict.fromkeys(engines, slots_per_engine)
+        self.used_on = dict.fromkeys(engines, 0)
+        self.most = {}
         self.held = set()
         self.slots_per_engine = slots_per_engine
 
     @property
     def num_free(self):
-        return sum(number for engine, number in self.free_on.items() if engine not in self.held)
+        return sum(max(0, self.free_on(engine)) for engine in self.used_on if engine not in self.held)
+
+    def free_on(self, engine):
+        return self.most.get(engine, self.slots_per_engine) - self.used_on[engine]
 
     def has_free(self, engine):
-        return self.free_on.get(engine, 0) > 0 and engine not in self.held
+        return engine in self.used_on and self.free_on(engine) > 0 and engine not in self.held
 
     def take(self):
-        return self.take_near(min(self.free_on.keys() - self.held, key=lambda one: (-self.free_on[one], one)))
+        return self.take_near(min(self.used_on.keys() - self.held, key=lambda one: (-self.free_on(one), one)))
 
     def take_near(self, engine):
         if not self.has_free(engine):
             return self.take()
-        self.free_on[engine] -= 1
+        self.used_on[engine] += 1
         return engine
 
     def free(self, engine):
-        self.free_on[engine] += 1
+        self.used_on[engine] -= 1
 
     def hold(self, engine):
         self.held.add(engine)
@@ -45,12 +49,16 @@ class SlowSlots:
         self.held.discard(engine)
 
     def add(self, engine):
-        self.free_on[engine] = self.slots_per_engine
+        self.used_on[engine] = 0
         self.held.add(engine)
 
     def remove(self, engine):
-        del self.free_on[engine]
+        del self.used_on[engine]
         self.held.remove(engine)
+        self.most.pop(engine, None)
+
+    def limit(self, engine, most):
+        self.most[engine] = most
 
 
 @given(
@@ -84,13 +92,16 @@ def test_a_slot_comes_from_the_engine_with_most_free_slots(engines, slots_per_en
             slow.remove(engine)
             gone.append(engine)
             engines = [one for one in engines if one != engine]
+        elif move == "limit":
+            fast.limit(engine, 1 + pick % slots_per_engine)
+            slow.limit(engine, 1 + pick % slots_per_engine)
         elif move == "release" or (move == "hold" and engine not in slow.held):
             getattr(fast, move)(engine)
             getattr(slow, move)(engine)
         assert fast.num_free == slow.num_free
         for one in engines + gone:
             assert fast.has_free(one) == slow.has_free(one)
-            assert (one in fast) == (one in slow.free_on)
+            assert (one in fast) == (one in slow.used_on)
         assert [fast.is_held(one) for one in engines] == [one in slow.held for one in engines]
         assert [fast.num_used(one) for one in engines] == [taken.count(one) for one in engines]
 
