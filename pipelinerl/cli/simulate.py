@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipelinerl.cli import options
-from pipelinerl.cli.output import draw_kept, end_of_runs, print_report, progress_bar
+from pipelinerl.cli.output import complain, draw_kept, end_of_runs, print_report, progress_bar
 from pipelinerl.errors import ConfigError
 
 
@@ -27,6 +28,9 @@ def simulate(
     trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
     hardware: options.HardwareOption = None,
     faults: options.FaultsOption = None,
+    workload: Annotated[
+        Path | None, typer.Option(metavar="TRACE", help="Play the requests of another system's trace.")
+    ] = None,
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
@@ -36,6 +40,14 @@ def simulate(
     from sim.run import simulate as simulate_run
 
     config = load_run(run, overrides, seed, hardware=hardware, faults=faults)
+    if workload is not None:
+        from sim.traces import read_foreign, run_keys
+
+        foreign = read_foreign(str(workload.absolute()), key="--workload")
+        keys = run_keys(foreign, config)
+        for line in (*foreign.notes, f"{foreign.format.name} does not have: {foreign.format.lacks}", *keys):
+            complain(f"{workload.name}: {line}")
+        config = load_run(run, [*keys, *overrides], seed, hardware=hardware, faults=faults)
     if measured:
         from pipelinerl.calibration.measured import of_its_arm
 
