@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def _episode(line: _Line, content: Mapping[str, Any]) -> RecordedEpisode:
 
 Read = tuple[list[RecordedEpisode], list[str]]
 """Episodes in their order, and a sentence for each choice that had to be made."""
+Groups = Sequence[Sequence[TracedRollout]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class Format:
     read: Callable[[Iterator[_Line]], Read]
     lacks: str
     """What it cannot say."""
-    write: Callable[[Sequence[_Turn]], Iterator[dict[str, Any]]] | None = None
-    """None: it is only read."""
+    write: Callable[[Groups], Iterator[dict[str, Any]]] | None = None
+    """Gives the lines of a run. None: it is only read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +168,16 @@ def read_groups(source: str, *, key: str, group_size: int) -> list[list[tuple[Re
     left = [place for places in prompts.values() for place in places[len(places) // group_size * group_size :]]
     left.sort(key=lambda place: (episodes[place].prompt_len, place))
     alike = [places[: len(places) // group_size * group_size] for places in prompts.values()]
-    groups = sorted(
+    chunks = [
         places[start : start + group_size]
         for places in (*alike, left)
         for start in range(0, len(places) - group_size + 1, group_size)
-    )
-    if not groups:
+    ]
+    if not chunks:
         raise ConfigError(f"{key} must hold workload.group_size={group_size} rollouts at least, got {len(episodes)}")
     return [
         [(episodes[place].model_copy(update={"group": number}), None) for place in places]
-        for number, places in enumerate(groups)
+        for number, places in enumerate(sorted(chunks, key=min))
     ]
 
 
@@ -239,17 +241,18 @@ def _read_mooncake(lines: Iterator[_Line]) -> Read:
     requests, by_timestamp, before_ms = [], 0, dict[Hashable, float | None]()
     for number, line in enumerate(rows):
         session = number if sessions[number] is None else sessions[number]
-        delay_ms, tools_ms = (
-            _get(line, float, *names, needed=False) for names in (("delay", "delay_ms"), ("tool_wait_ms",))
-        )
+        waits_ms = [
+            _get(line, float, "delay", "delay_ms", needed=False),
+            _get(line, float, "tool_wait_ms", needed=False),
+        ]
+        given_ms = [one for one in waits_ms if one is not None]
         now_ms, last_ms = _get(line, float, "timestamp", "created_time", needed=False), before_ms.get(session)
         before_ms[session] = now_ms
-        wait_ms = None
-        if delay_ms is not None or tools_ms is not None:
-            wait_ms = (delay_ms or 0.0) + (tools_ms or 0.0)
-        elif not linked and now_ms is not None and last_ms is not None:
-            wait_ms, by_timestamp = now_ms - last_ms, by_timestamp + 1
-        requests.append(_Request(line, session, _prompt(line, "hash_ids"), *_tokens(line), wait_ms))
+        if not (given_ms or linked or now_ms is None or last_ms is None):
+            given_ms, by_timestamp = [now_ms - last_ms], by_timestamp + 1
+        wait_ms = sum(given_ms) if given_ms else None
+        tokens = _tokens(line)
+        requests.append(_Request(line, session, _prompt(line, "hash_ids", tokens[0]), *tokens, wait_ms))
     episodes, notes = _episodes(requests)
     if linked:
         notes.append(
@@ -266,32 +269,31 @@ def _tokens(line: _Line) -> tuple[int, int]:
     return read, _get(line, int, "output_length", "output_tokens")
 
 
-def _prompt(line: _Line, name: str) -> Hashable:
-    ids = _get(line, list, name, needed=False)
-    return (
-        None if ids is None else (*ids, _get(line, int, "input_length", "input_tokens", "request.replay.input_length"))
-    )
+def _prompt(line: _Line, ids: str, read: int) -> Hashable:
+    blocks = _get(line, list, ids, needed=False)
+    return None if blocks is None else (*blocks, read)
 
 
 def _link(rows: Sequence[_Line], sessions: list[Hashable]) -> int:
-    """Set the session of each request, and return how many requests continue an earlier one: the oldest that fits.
+    """Set the session of each request, and return how many requests continue an earlier one.
 
     An id stands for the prompt up to the end of its block. A request continues another if it has the id of that one's
-    last block but one, which is whole, and has room for its answer.
+    last block but one, which is whole, and room for its answer; of several the one with the longest context.
     """
-    ends: dict[tuple[int, int], list[tuple[int, Hashable]]] = defaultdict(list)  # least context after it, session
+    ends: dict[tuple[int, int], list[tuple[int, int, Hashable]]] = defaultdict(
+        list
+    )  # context after it, number, session
     linked = 0
     for number, line in enumerate(rows):
         ids, (read, generated) = _get(line, list, "hash_ids", needed=False) or [], _tokens(line)
         sessions[number] = number
         for place in range(len(ids) - 1, -1, -1):
             open_ = ends.get((place, ids[place]), [])
-            if found := next((one for one in open_ if one[0] <= read), None):
-                open_.remove(found)
-                sessions[number], linked = found[1], linked + 1
+            if fits := bisect_right(open_, read, key=lambda one: one[0]):
+                sessions[number], linked = open_.pop(fits - 1)[2], linked + 1
                 break
         if len(ids) > 1:
-            ends[len(ids) - 2, ids[-2]].append((read + generated, sessions[number]))
+            insort(ends[len(ids) - 2, ids[-2]], (read + generated, number, sessions[number]), key=lambda one: one[:2])
     return linked
 
 
@@ -308,14 +310,12 @@ def _read_dynamo(lines: Iterator[_Line]) -> Read:
     requests, end_ms = [], dict[Hashable, float]()
     for number, line in enumerate(ends):
         session: Hashable = _get(line, str, "agent_context.session_id", needed=False) or number
-        begin_ms, total_ms = (
-            line.row["request"]["request_received_ms"],
-            _get(line, float, "request.total_time_ms", needed=False),
-        )
+        begin_ms = line.row["request"]["request_received_ms"]
+        total_ms = _get(line, float, "request.total_time_ms", needed=False)
         wait_ms = begin_ms - end_ms[session] if session in end_ms else None
         end_ms[session] = _get(line, float, "event_time_unix_ms") if total_ms is None else begin_ms + total_ms
         tokens = _get(line, int, "request.replay.input_length"), _get(line, int, "request.output_tokens")
-        prompt = _prompt(line, "request.replay.input_sequence_hashes")
+        prompt = _prompt(line, "request.replay.input_sequence_hashes", tokens[0])
         requests.append(_Request(line, session, prompt, *tokens, wait_ms))
     return _episodes(requests)
 
@@ -358,7 +358,7 @@ class _Turn(NamedTuple):
     ids: list[int]
 
 
-def _turns(groups: Sequence[Sequence[TracedRollout]]) -> list[_Turn]:
+def _turns(groups: Groups) -> list[_Turn]:
     """Return the turns of a run by their begin; rollouts of a group share the ids of a common prompt."""
     numbers: dict[Hashable, int] = {}
     turns = []
@@ -388,7 +388,7 @@ def write_foreign(run: Path, out: Path, name: str) -> list[str]:
     if out.exists():
         raise ConfigError(f"--out must be a new file, got {out}, which exists")
     (write, lacks), groups = writers[name], read_trace(str(run), key="RUN", group_size=1)
-    partial, rows = out.with_name(f"{out.name}.partial"), [f"{json.dumps(row)}\n" for row in write(_turns(groups))]
+    partial, rows = out.with_name(f"{out.name}.partial"), [f"{json.dumps(row)}\n" for row in write(groups)]
     with writing(out):
         partial.write_text("".join(rows), encoding="utf-8")
         partial.replace(out)
@@ -396,14 +396,16 @@ def write_foreign(run: Path, out: Path, name: str) -> list[str]:
     return [f"{rollouts}, blocks of {BLOCK_TOKENS} tokens", f"{name} does not have: {lacks}"]
 
 
-def _write_mooncake(turns: Sequence[_Turn]) -> Iterator[dict[str, Any]]:
+def _write_mooncake(groups: Groups) -> Iterator[dict[str, Any]]:
+    turns = _turns(groups)
     sessions = any(one.number for one in turns)
     for one in turns:
         row = {"timestamp": one.begin_ms, "input_length": one.read, "output_length": one.generated, "hash_ids": one.ids}
         yield row | ({"session_id": one.session} if sessions else {}) | ({"delay": one.wait_ms} if one.number else {})
 
 
-def _write_dynamo(turns: Sequence[_Turn]) -> Iterator[dict[str, Any]]:
+def _write_dynamo(groups: Groups) -> Iterator[dict[str, Any]]:
+    turns = _turns(groups)
     sessions = any(one.number for one in turns)
     for one in turns:
         begin_ms = round(one.begin_ms)
@@ -431,7 +433,7 @@ FORMATS = (
     ),
     Format(
         "mooncake",
-        lambda row: row.get("schema") == DYNAMO_AGENTIC or "hash_ids" in row,
+        lambda row: row.get("schema") == DYNAMO_AGENTIC or not {"hash_ids", "output_length"}.isdisjoint(row),
         _read_mooncake,
         f"ends of answers, {_LOST}",
         _write_mooncake,
