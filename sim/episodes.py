@@ -37,8 +37,7 @@ from pipelinerl.util.explain import did_you_mean, explain
 from pipelinerl.util.read import read_lines
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
 from sim.interface import PolicyAnswers, Request
-from sim.recorded import RecordedEpisode
-from sim.traces import comes_in_order, read_groups
+from sim.recorded import RecordedEpisode, comes_in_order, read_groups
 from sim.workload import Workload, named_stream
 
 SHIPPED_FOLDER = Path(__file__).parent / "data"

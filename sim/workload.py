@@ -48,7 +48,7 @@ from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd
 from pipelinerl.util.strict_model import MOST_TOKENS, StrictModel
 from pipelinerl.util.table import read_table
 from sim.clock import TICKS_PER_S, to_ticks
-from sim.traces import comes_in_order, read_groups
+from sim.recorded import comes_in_order, read_groups
 
 CV_RANGE = (1e-6, 1e3)
 """Log-normal ``cv`` for which the closed form neither divides by zero nor overflows."""

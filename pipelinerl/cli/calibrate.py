@@ -102,7 +102,7 @@ def calibrate(
 
 
 def _is_foreign(source: Path) -> bool:
-    from sim.traces import format_of
+    from sim.recorded import format_of
 
     return format_of(str(source)) is not None
 
@@ -112,11 +112,10 @@ def _print_workload(source: Path, out: Path | None, *, as_json: bool) -> None:
     import tomli_w
 
     from pipelinerl.calibration.calibrate import write_hardware
-    from sim.traces import read_foreign, run_tables
+    from sim.recorded import read_foreign, run_tables
 
     trace = read_foreign(str(source), key="SOURCE")
-    tables, lacks = run_tables(trace), f"{trace.format.name} does not have: {trace.format.lacks}"
-    notes = [*trace.notes, lacks, "no times of decode steps: [hardware] is not fitted"]
+    tables, notes = run_tables(trace), [*trace.notes, "no times of decode steps: [hardware] is not fitted"]
     notes += ["environment.count is not in a trace: set it"] * trace.has_turns
     text = "".join(f"# {line}\n" for line in (f"From {source.name}, {len(trace.episodes)} rollouts.", *notes))
     text += "\n" + tomli_w.dumps(tables)

@@ -208,7 +208,7 @@ def export(
 ) -> None:
     """Write the model of a checkpoint in Hugging Face format, or with --to a run's requests for another simulator."""
     if to is not None:
-        from sim.traces import write_foreign
+        from sim.recorded import write_foreign
 
         with status("writing requests"):
             lines = write_foreign(source, out, to)

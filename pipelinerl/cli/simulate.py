@@ -39,15 +39,16 @@ def simulate(
     from pipelinerl.pages.runs import run_page
     from sim.run import simulate as simulate_run
 
-    config = load_run(run, overrides, seed, hardware=hardware, faults=faults)
     if workload is not None:
-        from sim.traces import read_foreign, run_keys
+        from sim.recorded import read_foreign, run_keys
 
         foreign = read_foreign(str(workload.absolute()), key="--workload")
-        keys = run_keys(foreign, config)
-        for line in (*foreign.notes, f"{foreign.format.name} does not have: {foreign.format.lacks}", *keys):
+        before = [one for one in overrides if not one.lstrip().startswith("environment")]  # it may be the trace's
+        keys = run_keys(foreign, load_run(run, before, hardware=hardware))
+        for line in (*foreign.notes, *keys):
             complain(f"{workload.name}: {line}")
-        config = load_run(run, [*keys, *overrides], seed, hardware=hardware, faults=faults)
+        overrides = [*keys, *overrides]
+    config = load_run(run, overrides, seed, hardware=hardware, faults=faults)
     if measured:
         from pipelinerl.calibration.measured import of_its_arm
 
