@@ -392,8 +392,8 @@ def _read_mooncake(lines: Iterator[_Line]) -> Read:
     episodes, notes = _episodes(requests)
     if linked:
         notes.append(
-            f"{linked} of {len(rows)} requests begin with all whole blocks of an earlier one and are its next turns; "
-            "without session_id, requests that only share a beginning look the same"
+            f"{linked} of {len(rows)} requests begin with all whole blocks of an earlier one and are its next turns, as "
+            "there is no session_id"
         )
     if by_timestamp:
         notes.append(f"{by_timestamp} turns without delay wait for the difference of timestamps, engine time included")
@@ -414,20 +414,23 @@ def _link(rows: Sequence[_Line], sessions: list[Hashable]) -> int:
     """Set the session of each request, and return how many requests continue an earlier one.
 
     An id stands for the prompt up to the end of its block. A request continues another if it has the id of that one's
-    last block but one, which is whole, and room for its answer; of several the one with the longest context.
+    last block but one, which is whole, and room for its answer; of several the one with the longest context. An id
+    that prompts with other beginnings have, too, is of a common system prompt and links nothing.
     """
-    ends: dict[tuple[int, int], list[tuple[int, int, Hashable]]] = defaultdict(
-        list
-    )  # context after it, number, session
+    ends: dict[tuple[int, int], list[tuple[int, int, Hashable]]] = defaultdict(list)  # context, number, session
+    prompts: dict[int, Hashable] = {}  # the first prompt of the rollouts that have the id; None: of several
+    first: dict[Hashable, Hashable] = {}  # of each session
     linked = 0
     for number, line in enumerate(rows):
         ids, (read, generated) = _get(line, list, "hash_ids", needed=False) or [], _tokens(line)
         sessions[number] = number
         for place in range(len(ids) - 1, -1, -1):
-            open_ = ends.get((place, ids[place]), [])
+            open_ = ends.get((place, ids[place]), []) if prompts.get(ids[place], ()) is not None else []
             if fits := bisect_right(open_, read, key=lambda one: one[0]):
                 sessions[number], linked = open_.pop(fits - 1)[2], linked + 1
                 break
+        prompt = first.setdefault(sessions[number], tuple(ids))
+        prompts.update((one, prompt if prompts.get(one, prompt) == prompt else None) for one in ids)
         if len(ids) > 1:
             insort(ends[len(ids) - 2, ids[-2]], (read + generated, number, sessions[number]), key=lambda one: one[:2])
     return linked
@@ -539,12 +542,13 @@ def write_foreign(run: Path, out: Path, name: str) -> list[str]:
         partial.write_text("".join(rows), encoding="utf-8")
         partial.replace(out)
     rollouts = f"{len(rows)} requests of {sum(map(len, groups))} rollouts in {len(groups)} groups"
-    return [f"{rollouts}, blocks of {BLOCK_TOKENS} tokens", f"{name} does not have: {lacks}"]
+    left_out = "left out: rollouts that were not scored, or not in a whole group"
+    return [f"{rollouts}, blocks of {BLOCK_TOKENS} tokens; {left_out}", f"{name} does not have: {lacks}"]
 
 
 # ----------------------------------------------------------------------------------------- formats
 
-_LOST = "groups but by equal prompts, rewards, versions of weights, rollouts that were not scored"
+_LOST = "groups but by equal prompts, rewards, versions of weights"
 FORMATS = (
     Format("dynamo", lambda row: _event(row).get("schema") == DYNAMO, _read_dynamo, _LOST, _write_dynamo),
     Format("unirl", lambda row: row.get("schema_version") == "unirl.rollout.trace.v1", _read_unirl, "rewards"),

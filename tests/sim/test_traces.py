@@ -76,18 +76,20 @@ def written(path: Path, *rows: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "known_as", "episodes", "groups", "notes"),
     [
-        # The third request begins with block 46 of the first two and has room for 655 + 52 and 700 + 30 tokens: it
-        # continues the second, whose context is longer. The last one has 49 of the third.
+        # The last request begins with 60 and 61, whole blocks of the third and the fourth, and has room for 1500 + 400
+        # tokens: it continues the third. Block 46 is of several prompts: nothing continues them.
         (
             "mooncake.jsonl",
             "mooncake",
             [
                 (655, [52], [], []),
-                (700, [30, 400, 10], [770, 100], [0.0, 0.0]),
-                (600, [9], [], []),
+                (700, [30], [], []),
+                (1500, [400, 10], [100], [0.0]),
+                (1500, [20], [], []),
+                (900, [9], [], []),
             ],
-            [0, 1, 2],
-            ["2 pauses between turns have no seconds", "2 of 5 requests begin with all whole blocks"],
+            [0, 1, 2, 2, 3],
+            ["1 pauses between turns have no seconds", "1 of 6 requests begin with all whole blocks"],
         ),
         # b: 3010 - 1010 ms; then its context shrinks. The equal first prompts are a group.
         (
@@ -276,7 +278,7 @@ def test_a_run_simulated_with_its_own_exported_requests_has_the_same_rollouts(
     config = parse_run(data)
     simulate(config, out=tmp_path / "before", trace=True)
     lines = write_foreign(tmp_path / "before", tmp_path / "t.jsonl", name)
-    assert lines[0].endswith("of 64 rollouts in 16 groups, blocks of 512 tokens")
+    assert "of 64 rollouts in 16 groups, blocks of 512 tokens; left out: " in lines[0]
     keys = run_keys(read_foreign(str(tmp_path / "t.jsonl"), key="--workload"), config)
     simulate(parse_run(with_overrides(data, ["seed=7", *keys])), out=tmp_path / "after", trace=True)
     before, after = (
