@@ -291,7 +291,9 @@ def read_turns(source: str, *, group_size: int = 1) -> Sequence[RecordedEpisode]
         return [episode for group in read_groups(source, key=key, group_size=group_size) for episode, _ in group]
     if source not in shipped and not source.endswith(".jsonl"):
         hint = did_you_mean(source, shipped) + f"shipped sets: {', '.join(shipped)}"
-        raise ConfigError(f"{key} must be a shipped set, the path of a .jsonl file or a run, got {source!r}; {hint}")
+        raise ConfigError(
+            f"{key} must be a shipped set, a .jsonl file, a run or another system's trace, got {source!r}; {hint}"
+        )
     path = SHIPPED_FOLDER / f"{source}{SUFFIX}" if source in shipped else Path(source)
     episodes = []
     for number, line in read_lines(path, key, packed=source in shipped):

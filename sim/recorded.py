@@ -392,7 +392,7 @@ def _read_mooncake(lines: Iterator[_Line]) -> Read:
     episodes, notes = _episodes(requests)
     if linked:
         notes.append(
-            f"{linked} of {len(rows)} requests begin with all whole blocks of an earlier one and are its next turns, as "
+            f"{linked} of {len(rows)} requests begin with all whole blocks of an earlier one and are its next turns: "
             "there is no session_id"
         )
     if by_timestamp:

@@ -336,9 +336,8 @@ def read_source(source: str, *, prompt_tokens: int = 0, group_size: int = 1) -> 
         return _read_groups(source, group_size=group_size)
     hint = did_you_mean(Path(source).stem, shipped) + f"shipped sets: {', '.join(shipped)}"
     if source not in shipped and not source.endswith(".csv"):
-        raise ConfigError(
-            f"workload.length.source must be a shipped set, the path of a .csv file or a run, got {source!r}; {hint}"
-        )
+        rule = "a shipped set, a .csv file, a run or another system's trace"
+        raise ConfigError(f"workload.length.source must be {rule}, got {source!r}; {hint}")
     path = SHIPPED_FOLDER / f"{source}.csv" if source in shipped else Path(source)
     try:
         table = read_table(path, "workload.length.source")

@@ -210,6 +210,7 @@ def export(
     if to is not None:
         from sim.recorded import write_foreign
 
+        options.refuse_no_file(out)
         with status("writing requests"):
             lines = write_foreign(source, out, to)
         for line in (out, *lines):
