@@ -377,10 +377,7 @@ def _read_mooncake(lines: Iterator[_Line]) -> Read:
     requests, by_timestamp, before_ms = [], 0, dict[Hashable, float | None]()
     for number, line in enumerate(rows):
         session = number if sessions[number] is None else sessions[number]
-        waits_ms = [
-            _get(line, float, "delay", "delay_ms", needed=False),
-            _get(line, float, "tool_wait_ms", needed=False),
-        ]
+        waits_ms = [_get(line, float, *names, needed=False) for names in (("delay", "delay_ms"), ("tool_wait_ms",))]
         given_ms = [one for one in waits_ms if one is not None]
         now_ms, last_ms = _get(line, float, "timestamp", "created_time", needed=False), before_ms.get(session)
         before_ms[session] = now_ms
