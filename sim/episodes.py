@@ -5,8 +5,8 @@ random numbers). Each rollout has a random stream of its own, ``episodes``, as n
 
 Two kinds. *lognormal*: turns, observations and times are drawn by mean and coefficient of variation; each turn has the
 lengths of another group of the workload. *recorded*: whole episodes of a source with their prompts, without episodes
-that begin beyond the context; those of a run come in their order. A policy that learns decides its turns itself; then
-only times and failures are drawn here.
+that begin beyond the context; those of a run or another system's trace come in their order. A policy that
+learns decides its turns itself; then only times and failures are drawn here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from pipelinerl.util.explain import did_you_mean, explain
 from pipelinerl.util.read import read_lines
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
 from sim.interface import PolicyAnswers, Request
-from sim.workload import RecordedEpisode, Workload, is_trace, named_stream, read_trace
+from sim.recorded import RecordedEpisode, comes_in_order, read_groups
+from sim.workload import Workload, named_stream
 
 SHIPPED_FOLDER = Path(__file__).parent / "data"
 SUFFIX = ".jsonl.gz"
@@ -100,7 +101,7 @@ class Episodes:
         self._limits_s[0], self._hang_rates[0] = self._environment.reset_timeout_s, self._environment.reset_hang_rate
         if turns.kind == "recorded" and not self._policy_decides:
             assert turns.source is not None  # checked by the configuration
-            self._in_order = turns.source not in shipped_turns() and is_trace(turns.source)
+            self._in_order = turns.source not in shipped_turns() and comes_in_order(turns.source)
             self._recorded = _within(read_turns(turns.source, group_size=self._group_size), turns.context_max)
         groups: dict[int | str, list[int]] = {}
         for place, episode in enumerate(self._recorded):
@@ -282,16 +283,17 @@ def read_turns(source: str, *, group_size: int = 1) -> Sequence[RecordedEpisode]
     """Return recorded episodes.
 
     ``source`` is the name of a shipped set, the path of a JSONL file (``.jsonl``, a ``RecordedEpisode`` a line), or
-    the folder or the trace of a run, whose groups must have ``group_size`` episodes at least. Raises ConfigError at
-    the first fault: file, line, allowed values, value.
+    a run or another system's trace, whose groups must have ``group_size`` episodes at least. Raises ConfigError at the
+    first fault: file, line, allowed values, value.
     """
     key, shipped = "environment.turns.source", shipped_turns()
-    if source not in shipped and is_trace(source):
-        groups = read_trace(source, key=key, group_size=group_size)
-        return [rollout.episode for group in groups for rollout in group]
+    if source not in shipped and comes_in_order(source):
+        return [episode for group in read_groups(source, key=key, group_size=group_size) for episode, _ in group]
     if source not in shipped and not source.endswith(".jsonl"):
         hint = did_you_mean(source, shipped) + f"shipped sets: {', '.join(shipped)}"
-        raise ConfigError(f"{key} must be a shipped set, the path of a .jsonl file or a run, got {source!r}; {hint}")
+        raise ConfigError(
+            f"{key} must be a shipped set, a .jsonl file, a run or another system's trace, got {source!r}; {hint}"
+        )
     path = SHIPPED_FOLDER / f"{source}{SUFFIX}" if source in shipped else Path(source)
     episodes = []
     for number, line in read_lines(path, key, packed=source in shipped):

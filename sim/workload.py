@@ -22,35 +22,33 @@ A length is a whole number of tokens from 1 to ``max``, and rounding does not mo
 length x becomes floor(x) or floor(x) + 1 at random with mean x; an empirical source is scaled so that the
 mean of the *rounded and cut* lengths is the one asked for, which leaves at most half a token.
 
-With a run as the source nothing is drawn: the prompts are its whole groups in their order, again and again.
+With a run or another system's trace as the source no lengths are drawn: the prompts are its groups in their order,
+again and again.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
 from pipelinerl.config.run import LengthConfig, WorkloadConfig
-from pipelinerl.errors import ConfigError, TraceError
-from pipelinerl.records.run_folder import TRACE_FILE
-from pipelinerl.records.trace import Trace
-from pipelinerl.scheduler.events import ObservationReady, RolloutFinished, RolloutScored, TurnFinished, VersionSpans
-from pipelinerl.util.explain import did_you_mean, explain
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import did_you_mean
 from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of
-from pipelinerl.util.strict_model import LONGEST_S, MOST_TOKENS, StrictModel
+from pipelinerl.util.strict_model import MOST_TOKENS, StrictModel
 from pipelinerl.util.table import read_table
 from sim.clock import TICKS_PER_S, to_ticks
+from sim.recorded import comes_in_order, read_groups
 
 CV_RANGE = (1e-6, 1e3)
 """Log-normal ``cv`` for which the closed form neither divides by zero nor overflows."""
@@ -151,7 +149,7 @@ class Workload:
         self._location = self._log_sd = 0.0
         if config.length.kind == "empirical":
             assert config.length.source is not None  # checked by the configuration
-            self._in_order = config.length.source not in shipped_sets() and is_trace(config.length.source)
+            self._in_order = config.length.source not in shipped_sets() and comes_in_order(config.length.source)
             prompts = read_source(
                 config.length.source, prompt_tokens=config.prompt_tokens, group_size=config.group_size
             )
@@ -184,10 +182,8 @@ class Workload:
             return self._made(block)[row]
         if self._in_order:
             prompt, size = self._prompts[prompt_id % len(self._prompts)], self._config.group_size
-            assert prompt.rewards is not None  # a run has them
-            return DrawnGroup(
-                prompt.prompt_tokens, tuple(prompt.lengths[:size].tolist()), tuple(prompt.rewards[:size].tolist())
-            )
+            scored = self._rewards(block)[row] if prompt.rewards is None else prompt.rewards[:size].tolist()
+            return DrawnGroup(prompt.prompt_tokens, tuple(prompt.lengths[:size].tolist()), tuple(scored))
         prompt_block, prompt_row = divmod(prompt_id, DRAWS_PER_BLOCK)
         prompt = self._prompts[self._chosen_prompts(prompt_block)[prompt_row]]
         answers = self._chosen_answers(block, len(prompt.lengths))[row]
@@ -332,17 +328,16 @@ def read_source(source: str, *, prompt_tokens: int = 0, group_size: int = 1) -> 
 
     ``source`` is the name of a shipped set, or the path of a file that ends in ``.csv``, a row per answer: UTF-8,
     commas, a header with ``prompt_id, response_tokens`` and, if known, ``prompt_tokens, correct``; every cell filled;
-    0 ``response_tokens`` count as 1. Or the folder or the trace of a run without turns, in which a prompt must have
+    0 ``response_tokens`` count as 1. Or a run or another system's trace, without turns, in which a prompt must have
     ``group_size`` answers at least. Raises ConfigError at the first fault: file, line, column, allowed values, value.
     """
     shipped = shipped_sets()
-    if source not in shipped and is_trace(source):
-        return _read_run(source, group_size=group_size)
+    if source not in shipped and comes_in_order(source):
+        return _read_groups(source, group_size=group_size)
     hint = did_you_mean(Path(source).stem, shipped) + f"shipped sets: {', '.join(shipped)}"
     if source not in shipped and not source.endswith(".csv"):
-        raise ConfigError(
-            f"workload.length.source must be a shipped set, the path of a .csv file or a run, got {source!r}; {hint}"
-        )
+        rule = "a shipped set, a .csv file, a run or another system's trace"
+        raise ConfigError(f"workload.length.source must be {rule}, got {source!r}; {hint}")
     path = SHIPPED_FOLDER / f"{source}.csv" if source in shipped else Path(source)
     try:
         table = read_table(path, "workload.length.source")
@@ -362,19 +357,18 @@ def read_source(source: str, *, prompt_tokens: int = 0, group_size: int = 1) -> 
     return tuple(_prompt_of(group, prompt_tokens=prompt_tokens) for group in answers.values())
 
 
-def _read_run(source: str, *, group_size: int) -> tuple[SourcePrompt, ...]:
+def _read_groups(source: str, *, group_size: int) -> tuple[SourcePrompt, ...]:
     key = "workload.length.source"
-    groups = read_trace(source, key=key, group_size=group_size)
-    if any(len(rollout.episode.out_lens) > 1 for group in groups for rollout in group):
+    groups = read_groups(source, key=key, group_size=group_size)
+    if any(len(episode.out_lens) > 1 for group in groups for episode, _ in group):
         raise ConfigError(f"{key} must be a run without turns, got {source!r}: environment.turns.source reads it")
-    return tuple(
-        SourcePrompt(
-            group[0].episode.prompt_len,
-            np.array([max(1, one.episode.out_lens[0]) for one in group], dtype=np.int64),
-            np.array([one.reward for one in group], dtype=np.float64),
-        )
-        for group in groups
-    )
+    prompts = []
+    for group in groups:
+        lengths = np.array([max(1, episode.out_lens[0]) for episode, _ in group], dtype=np.int64)
+        rewards = [reward for _, reward in group if reward is not None]
+        prompt_tokens = round(sum(episode.prompt_len for episode, _ in group) / len(group))
+        prompts.append(SourcePrompt(prompt_tokens, lengths, np.array(rewards) if rewards else None))
+    return tuple(prompts)
 
 
 def _prompt_of(answers: Sequence[AnswerRow], *, prompt_tokens: int) -> SourcePrompt:
@@ -384,130 +378,3 @@ def _prompt_of(answers: Sequence[AnswerRow], *, prompt_tokens: int) -> SourcePro
     stated = answers[0].prompt_tokens
     rewards = np.array(correct, dtype=np.float64) if correct else None
     return SourcePrompt(prompt_tokens if stated is None else stated, lengths, rewards)
-
-
-# ------------------------------------------------------------- recorded episodes: a user's file, or the trace of a run
-
-
-class RecordedEpisode(StrictModel):
-    """A line of a source of turns: one episode."""
-
-    group: int | str
-    """Episodes of one task are a group."""
-    stream: int | str
-    """Number or name of the episode in its group; not read."""
-    prompt_len: int = Field(ge=0, le=MOST_TOKENS)
-    """Length of the prompt (tokens)."""
-    out_lens: list[int] = Field(min_length=1)
-    """Tokens generated in each turn, at least 1; 0 counts as 1."""
-    obs_lens: list[int]
-    """Tokens observed after each turn but the last."""
-    tool_times: list[float]
-    """Time that the environment acted after each turn but the last (s)."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        turns = len(self.out_lens)
-        for name, values in (("obs_lens", self.obs_lens), ("tool_times", self.tool_times)):
-            if len(values) != turns - 1:
-                raise ValueError(f"{name} must have one value less than out_lens, {turns - 1}, got {len(values)}")
-        for name, values, most in (
-            ("out_lens", self.out_lens, MOST_TOKENS),
-            ("obs_lens", self.obs_lens, MOST_TOKENS),
-            ("tool_times", self.tool_times, LONGEST_S),
-        ):
-            for value in values:
-                if not 0 <= value <= most:
-                    raise ValueError(f"{name} must be from 0 to {most:g}, got {value:g}")
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class TracedRollout:
-    """A rollout of a run."""
-
-    episode: RecordedEpisode
-    reward: float
-
-
-@dataclass(slots=True)
-class _Recorded:
-    """State of a rollout so far in the trace (mutable)."""
-
-    read: int
-    """Tokens of its prompt and observations."""
-    read_L: list[int] = field(default_factory=list)
-    """The same before each turn."""
-    out_lens: list[int] = field(default_factory=list)
-    tool_times: list[float] = field(default_factory=list)
-    turn_end_s: float = 0.0
-
-    def end_turn(self, now_s: float, spans: VersionSpans) -> None:
-        self.out_lens.append(spans.num_tokens - sum(self.out_lens))
-        self.read_L.append(self.read)
-        self.turn_end_s = now_s
-
-    def rollout(self, rollout_id: int, *, group_size: int, reward: float) -> TracedRollout:
-        group, member = divmod(rollout_id, group_size)
-        observed = [after - before for before, after in zip(self.read_L, self.read_L[1:], strict=False)]
-        content = {"group": group, "stream": member, "prompt_len": self.read_L[0], "out_lens": self.out_lens}
-        tools = {"obs_lens": observed, "tool_times": self.tool_times}
-        return TracedRollout(RecordedEpisode.model_validate({**content, **tools}), reward)
-
-
-def is_trace(source: str) -> bool:
-    """Return whether a source is the folder of a run, or its trace."""
-    return source.endswith(".jsonl.gz") or (source != "" and Path(source).is_dir())
-
-
-def read_trace(source: str, *, key: str, group_size: int) -> list[list[TracedRollout]]:
-    """Return the rollouts of a run, simulated or real, that were scored: whole groups, in the order of their numbers.
-
-    ``source`` is the run's folder or trace, ``key`` the setting in messages. The seconds of an environment hold its
-    failed tries. A run without turns does not record the lengths of its prompts: they are its
-    ``workload.prompt_tokens``. Raises ConfigError if it cannot be read, or has no group of ``group_size`` rollouts.
-    """
-    path = Path(source) / TRACE_FILE if Path(source).is_dir() else Path(source)
-    try:
-        trace = Trace(path)
-        size = trace.config.workload.group_size
-        scored = _scored(trace, key=key)
-    except TraceError as error:
-        raise ConfigError(f"{key}: {error}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{key}: {path}: {explain(error, RecordedEpisode)[0]}") from None
-    groups: dict[int, list[TracedRollout]] = defaultdict(list)
-    for rollout_id in sorted(scored):
-        groups[rollout_id // size].append(scored[rollout_id])
-    whole = [group for group in groups.values() if len(group) == size]
-    if size < group_size or not whole:
-        raise ConfigError(
-            f"{key} must be a run with groups of at least workload.group_size={group_size} rollouts that were scored, "
-            f"got {source!r} with {len(whole)} of {size}"
-        )
-    return whole
-
-
-def _scored(trace: Trace, *, key: str) -> dict[int, TracedRollout]:
-    group_size = trace.config.workload.group_size
-    recorded: dict[int, _Recorded] = defaultdict(lambda: _Recorded(trace.config.workload.prompt_tokens))
-    scored: dict[int, TracedRollout] = {}
-    for record in trace.records():
-        match record.event:
-            case ObservationReady(rollout_id=number, read_tokens=tokens):
-                if tokens is None:
-                    raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
-                one = recorded[number]
-                one.read = tokens
-                if one.out_lens:
-                    one.tool_times.append(record.time_s - one.turn_end_s)
-            case TurnFinished(rollout_id=number, spans=spans):
-                recorded[number].end_turn(record.time_s, spans)
-            case RolloutFinished(rollout_id=number, engine=engine, spans=spans, reward=reward):
-                if engine is not None:
-                    recorded[number].end_turn(record.time_s, spans)
-                if reward is not None:
-                    scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
-            case RolloutScored(rollout_id=number, reward=reward):
-                scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
-    return scored

@@ -23,7 +23,7 @@ def calibrate(
         list[Path] | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Run folder with a trace, CSV table of step times, or with --from logs; without: the numbers below.",
+            help="Run with a trace, CSV table of step times, trace of requests, or with --from logs; without: numbers.",
             show_default=False,
         ),
     ] = None,
@@ -67,6 +67,11 @@ def calibrate(
         raise ConfigError(f"--run {number} is a run of a log: it needs --from FORMAT")
     if run is None and hardware is not None:
         raise ConfigError("--hardware takes the place of a table of --run RUN.toml, which is missing")
+    if format_ is None and sources and _is_foreign(sources[0]):
+        if runs or given or described or overrides or hardware is not None or len(sources) > 1:
+            raise ConfigError(f"{sources[0]} is a trace of requests: calibrate takes only --out and --json with it")
+        _print_workload(sources[0], out, as_json=as_json)
+        return
     if format_ is not None:
         if given:
             raise ConfigError("calibrate takes --from with logs, or numbers, got both")
@@ -94,6 +99,32 @@ def calibrate(
         print_line(text, nl=False)
     else:
         _print_log(log, name, text, out)
+
+
+def _is_foreign(source: Path) -> bool:
+    from sim.recorded import format_of
+
+    return format_of(str(source)) is not None
+
+
+def _print_workload(source: Path, out: Path | None, *, as_json: bool) -> None:
+    """Print, and write, the tables of a run file that another system's trace of requests determines."""
+    import tomli_w
+
+    from pipelinerl.calibration.calibrate import write_hardware
+    from sim.recorded import read_foreign, run_tables
+
+    trace = read_foreign(str(source), key="SOURCE")
+    tables, notes = run_tables(trace), [*trace.notes, "no times of decode steps: [hardware] is not fitted"]
+    notes += ["environment.count is not in a trace: set it"] * trace.has_turns
+    text = "".join(f"# {line}\n" for line in (f"From {source.name}, {len(trace.episodes)} rollouts.", *notes))
+    text += "\n" + tomli_w.dumps(tables)
+    if out is not None:
+        write_hardware(out if out.suffix == ".toml" else out / "workload.toml", text)
+    if as_json:
+        print_json({**tables, "notes": notes})
+    else:
+        print_line(text, nl=False)
 
 
 def _fit_of(sources: list[Path], config: RunConfig | None, numbers: dict[str, float]) -> tuple[HardwareFit, str]:

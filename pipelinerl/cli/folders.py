@@ -193,14 +193,31 @@ def fleet(
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="DIR/checkpoints/step_N of a run.", show_default=False)
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT|RUN",
+            help="DIR/checkpoints/step_N of a run; with --to: the folder of a run with a trace.",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model goes: a new folder.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR|FILE", help="A new folder for the model, or a new file.")],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help="Write the requests of a run: mooncake or dynamo.")
+    ] = None,
 ) -> None:
-    """Write the model of a checkpoint in Hugging Face format, which transformers and vLLM load."""
+    """Write the model of a checkpoint in Hugging Face format, or with --to a run's requests for another simulator."""
+    if to is not None:
+        from sim.recorded import write_foreign
+
+        options.refuse_no_file(out)
+        with status("writing requests"):
+            lines = write_foreign(source, out, to)
+        for line in (out, *lines):
+            print_line(line)
+        return
     with options.needs_extra("train-cpu"), status("merging the parts of the ranks"):
         from backends.export import export as export_model
 
-        export_model(checkpoint, out)
+        export_model(source, out)
     print_line(out)

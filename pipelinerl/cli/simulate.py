@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipelinerl.cli import options
-from pipelinerl.cli.output import draw_kept, end_of_runs, print_report, progress_bar
+from pipelinerl.cli.output import complain, draw_kept, end_of_runs, print_line, print_report, progress_bar
 from pipelinerl.errors import ConfigError
 
 
@@ -27,6 +28,9 @@ def simulate(
     trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
     hardware: options.HardwareOption = None,
     faults: options.FaultsOption = None,
+    workload: Annotated[
+        Path | None, typer.Option(metavar="TRACE", help="Play the requests of another system's trace.")
+    ] = None,
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
@@ -35,6 +39,16 @@ def simulate(
     from pipelinerl.pages.runs import run_page
     from sim.run import simulate as simulate_run
 
+    keys: list[str] = []
+    if workload is not None:
+        from sim.recorded import read_foreign, run_keys
+
+        foreign = read_foreign(str(workload.absolute()), key="--workload")
+        before = [one for one in overrides if not one.lstrip().startswith("environment")]  # it may be the trace's
+        keys = run_keys(foreign, load_run(run, before, hardware=hardware))
+        for note in foreign.notes:
+            complain(f"warning: {workload.name}: {note}")
+        overrides = [*keys, *overrides]
     config = load_run(run, overrides, seed, hardware=hardware, faults=faults)
     if measured:
         from pipelinerl.calibration.measured import of_its_arm
@@ -45,6 +59,8 @@ def simulate(
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:
         report = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
     print_report(report, lambda: run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
+    for key in () if as_json else keys:
+        print_line(f"of {workload}: {key}")
     if out is not None:
         draw_kept(out, quiet=as_json)
 

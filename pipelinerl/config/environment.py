@@ -28,7 +28,8 @@ class TurnsConfig(StrictModel):
     """``lognormal``: by means, each turn of ``workload.length``. ``recorded``: whole episodes of ``source``, turns cut
     at ``workload.length.max``."""
     source: str | None = None
-    """recorded: a shipped set, a JSONL file, or a run (its folder or trace.jsonl.gz, groups in order)."""
+    """recorded: a shipped set, a JSONL file, or, with groups in order, a run (its folder or trace.jsonl.gz) or another
+    system's trace."""
     mean: float | None = Field(default=None, ge=1)
     """lognormal: mean turns of a rollout, before the cuts (count)."""
     cv: float = Field(default=0.0, ge=0, le=100)

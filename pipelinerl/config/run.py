@@ -102,7 +102,8 @@ class LengthConfig(StrictModel):
     cv: float | None = Field(default=None, gt=0)
     """lognormal: standard deviation over mean before the cut (no unit)."""
     source: str | None = None
-    """empirical: a shipped set, a CSV file, or a run without turns (its folder or trace.jsonl.gz, groups in order)."""
+    """empirical: a shipped set, a CSV file, or, without turns and with groups in order, a run (its folder or
+    trace.jsonl.gz) or another system's trace."""
     growth: float = Field(default=1.0, gt=0, le=MOST)
     """Factor on all lengths at the last optimizer step, linearly from 1 (no unit)."""
 

@@ -73,6 +73,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "config.json").write_text(json.dumps(ARCHITECTURES["Qwen2.5-7B"][0]))
     turns = {"group": 1, "stream": 0, "prompt_len": 20, "out_lens": [12, 30], "obs_lens": [5], "tool_times": [2.5]}
     (root / "turns.jsonl").write_text("".join(json.dumps(turns | {"group": n // 4}) + "\n" for n in range(16)))
+    for name in ("mooncake_sessions", "dynamo", "applied_compute", "unirl/workload"):
+        shutil.copy(LOGS.parent / "traces" / f"{name}.jsonl", root / f"{Path(name).name}.jsonl")
+    shutil.copy(LOGS.parent / "traces" / "unirl" / "manifest.json", root)
     (root / "published.csv").write_text("id,system,hw,model\na,verl,H100,Qwen2.5-7B\n")
     compare(tiny_run(arms=[PIPELINE, CONVENTIONAL], baseline="conventional"), out=root / "compared", workers=1)
     in_memory.run(CHECKPOINTED, root / "trained", in_memory.parts_of(CHECKPOINTED))
@@ -159,6 +162,10 @@ READERS: list[tuple[str, tuple[str, ...]]] = [
     ("config.json", (*SIMULATE, *BY_NAME, "--set", "hardware.model=config.json")),
     ("gpu.toml", (*SIMULATE, *BY_NAME, "--set", "hardware.gpu=gpu.toml")),
     ("turns.jsonl", (*SIMULATE, *TURNS)),
+    *((f"{name}.jsonl", ("calibrate", f"{name}.jsonl")) for name in ("mooncake_sessions", "dynamo", "workload")),
+    ("mooncake_sessions.jsonl", (*SIMULATE, "--workload", "mooncake_sessions.jsonl", "--set", "workload.group_size=1")),
+    ("applied_compute.jsonl", (*SIMULATE, "--workload", "applied_compute.jsonl", "--set", "workload.group_size=1")),
+    ("manifest.json", ("calibrate", "manifest.json")),
     ("published.csv", ("validate", "published.csv")),
     ("times.csv", (*SIMULATE, "--measured", "times.csv")),
     ("run/steps.csv", (*SIMULATE, "--measured", "run")),

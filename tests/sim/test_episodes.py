@@ -90,7 +90,8 @@ def test_a_wrong_line_of_a_source_is_named(tmp_path, change, rule):
     [
         (
             "agent_turn",
-            "must be a shipped set, the path of a .jsonl file or a run, got 'agent_turn'; did you mean agent_turns? ",
+            "must be a shipped set, a .jsonl file, a run or another system's trace, got 'agent_turn'; "
+            "did you mean agent_turns? ",
         ),
         ("missing.jsonl", "missing.jsonl: No such file or directory"),
     ],

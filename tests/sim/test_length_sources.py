@@ -171,7 +171,7 @@ def test_a_fault_in_a_source_is_one_line_with_file_line_column_rule_and_value(tm
 )
 def test_an_unknown_set_is_answered_with_the_shipped_ones_and_the_nearest(source, hint):
     assert message(read_source, source) == (
-        f"workload.length.source must be a shipped set, the path of a .csv file or a run, got {source!r}; "
+        f"workload.length.source must be a shipped set, a .csv file, a run or another system's trace, got {source!r}; "
         f"{hint}shipped sets: {SHIPPED}"
     )
 

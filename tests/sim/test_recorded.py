@@ -14,8 +14,8 @@ from refusals import message
 from pipelinerl.config.run import load_run, parse_run, with_overrides
 from pipelinerl.records.trace import Trace, TraceWriter
 from pipelinerl.scheduler.events import ObservationReady, StartRollout
+from sim.recorded import read_trace
 from sim.run import simulate
-from sim.workload import read_trace
 
 RUN: dict[str, Any] = {
     "optimizer_steps": 6,
