@@ -181,12 +181,12 @@ def test_every_key_that_a_real_run_writes_has_a_row(real_folder):
 
 @WARNS
 def test_metrics_are_those_of_the_pages(real_folder):
-    """Keys of lag 0 stand for every lag, ``train/loss`` for a loss; evaluations, deltas and masks have theirs."""
+    """Keys of lag 0 stand for every lag, ``train/loss`` for a loss; evaluations, drafts, deltas, masks have theirs."""
     lines = [json.loads(line) for line in (real_folder / "metrics.jsonl").read_text().splitlines()]
     written = {re.sub(r"(ess/lag_)\d+$", r"\g<1>0", key) for line in lines for key in line}
     of_all = {key for key in written if not key.startswith("train/") or key == "train/loss"}
     of_all |= {f"evaluation/{name}" for name in EvaluationPoint.model_fields}
-    of_all |= {"weights/delta_share", "weights/delta_bytes", "mismatch/masked_share"}
+    of_all |= {"engines/tokens_per_step", "weights/delta_share", "weights/delta_bytes", "mismatch/masked_share"}
     assert sorted(first_cells(CONCEPTS, "metrics.jsonl")) == sorted(of_all)
     watched = first_cells("docs/training_reference.md", "Numbers to watch")
     assert len(watched) > 8
