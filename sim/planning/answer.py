@@ -33,7 +33,7 @@ from pipelinerl.config.question import FOUND, Assumption, Question, asked_of, wi
 from pipelinerl.config.resolve import named_engine, named_hardware
 from pipelinerl.config.run import PlanConfig, RunConfig, dump_run, flat, parse_run
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.hardware.costs import decode_steps, prefill_s, tokens_per_step
+from pipelinerl.hardware.costs import decode_steps, prefill_s
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -382,14 +382,10 @@ def speculation_plan(
     gains_B = gains_by_batch(candidate, speculation, screener)
     losses = np.flatnonzero(gains_B < 1)
     refresh = best_refresh(candidate, speculation, screener) if speculation.decay < 1 else (None, None)
-    steps = [
-        1 / tokens_per_step(one, speculation.tokens)
-        for one in speculation.law(candidate.config.optimizer_steps).acceptances
-    ]
     return SpeculationPlan(
         speculation=speculation,
         gain=gain,
-        tokens_per_step=len(steps) / sum(steps),
+        tokens_per_step=1 / speculation.law(candidate.config.optimizer_steps).mean_steps,
         sequences=candidate.config.scheduler.generation_batch_size,
         loses_from=int(losses[0]) + 1 if losses.size else None,
         tail_gain=float(gains_B[0]),

@@ -18,6 +18,7 @@ from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.run_folder import PLAN_FILE
 from sim.planning.answer import best_refresh, gains_by_batch, speculating, speculation_plan
 from sim.planning.screen import Screener, own_candidate
+from sim.planning.simulate import Job
 from sim.planning.space import SearchSpace
 
 THREE = SpeculationConfig(method="ngram", tokens=3, acceptance=0.6)
@@ -132,3 +133,22 @@ def test_a_drafter_that_cannot_be_read_is_refused(text):
 def test_a_comparison_needs_an_acceptance():
     text = message(lambda: ask({"model": "Qwen3-14B", "speculate": "ngram:k=3"}))
     assert text.endswith("plan.speculate.acceptance is missing; a comparison needs it")
+
+
+def test_a_part_of_a_run_stands_for_a_drafter_that_grows_old():
+    """Of 400 steps with a drafter that is never refreshed 40 are simulated: with the mean of all 400, and with a 50th
+    of a refresh in every step."""
+    candidate, _ = searched(run_of())
+    old = SpeculationConfig(method="eagle", tokens=3, acceptance=0.9, decay=0.99)
+    part, whole = (Job(speculating(candidate, old), steps).config.speculation for steps in (40, 400))
+    assert whole == old
+    assert part is not None
+    assert part.decay == 1.0
+    mean = sum(1 / tokens_per_step(0.9 * 0.99**version, 3) for version in range(400)) / 400
+    assert part.acceptance is not None
+    assert 1 / tokens_per_step(part.acceptance, 3) == pytest.approx(mean, rel=1e-5)
+    fresh = old.model_copy(update={"refresh_every": 50, "refresh_s": 20.0})
+    part = Job(speculating(candidate, fresh), 40).config.speculation
+    assert part is not None
+    assert (part.refresh_every, part.refresh_s) == (1, 0.4)
+    assert Job(speculating(candidate, THREE), 40).config.speculation == THREE
