@@ -71,7 +71,7 @@ def plan(
         workers: Processes (count). None: one per core.
         question: Options of the command, one value each: ``model``, ``gpu``, ``accelerators``, ``sync``,
             ``train_batch_size``, ``group_size``, ``mean_length``, ``max_length``, ``max_lag``, ``max_mean_lag``,
-            ``price``, ``spot_price``, ``spot_mtbf``, ``mtbf``, ``lend``.
+            ``price``, ``spot_price``, ``spot_mtbf``, ``mtbf``, ``lend``, ``speculate``.
 
     Raises:
         ConfigError: If the question is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.

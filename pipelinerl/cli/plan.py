@@ -63,6 +63,10 @@ def plan(
         str | None,
         typer.Option(metavar="SECONDS", help="Lend the waiting trainer's GPUs; a switch takes so long: 20s."),
     ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(metavar="DRAFTER", help="Compare with speculative decoding: ngram:k=3,accept=0.6."),
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(metavar="OTHER", help="Explain the differences to another run file, plan.json or folder."),
@@ -96,6 +100,7 @@ def plan(
         "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_lag": max_lag,
         "max_mean_lag": max_mean_lag, "price": price, "risk": risk,
         "spot_price": spot_price, "spot_mtbf": spot_mtbf, "mtbf": mtbf, "lend": lend,
+        "speculate": speculate,
     }  # fmt: skip
     question = ask(asked, run, overrides, seed, hardware=hardware)
     file = run or save or (out or Path()) / "question.toml"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.costs import Speculation
+from pipelinerl.hardware.costs import Speculation, tokens_per_step
 from pipelinerl.util.strict_model import Count, Seconds, StrictModel
+
+GRID = 2**20
+"""Acceptances from 0 to 1 between which a mean one is looked for (count)."""
 
 
 class SpeculationConfig(StrictModel):
@@ -55,6 +59,19 @@ class SpeculationConfig(StrictModel):
         versions = 1 if self.decay == 1.0 else min(optimizer_steps, self.refresh_every or optimizer_steps)
         acceptances = tuple(self.acceptance_of(version) for version in range(versions))
         return Speculation(self.tokens, self.draft_cost, self.off_above, acceptances)
+
+    def averaged(self, optimizer_steps: int) -> SpeculationConfig:
+        """Return one whose every optimizer step is the mean of a run: a part of it then stands for the rest."""
+        if self.acceptance is None or (self.decay == 1.0 and not self.refresh_s):
+            return self
+        steps = self.law(optimizer_steps).mean_steps
+        acceptance = (
+            bisect_left(range(GRID), -steps, key=lambda one: -1 / tokens_per_step(one / GRID, self.tokens)) / GRID
+        )
+        refresh = (
+            {} if self.refresh_every is None else {"refresh_every": 1, "refresh_s": self.refresh_s / self.refresh_every}
+        )
+        return self.model_copy(update={"acceptance": acceptance, "decay": 1.0, **refresh})
 
     def refreshed(self, version: int) -> bool:
         """Return whether the trainer refreshes the drafter once it has made a version."""

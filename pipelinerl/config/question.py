@@ -41,8 +41,11 @@ OPTIONS = {
     "spot_mtbf": "plan.spot.reclaim_hours",
     "mtbf": "plan.mtbf_hours",
     "lend": "plan.lend_switch_s",
+    "speculate": "plan.speculate",
 }
-"""The key that each option of the command sets."""
+"""The key that each option of the command sets; ``speculate`` sets the keys of a table."""
+SHORT = {"k": "tokens", "accept": "acceptance"}
+"""Short names of keys in ``speculate``."""
 UNITS = {OPTIONS["accelerators"]: " GPUs", OPTIONS["mean_length"]: " tokens"}
 """What follows a value in the name of a case."""
 SEVERAL = ("gpu", "accelerators", "engine", "software", "sync")
@@ -115,7 +118,8 @@ def ask(
 
     Args:
         options: Values by the names of ``OPTIONS``; those of ``SEVERAL`` may be several, joined by commas, those of
-            ``PER_KIND`` one per kind of GPU, ``H100=2.5,GB200=6``, and ``mean_length`` ``FIRST..LAST``. None: none.
+            ``PER_KIND`` one per kind of GPU, ``H100=2.5,GB200=6``, ``mean_length`` ``FIRST..LAST``, and ``speculate``
+            ``METHOD:KEY=VALUE,...``. None: none.
         run: The run file that they change. None: assumptions take its place.
         overrides: ``a.b=value`` each, applied last.
         seed: Replaces ``seed``.
@@ -125,7 +129,10 @@ def ask(
         ConfigError: If anything is wrong, one line per fault.
     """
     per_kind = {name: _per_kind(name, str(options[name])) for name in PER_KIND if "=" in str(options.get(name))}
-    lists = [_values(name, str(value)) for name, value in options.items() if value is not None and name not in per_kind]
+    if (drafts := options.get("speculate")) is not None:
+        overrides = [*_drafts(str(drafts)), *overrides]
+    apart = {*per_kind, "speculate"}
+    lists = [_values(name, str(value)) for name, value in options.items() if value is not None and name not in apart]
     growth = _growth(str(options.get("mean_length") or ""))
     combinations = list(itertools.product(*lists))
     if len(combinations) > MOST_CASES:
@@ -181,6 +188,15 @@ def _values(name: str, text: str) -> list[tuple[str, str]]:
     if not all(values):
         raise ConfigError(f"--{name.replace('_', '-')} must have a value, got {text!r}")
     return [(OPTIONS[name], one) for one in values]
+
+
+def _drafts(text: str) -> list[str]:
+    """Return the overrides of ``METHOD:k=N,accept=A``."""
+    method, _, rest = text.partition(":")
+    pairs = [("method", method), *((name, value) for name, _, value in (one.partition("=") for one in rest.split(",")))]
+    if not all(name.strip() and value.strip() for name, value in pairs):
+        raise ConfigError(f"--speculate must be a drafter and its keys as ngram:k=3,accept=0.6, got {text!r}")
+    return [f"plan.speculate.{SHORT.get(name.strip(), name.strip())}={value.strip()}" for name, value in pairs]
 
 
 def _growth(text: str) -> tuple[float, float] | None:

@@ -233,6 +233,8 @@ class PlanConfig(StrictModel):
     lend_switch_s: Seconds | None = None
     """Time of a switch if the trainer lends its accelerators while it waits: ``fleet.groups[].switch_s`` (s). None:
     not compared."""
+    speculate: SpeculationConfig | None = None
+    """Speculative decoding to compare with none, as ``engine.speculation``. None: not compared."""
     simulate: Count = 20
     """Candidates simulated (count)."""
     simulate_steps: Count = 200
@@ -245,6 +247,8 @@ class PlanConfig(StrictModel):
 
     @model_validator(mode="after")
     def _schedulers_exist(self) -> Self:
+        if self.speculate is not None and self.speculate.acceptance is None:
+            raise ValueError("speculate.acceptance is missing; a comparison needs it")
         assert self.schedules
         return self
 

@@ -343,6 +343,11 @@ class Speculation:
     acceptances: tuple[float, ...]
     """Acceptance of the versions of the policy, each of which gives as many tokens."""
 
+    @property
+    def mean_steps(self) -> float:
+        """Steps with drafts per token of a sequence, mean over the versions."""
+        return sum(1 / tokens_per_step(one, self.tokens) for one in self.acceptances) / len(self.acceptances)
+
 
 class SpeculativeStep(DecodeStep):
     """Decode steps of an engine that drafts; ``of`` and ``of_all`` return seconds per token of a sequence.
@@ -361,9 +366,8 @@ class SpeculativeStep(DecodeStep):
         self.batch_s = self._seconds_N.tolist()
         self.draft_context_s = drafting * self.context_s
         """Seconds per token of context on top, where a step drafts."""
-        steps = [1 / tokens_per_step(one, drafted) for one in speculation.acceptances]
-        self.step_tokens = len(steps) / sum(steps)
-        steps_N = np.where(drafts_N, 1 / self.step_tokens, 1.0)  # per token of a sequence
+        self.step_tokens = 1 / speculation.mean_steps
+        steps_N = np.where(drafts_N, speculation.mean_steps, 1.0)  # per token of a sequence
         self._token_s_N = self._seconds_N * steps_N
         self._token_context_s_N = (self.context_s + self.draft_context_s * drafts_N) * steps_N
 

@@ -62,6 +62,7 @@ def plan_page(report: PlanReport, folder: Path | None = None) -> Page:
             Section("how sure", [how_sure(report)], Place.ANSWER),
             Section(DEPENDS, depends_on(report), Place.ANSWER),
             Section("fleet", fleet_answer(report), Place.ANSWER),
+            Section("drafts", speculation_answer(report), Place.ANSWER),
             Section("next", next_step(report), Place.ANSWER),
             Section("what limits it", _reasons(report), Place.LINES),
             measurements(report.certainty),
@@ -152,6 +153,32 @@ def fleet_answer(report: PlanReport) -> list[str]:
         lines.append(
             f"A checkpoint every {duration(plan.checkpoint_every_s)} costs least: the trainer makes progress "
             f"{plan.trainer_share:.1%} of the time."
+        )
+    return lines
+
+
+def speculation_answer(report: PlanReport) -> list[str]:
+    """Return the gain by speculative decoding, and where it ends."""
+    if (plan := report.speculation) is None:
+        return []
+    drafts = plan.speculation
+    lines = [
+        f"{drafts.tokens} tokens drafted by {drafts.method} give {plan.tokens_per_step:.2f} a step and "
+        f"{plan.gain - 1:+.0%} throughput, with up to {plan.sequences} sequences per engine as here; the last sequence "
+        f"of an engine is {plan.tail_gain:.2g} times as fast."
+    ]
+    match plan.loses_from:
+        case None:
+            where = "at no number of sequences looked at"
+        case 1:
+            where = "at any number of sequences"
+        case number:
+            where = f"from {number} sequences on: engine.speculation.off_above = {number - 1}"
+    lines.append(f"A step that drafts costs more than its tokens gain {where}.")
+    if plan.refresh_every is not None and plan.refresh_gain is not None:
+        lines.append(
+            f"A refresh of the drafter every {plan.refresh_every} optimizer steps is best: "
+            f"{plan.refresh_gain - 1:+.1%} against the one given."
         )
     return lines
 

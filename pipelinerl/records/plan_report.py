@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.fleet import FleetConfig
 from pipelinerl.config.run import ClusterConfig, SchedulerConfig
 from pipelinerl.records.reports import CostReport
@@ -418,6 +419,27 @@ class FleetPlan(Report):
     """Throughput if it does, over that if not, both simulated (ratio)."""
 
 
+class SpeculationPlan(Report):
+    """The recommendation with speculative decoding against the same without."""
+
+    speculation: SpeculationConfig
+    """The drafter, as ``engine.speculation``."""
+    gain: float
+    """Throughput with it, over that without, both simulated (ratio)."""
+    tokens_per_step: float
+    """Tokens of a sequence per step that drafts, mean over the versions of the policy (count)."""
+    sequences: int
+    """Sequences in progress per engine, at most (count)."""
+    loses_from: int | None = None
+    """Sequences per engine from which a step that drafts costs more than its tokens gain (count). Absent if none do."""
+    tail_gain: float
+    """Speed of an engine's last sequence, over that without (ratio)."""
+    refresh_every: int | None = None
+    """Optimizer steps between refreshes with the best screened throughput. Absent without ``decay``."""
+    refresh_gain: float | None = None
+    """Screened throughput with that, over that of ``speculation`` (ratio)."""
+
+
 class PhasesReport(Report):
     """Plans of a run whose answers grow linearly, by the screening."""
 
@@ -478,6 +500,8 @@ class PlanReport(Report):
     known to keep to the limits in the whole run."""
     fleet: FleetPlan | None = None
     """Fleets compared. Absent unless ``plan.spot``, ``plan.mtbf_hours`` or ``plan.lend_switch_s`` asks."""
+    speculation: SpeculationPlan | None = None
+    """Speculative decoding against none. Absent unless ``plan.speculate`` asks."""
     made: str | None = None
     """Date, version and command. Absent if no command made it."""
 

@@ -504,19 +504,6 @@ def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:
     return prefill_s(prefill, sequences=float(tokens > 0), tokens=tokens, squares=tokens**2)
 
 
-# ---------------------------------------------------------------------------- how often a drafter should be refreshed
-
-
-def refresh_interval(refresh_s: float, *, generation_s: float, slowdown: float) -> float:
-    """Return the optimizer steps between refreshes of a drafter for which a step is shortest, where both add to it.
-
-    r steps after a refresh generation is r ``slowdown`` longer (relative), so a step is generation_s slowdown (r - 1)/2
-    + refresh_s / r longer on average, least at sqrt(2 refresh_s / (generation_s slowdown)): the form of
-    ``daly_interval``. Infinite where acceptance does not fall. ``generation_s``: of a step with a fresh drafter (s).
-    """
-    return math.sqrt(2 * refresh_s / (generation_s * slowdown)) if slowdown else math.inf
-
-
 # -------------------------------------------------------------- how often a job that fails at random should checkpoint
 
 

@@ -20,18 +20,20 @@ import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipelinerl.calibration.measured import Measured, merged
+from pipelinerl.config.engine import EngineConfig, SpeculationConfig
 from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig, SpotOffer, TrainerFaultsConfig
 from pipelinerl.config.question import FOUND, Assumption, Question, asked_of, with_placeholders, with_value
 from pipelinerl.config.resolve import named_engine, named_hardware
 from pipelinerl.config.run import PlanConfig, RunConfig, dump_run, flat, parse_run
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.hardware.costs import prefill_s
+from pipelinerl.hardware.costs import decode_steps, prefill_s
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -48,6 +50,7 @@ from pipelinerl.records.plan_report import (
     PlanReport,
     RunnerUp,
     SearchReport,
+    SpeculationPlan,
 )
 from pipelinerl.records.reports import Prices
 from pipelinerl.records.run_folder import FLEET_FILE, PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
@@ -329,6 +332,66 @@ def lending(candidate: Candidate, switch_s: float) -> Candidate:
     groups = [own, *([FleetGroupConfig(name="lent", kind="lent", engines=lent, switch_s=switch_s)] if lent else [])]
     fleet = FleetConfig(groups=groups)
     return replace(candidate, config=config.model_copy(update={"fleet": fleet}), label=f"{candidate.label} lending")
+
+
+MOST_SEQUENCES = 4096
+"""Sequences of an engine up to which a loss by speculation is looked for (count)."""
+REFRESH_STEP = 1.1
+"""Ratio between numbers of optimizer steps from one refresh to the next that are tried."""
+
+
+def speculating(candidate: Candidate, speculation: SpeculationConfig | None) -> Candidate:
+    """Return a candidate whose engines draft so, or not."""
+    engine = None if speculation is None else EngineConfig(speculation=speculation)
+    label = f"{candidate.label} {'without' if engine is None else 'with'} drafts"
+    return replace(candidate, config=candidate.config.model_copy(update={"engine": engine}), label=label)
+
+
+def gains_by_batch(candidate: Candidate, speculation: SpeculationConfig, screener: Screener) -> FloatArray:
+    """Return the speed of an engine that drafts over that without, by sequences of mean context, from 1 on."""
+    config, batch = candidate.config, np.arange(1.0, MOST_SEQUENCES + 1, dtype=np.float64)
+    step = partial(
+        decode_steps,
+        screener.resolved(config).decode,
+        tensor_parallel=config.cluster.tensor_parallel,
+        most=MOST_SEQUENCES,
+    )
+    law, context = replace(speculation.law(config.optimizer_steps), off_above=None), batch * screener.answers.context
+    ratio: FloatArray = step(speculation=None).of_all(batch, context) / step(speculation=law).of_all(batch, context)
+    return ratio
+
+
+def best_refresh(candidate: Candidate, speculation: SpeculationConfig, screener: Screener) -> tuple[int, float]:
+    """Return the optimizer steps between refreshes with the best throughput, and that over the one as given."""
+
+    def rate(one: SpeculationConfig) -> float:
+        return screener.screen(speculating(candidate, one)).tokens_per_s
+
+    steps = candidate.config.optimizer_steps
+    number = 1 + math.ceil(math.log(steps, REFRESH_STEP))
+    tried = {min(steps, round(REFRESH_STEP**power)) for power in range(number)}
+    rates = {every: rate(speculation.model_copy(update={"refresh_every": every})) for every in tried}
+    best = max(tried, key=lambda every: (rates[every], every))  # of equals the one with the fewest refreshes
+    return best, rates[best] / rate(speculation)
+
+
+def speculation_plan(
+    candidate: Candidate, speculation: SpeculationConfig, screener: Screener, *, gain: float
+) -> SpeculationPlan:
+    """Return the comparison of engines that draft with such that do not; ``gain``: as simulated."""
+    gains_B = gains_by_batch(candidate, speculation, screener)
+    losses = np.flatnonzero(gains_B < 1)
+    refresh = best_refresh(candidate, speculation, screener) if speculation.decay < 1 else (None, None)
+    return SpeculationPlan(
+        speculation=speculation,
+        gain=gain,
+        tokens_per_step=1 / speculation.law(candidate.config.optimizer_steps).mean_steps,
+        sequences=candidate.config.scheduler.generation_batch_size,
+        loses_from=int(losses[0]) + 1 if losses.size else None,
+        tail_gain=float(gains_B[0]),
+        refresh_every=refresh[0],
+        refresh_gain=refresh[1],
+    )
 
 
 def cluster_of(config: RunConfig, engines: int) -> dict[str, int]:
@@ -632,7 +695,20 @@ class _Search:
             splits=split_curve(self.space, best.candidate, self.screener, drawn.draws),
             stages=explain.stages_of(self.space, best.candidate, self.screener),
         )
-        return self._with_fleet(report, best, runner), best.candidate
+        return self._with_speculation(self._with_fleet(report, best, runner), best, runner), best.candidate
+
+    def _with_speculation(self, report: PlanReport, outcome: Outcome, runner: Runner) -> PlanReport:
+        """Return the report with the comparison that ``plan.speculate`` asks for, if both simulations end."""
+        if (asked := self.plan.speculate) is None:
+            return report
+        job, best = self.job(outcome.candidate), outcome.candidate
+        both = [speculating(best, asked), speculating(best, None)]
+        ended = {one.candidate.label: one for one in runner.run([replace(job, candidate=one) for one in both])}
+        if len(ended) < len(both):
+            return report
+        drafts, plain = (ended[one.label].tokens_per_s for one in both)
+        compared = speculation_plan(best, asked, self.screener, gain=drafts / plain)
+        return report.model_copy(update={"speculation": compared})
 
     def _with_fleet(self, report: PlanReport, outcome: Outcome, runner: Runner) -> PlanReport:
         """Return the report with the fleets that ``[plan]`` asks for, if the engines of the best can come and go."""

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 
+from pipelinerl.config.engine import EngineConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.records.plan_report import PlanReport
@@ -67,7 +68,11 @@ class Job:
     @property
     def config(self) -> RunConfig:
         """The run to simulate."""
-        return self.candidate.config.model_copy(update={"optimizer_steps": self.steps})
+        config = self.candidate.config
+        changes: dict[str, object] = {"optimizer_steps": self.steps}
+        if config.speculation is not None and self.steps < config.optimizer_steps:
+            changes["engine"] = EngineConfig(speculation=config.speculation.averaged(config.optimizer_steps))
+        return config.model_copy(update=changes)
 
 
 @dataclass(frozen=True, slots=True)

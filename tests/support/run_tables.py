@@ -37,6 +37,10 @@ ROOFLINE = {
     "flops_efficiency": 0.6, "step_overhead_s": 0.001, "sequence_overhead_s": 1e-5,
 }  # fmt: skip
 
+SPECULATION = {
+    "method": "eagle3", "tokens": 3, "acceptance": 0.7, "decay": 0.99, "refresh_every": 20, "refresh_s": 5.0,
+    "draft_cost": 0.05, "off_above": 64, "model": "/somewhere/drafter",
+}  # fmt: skip
 EVERY_KEY: dict[str, Any] = {
     "seed": 7, "optimizer_steps": 20,
     "cluster": {"accelerators": 16, "generation_accelerators": 8, "tensor_parallel": 2},
@@ -77,10 +81,7 @@ EVERY_KEY: dict[str, Any] = {
         },
     },
     "engine": {
-        "speculation": {
-            "method": "eagle3", "tokens": 3, "acceptance": 0.7, "decay": 0.99, "refresh_every": 20, "refresh_s": 5.0,
-            "draft_cost": 0.05, "off_above": 64, "model": "/somewhere/drafter",
-        },
+        "speculation": SPECULATION,
     },
     "fleet": {
         "start_s": 90.0, "keep_tokens": False, "stream_tokens": 128,
@@ -130,7 +131,7 @@ EVERY_KEY: dict[str, Any] = {
         "environments": [4, 8], "sequence_parallel": [1, 2], "train_batch_size": [16], "ready_queue_size": [32],
         "max_lag": [0, 4], "lag_limit": 8,
         "mean_lag_limit": 3.5, "min_ess": 0.5, "gpu_hours": 100.0, "budget": 300.0, "risk": "averse", "simulate": 4,
-        "simulate_steps": 10, "mtbf_hours": 50_000.0, "lend_switch_s": 20.0,
+        "simulate_steps": 10, "mtbf_hours": 50_000.0, "lend_switch_s": 20.0, "speculate": SPECULATION,
         "spot": {"price_per_hour": 1.2, "reclaim_hours": 8.0, "away_s": 600.0, "notice_s": 20.0},
     },
     "train": {

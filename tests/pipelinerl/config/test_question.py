@@ -31,7 +31,7 @@ def test_options_are_keys_of_a_run_file_and_several_values_are_cases() -> None:
         values = flat(case.config.model_dump())
         assert [values[key] for key in OPTIONS.values()] == [
             "Qwen3-14B", "H100", number, "vllm-0.32", "ours", None, 512, 16, 4000, 32000, None, 4, 2.5, "neutral", 1.2,
-            8.0, 50_000.0, 20.0,
+            8.0, 50_000.0, 20.0, None,
         ]  # fmt: skip
         assert not case.whole
 
@@ -43,6 +43,7 @@ def test_all_that_is_not_given_is_an_assumption_and_in_the_file() -> None:
     assert keys >= set(OPTIONS.values()) - {
         "hardware.model", "hardware.weight_sync", "plan.lag_limit", "plan.risk", "price.gpu_hour",
         "plan.spot.price_per_hour", "plan.spot.reclaim_hours", "plan.mtbf_hours", "plan.lend_switch_s",
+        "plan.speculate",
     }  # fmt: skip
     text = question_text(question)
     assert "accelerators = 64  # assumed\n" in text

@@ -13,9 +13,13 @@ from pipelinerl.hardware.costs import (
     Decode,
     DecodeStep,
     PrefillConfig,
+    Speculation,
+    SpeculativeStep,
     TrainingConfig,
     batch_s,
+    decode_steps,
     prefill_s,
+    tokens_per_step,
     training_cost,
 )
 from pipelinerl.rl.segments import Segment
@@ -102,6 +106,64 @@ def test_a_roofline_with_experts_reads_those_that_the_batch_meets(batch, microse
     """All experts: 2 GB / (1 TB/s * 0.5) = 4 ms; of four a batch meets 1/4, 7/16, 37/64. And 4 + 1 ms, 10 us each."""
     cost = step_of(EXPERTS)
     assert cost.batch_s[batch] == pytest.approx((5000 + 10 * batch + microseconds) * 1e-6, rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------- steps that draft
+
+
+def drafting(decode, *, tokens=3, cost=0.0, off_above=None, acceptances=(0.0,), most=1000):
+    law = Speculation(tokens, cost, off_above, acceptances)
+    return SpeculativeStep(TypeAdapter(Decode).validate_python(decode), tensor_parallel=1, most=most, speculation=law)
+
+
+@pytest.mark.parametrize(
+    ("decode", "batch", "microseconds"),
+    [
+        pytest.param(CENTRAL, 10, 7050 + 40 * 10.65, id="affine: a row is a token"),
+        pytest.param(ROOFLINE, 100, 4000 + 1000 + 1000, id="roofline: 400 tokens are bound by memory"),
+        pytest.param(ROOFLINE, 250, 8000 + 1000 + 2500, id="roofline: 1000 tokens are multiplied, 250 sequences"),
+        pytest.param(EXPERTS, 1, 5000 + 10 + 4000 * (1 - 0.75**4), id="experts: those that 4 tokens meet"),
+    ],
+)
+def test_a_step_that_verifies_three_drafts_costs_four_tokens_a_sequence(decode, batch, microseconds):
+    """Where no draft is accepted, a token takes a step. Weights are read once, and so is the context."""
+    cost = drafting(decode)
+    assert cost.batch_s[batch] == pytest.approx(microseconds * 1e-6, rel=1e-12)
+    assert cost.of(batch, 0) == pytest.approx(cost.batch_s[batch])
+    assert cost.of(batch, 1000) - cost.of(batch, 0) == pytest.approx(1000 * step_of(decode).context_s)
+
+
+def test_a_step_that_verifies_is_as_many_flashes_as_one_of_all_its_tokens():
+    paper = {"kind": "utilisation", "flash_s": 15.4e-6}
+    assert drafting(paper, most=48).batch_s[48] == step_of(paper, most=192).batch_s[192]
+
+
+def test_drafting_takes_its_share_of_plain_steps_and_ends_above_a_number_of_sequences():
+    """3 drafts of 0.1 plain steps each, up to two sequences: context costs 1.3 times, too. 1 + 0.5 + 0.25 + 0.125
+    tokens a step."""
+    cost, plain = drafting(CENTRAL, cost=0.1, off_above=2, acceptances=(0.5,)), step_of(CENTRAL)
+    for batch in (1, 2):
+        seconds = drafting(CENTRAL).batch_s[batch] + 0.3 * plain.batch_s[batch] + 500 * 1.3 * plain.context_s
+        assert cost.of(batch, 500) == pytest.approx(seconds / 1.875)
+    assert cost.of(3, 500) == pytest.approx(plain.of(3, 500))
+    assert cost.of_all(np.array([1.0, 3.0]), np.array([500.0, 500.0])).tolist() == [cost.of(1, 500), cost.of(3, 500)]
+
+
+def test_the_steps_of_versions_with_as_many_tokens_each_are_averaged():
+    """Half of the tokens at 2 a step, half at 1: 1.5 half-steps a token."""
+    cost = drafting(CENTRAL, tokens=1, acceptances=(1.0, 0.0))
+    assert cost.step_tokens == pytest.approx(1 / 0.75)
+    assert cost.of(1, 0) == pytest.approx(0.75 * cost.batch_s[1])
+
+
+@given(st.floats(0, 1), st.integers(1, 64))
+def test_more_drafts_never_give_fewer_tokens(acceptance, drafted):
+    assert 1 <= tokens_per_step(acceptance, drafted) <= tokens_per_step(acceptance, drafted + 1) <= drafted + 2
+
+
+def test_without_speculation_steps_are_plain():
+    decode = AffineDecode(**CENTRAL)
+    assert type(decode_steps(decode, tensor_parallel=1, most=4, speculation=None)) is DecodeStep
 
 
 def test_a_mean_batch_costs_the_mean_of_its_neighbours():

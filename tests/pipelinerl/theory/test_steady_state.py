@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig, parse_run, with_overrides
-from pipelinerl.hardware.costs import DecodeStep, training_cost
+from pipelinerl.hardware.costs import decode_steps, tokens_per_step, training_cost
 from pipelinerl.records.steps import StepRow
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from, uniform_lengths
 from pipelinerl.theory.steady_state import Estimate, screen
@@ -54,7 +54,8 @@ def run(base: dict[str, Any], *overrides: str) -> RunConfig:
 def screened(config: RunConfig, answers: LengthStatistics | None = None) -> Estimate:
     hardware = resolved_hardware(config)
     engine = {"tensor_parallel": config.cluster.tensor_parallel, "most": config.scheduler.generation_batch_size}
-    return screen(config, hardware, DecodeStep(hardware.decode, **engine), answers or answers_of(config)[0])
+    step = decode_steps(hardware.decode, **engine, speculation=config.speculation_law)
+    return screen(config, hardware, step, answers or answers_of(config)[0])
 
 
 # ------------------------------------------------------------------------------------------- by hand
@@ -85,6 +86,22 @@ def test_conventional_drains_all_slots_at_once_and_then_trains() -> None:
     assert estimate.step_s == pytest.approx((100 * 0.014 + 0.8) / 2 + 0.1)
     assert (estimate.lag_mean, estimate.lag_max) == (0.5, 1)
     assert estimate.training_s + estimate.publishing_s == pytest.approx(0.1)
+
+
+def test_a_step_that_verifies_counts_over_its_tokens() -> None:
+    """k = 3: 0.01 s and 4 * 0.001 s a sequence for 1 + 0.5 + 0.25 + 0.125 tokens. A slot is missed for a step: it
+    decodes 100 of 101.875 tokens. A refresh of 2 s in 4 steps is half a second of training."""
+    config = run(FIXED, "engine.speculation={method='ngram', tokens=3, acceptance=0.5, refresh_every=4, refresh_s=2.0}")
+    estimate = screened(config)
+    assert estimate.generation_s == pytest.approx((0.01 + 0.004 * 400 / 101.875) / tokens_per_step(0.5, 3) * 101.875)
+    assert estimate.training_s == pytest.approx(0.1 + 0.5)
+
+
+def test_drafts_take_room_of_the_cache() -> None:
+    """A sequence has 50 tokens on average, and 3 drafts: 106 tokens hold two."""
+    drafts = "engine.speculation={method='ngram', tokens=3, acceptance=0.5}"
+    two_slots = screened(run(FIXED, drafts, "scheduler.generation_batch_size=2"))
+    assert screened(run(FIXED, drafts, "hardware.kv_cache_tokens=106")) == two_slots
 
 
 def test_one_step_off_is_as_slow_as_the_slower_of_generation_and_training() -> None:
@@ -232,6 +249,7 @@ def test_a_looser_bound_on_the_lag_never_slows_and_is_kept(split: int, size: int
 
 # -------------------------------------------------------------------------------------- the simulator
 
+DRAFTS = "engine.speculation={method='ngram', tokens=3, acceptance=0.6, draft_cost=0.05}"
 CASES = {
     "generation-bound": ("scheduler.generation_batch_size=6",),
     "training-bound": ("scheduler.generation_batch_size=32",),
@@ -258,6 +276,13 @@ CASES = {
     "conventional, few slots": ("scheduler.kind=conventional", "scheduler.generation_batch_size=4"),
     "one step off": ("scheduler.kind=one_step_off", "scheduler.generation_batch_size=32"),
     "partial": ("scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.generation_batch_size=8"),
+    "drafts": (DRAFTS, "scheduler.generation_batch_size=6"),
+    "drafts, conventional, refreshed": (
+        "scheduler.kind=conventional",
+        "engine.speculation={method='eagle3', tokens=4, acceptance=0.8, decay=0.9, refresh_every=4, refresh_s=2.0}",
+    ),
+    "drafts, off above 4, small cache": (DRAFTS.replace("}", ", off_above=4}"), "hardware.kv_cache_tokens=2600"),
+    "drafts, lag 3": (DRAFTS, "scheduler.max_lag=3", "scheduler.generation_batch_size=12"),
 }
 
 

@@ -94,6 +94,26 @@ def test_engines_in_closed_form_and_step_by_step_learn_the_same(base, update, sm
     assert (max(versions) > (2 if base is TURNS else 1)) == (update != "wait")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["keep", "recompute"])
+@pytest.mark.parametrize("base", [BASE, TURNS], ids=["one turn", "turns"])
+def test_engines_that_draft_learn_the_same_in_closed_form_and_step_by_step(tmp_path, base, update):
+    """Tokens are the policy's own: at lag 0 engine and trainer agree as without drafts, to rounding."""
+    drafts = "engine.speculation={method='ngram', tokens=2, acceptance=0.6, decay=0.8, refresh_every=2, off_above=6}"
+    config = config_with(f"scheduler.weight_update={update}", drafts, "optimizer_steps=4", base=base)
+    seen = []
+    for make in (ClosedFormEngine, StepByStepEngine):
+        recorded = Recorded()
+        with one_thread():
+            learner = Learner(config)
+            SimulatedCluster(config, engine_factory=make, policy=learner).run(recorded)
+        seen.append((recorded.entries, learner.fingerprint()))
+    assert seen[0] == seen[1]
+    summary = learned(config, tmp_path / "run")
+    assert summary.tokens_per_step > 1
+    assert abs(summary.mismatch.kl_at_lag_0) < 1e-9
+
+
 SMALL_CACHE = ("hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "optimizer_steps=10")
 
 
