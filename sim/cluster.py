@@ -28,7 +28,9 @@ from functools import partial
 from heapq import heapreplace
 from itertools import repeat
 from pathlib import Path
-from typing import assert_never
+from typing import Protocol, assert_never
+
+from simpy.events import Event as SimPyEvent
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.faults import FaultConfig
@@ -104,6 +106,22 @@ class Scoring:
 
 LEND_BELOW = 0.5
 """Ready rollouts, over a micro-batch, below which a trainer that begins to wait lends its accelerators (ratio)."""
+
+
+class TrainerAccess(Protocol):
+    """Accelerators that train for several runs on one clock, by turns (``sim.sharing``)."""
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of all."""
+
+    def ask(self, train: Callable[[], None]) -> None:
+        """Call once they are this run's."""
+
+    def release(self) -> None:
+        """Give them back."""
+
+
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 
 
@@ -228,11 +246,13 @@ class SimulatedCluster:
         *,
         engine_factory: EngineFactory = ClosedFormEngine,
         policy: LearningPolicy | None = None,
+        trainer: TrainerAccess | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Build the cluster; nothing runs yet.
 
-        Without ``policy`` chance gives answers and rewards, and nothing learns. ``warn`` gets warnings.
+        Without ``policy`` chance gives answers and rewards, and nothing learns. ``trainer`` has the clock, and is
+        shared with other clusters on it. ``warn`` gets warnings.
         Raises ConfigError if a file the configuration names cannot be used, or a prompt can never fit.
         """
         check_turns(config)
@@ -246,7 +266,8 @@ class SimulatedCluster:
             _check_capacity(config.hardware.kv_cache_tokens, longest)
         self._policy, self._longest = policy, longest
         hardware = resolved_hardware(config, longest_tokens=longest)
-        self._clock = Clock()
+        self._clock = Clock() if trainer is None else trainer.clock
+        self._trainer = trainer
         # Nothing is asked per rollout that the configuration answers.
         self.rollout_finished: Callable[[int, Request, VersionSpans], None] = self._rollout_finished
         self._start_rollout: Callable[[StartRollout], None] = self._start_answer
@@ -370,18 +391,28 @@ class SimulatedCluster:
                     self._faults.strike(fault.second)  # its work is planned beforehand
                 elif fault.second is not None:
                     self._after(to_ticks(fault.second), lambda _, fault=fault: watch.comes(fault))  # type: ignore[misc]
+        self.begin(recorder)
+        self._clock.run_until(self._done)
+        self.finish()
+
+    def begin(self, recorder: Recorder) -> SimPyEvent:
+        """Make the first decisions; the clock has to run then. Return what happens when the run is over."""
         self._recorder = recorder
         for command in self._scheduler.start():
             recorder.command(0.0, command)
             self._carry_out(command)
         if self._fleet is not None:
             self._fleet.begin()
-        self._clock.run_until(self._done)
+        return self._done
+
+    def finish(self) -> None:
+        """Record rollouts in progress as aborted, and nothing more; raises as ``run``."""
         now_s = to_seconds(self._clock.now)
         for engine_id, engine in self._engines.items():
             for request, spans in engine.end():
                 aborted = RolloutAborted(request.rollout_id, engine_id, spans, self._take_seconds(request))
                 self._recorder.event(now_s, aborted)
+        self._recorder = FanOut()
         if self._failure is not None:
             raise self._failure
         if not self._done.triggered:
@@ -512,7 +543,10 @@ class SimulatedCluster:
             case OpenEnvironment():
                 self._open_environment(command)
             case StartTraining():
-                self._start_training(command)
+                if self._trainer is None:
+                    self._start_training(command)
+                else:
+                    self._trainer.ask(partial(self._start_training, command))
             case PublishWeights():
                 self._publish(command)
             case DiscardRollouts():
@@ -618,6 +652,8 @@ class SimulatedCluster:
         """Report that the trainer has finished; lend its accelerators if it has nothing to do, and little is ready."""
         self.deliver(event)
         scheduler = self._scheduler
+        if self._trainer is not None and scheduler.trainer is not TrainerState.PUBLISHING:
+            self._trainer.release()
         waits = scheduler.trainer is TrainerState.IDLE and scheduler.stopped is None
         if waits and self._fleet is not None and scheduler.num_ready < LEND_BELOW * scheduler.settings.micro_batch:
             self._fleet.lend()

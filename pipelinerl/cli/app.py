@@ -21,7 +21,7 @@ from pipelinerl.cli.measure import measure
 from pipelinerl.cli.output import complain, print_line
 from pipelinerl.cli.plan import plan
 from pipelinerl.cli.report import report
-from pipelinerl.cli.simulate import compare, environments, simulate
+from pipelinerl.cli.simulate import compare, environments, share, simulate
 from pipelinerl.cli.train import train
 from pipelinerl.cli.validate import validate
 from pipelinerl.errors import ConfigError, PipelineRLError
@@ -56,7 +56,7 @@ def _options(
 
 
 COMMANDS = (
-    simulate, compare, plan, environments, train, fleet, export, plot, report, timeline, replay, drift, validate,
+    simulate, compare, share, plan, environments, train, fleet, export, plot, report, timeline, replay, drift, validate,
     calibrate, diagnose, measure,
 )  # fmt: skip
 for command in COMMANDS:

@@ -65,6 +65,26 @@ def simulate(
         draw_kept(out, quiet=as_json)
 
 
+def share(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN.toml...", help="Run files, two or more.")],
+    overrides: options.SetOption = [],  # noqa: B006 - typer copies it
+    switch_s: Annotated[
+        float, typer.Option("--switch-s", min=0.0, metavar="S", help="Seconds of a switch between jobs.")
+    ] = 10.0,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Simulate jobs that train on the same accelerators in turn: who waits, and which GPU-hours that saves."""
+    from pipelinerl.config.run import load_run
+    from pipelinerl.pages.runs import sharing_page
+    from sim.sharing import share as share_trainer
+
+    names = [f"{run.stem} {number}" if runs.count(run) > 1 else run.stem for number, run in enumerate(runs, start=1)]
+    report = share_trainer(
+        {name: load_run(run, overrides) for name, run in zip(names, runs, strict=True)}, switch_s=switch_s
+    )
+    print_report(report, lambda: sharing_page(report), "jobs", as_json=as_json)
+
+
 def compare(
     run: options.RunArgument,
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelinerl.config.run import RunConfig, flat, load_run
 from pipelinerl.pages.page import Layout, Page, Place, Section, Table, cost_line, duration, sentence, short
-from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, EnvironmentsReport
+from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, EnvironmentsReport, SharingReport
 from pipelinerl.records.reports import Bottleneck, CheckReport, RunReport
 from pipelinerl.records.run_folder import RUN_FILE
 from pipelinerl.util.read import read_text, read_toml
@@ -289,6 +289,37 @@ def environments_page(report: EnvironmentsReport, folder: Path | None = None) ->
         tables=[table],
         assumptions=setting_assumptions(config),
         run_file=run_file,
+    )
+
+
+def sharing_page(report: SharingReport) -> Page:
+    """Return the page of jobs that share accelerators."""
+    rows = [
+        [
+            job.name,
+            *(f"{one.tokens_per_s:,.0f}" for one in (job.alone, job.together)),
+            f"{job.together.duration_s / job.alone.duration_s - 1:+.0%}",
+            *(f"{one.lag.mean:.2f}" for one in (job.alone, job.together)),
+            *(f"{one.seconds.waiting_for_data / one.duration_s:.0%}" for one in (job.alone, job.together)),
+            duration(job.waited_s),
+        ]
+        for job in report.jobs
+    ]
+    columns = ("job", "tok/s", "shared", "longer", "lag", "shared", "waits", "shared", "for others")
+    hours = f"{report.gpu_hours_alone:,.0f} GPU-hours alone, {report.gpu_hours_together:,.0f} together"
+    return Page(
+        title="Jobs that share accelerators",
+        question="What does it save if these jobs train on the same accelerators in turn?",
+        answer=report.answer,
+        tables=[
+            Table(
+                title=f"{report.switches:,} switches of {report.switch_s:g} s",
+                columns=columns,
+                rows=rows,
+                note=f"{hours}. Waits: the trainer without data; for others: batches, for other jobs and switches.",
+                texts=("job",),
+            )
+        ],
     )
 
 

@@ -167,3 +167,46 @@ class EnvironmentsReport(Report):
     """A line per run that has failed."""
     complete: bool
     """Whether every run has ended without a failure."""
+
+
+# ----------------------------------------------------------------------------------- the report of jobs that share
+
+
+class JobReport(Report):
+    """A job with a trainer of its own, and with a shared one."""
+
+    name: str
+    """Name of its run file."""
+    alone: RunReport
+    """The run with its own accelerators."""
+    together: RunReport
+    """The run with shared ones."""
+    waited_s: float
+    """Time that its batches waited for other jobs and for switches (s)."""
+
+
+class SharingReport(Report):
+    """Jobs that share the accelerators that train."""
+
+    jobs: list[JobReport]
+    """In the order given."""
+    switch_s: float
+    """Time of a switch from one job to another (s)."""
+    switches: int
+    """Switches (count)."""
+    gpu_hours_alone: float
+    """GPU-hours of all jobs with their own accelerators."""
+    gpu_hours_together: float
+    """With shared ones, each job's engines until its end, the shared ones until the last end."""
+
+    @property
+    def answer(self) -> str:
+        """What it saves, and who is slowed down most."""
+        saved = 1 - self.gpu_hours_together / self.gpu_hours_alone
+        what = f"saves {saved:.0%} of the GPU-hours" if saved >= 0 else f"takes {-saved:.0%} more GPU-hours"
+        slowest = max(self.jobs, key=lambda job: job.together.duration_s / job.alone.duration_s)
+        longer = slowest.together.duration_s / slowest.alone.duration_s - 1
+        return (
+            f"Sharing {what}; {slowest.name} takes {longer:.0%} longer, its batches wait "
+            f"{slowest.waited_s / slowest.together.duration_s:.0%} of the time."
+        )
