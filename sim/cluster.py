@@ -428,20 +428,13 @@ class SimulatedCluster:
         elif self._faults is not None and fault.rank is not None:
             self._faults.strike(self._now_s)
 
-    def measured(self) -> RunMeasurements | None:
-        """Return what the ledger cannot know; None if nothing comes and goes, and nothing is drafted."""
-        if self._fleet is None and self._faults is None and self._drafting is None:
-            return None
-        comes_and_goes = self._fleet is not None or self._faults is not None
+    def measured(self) -> RunMeasurements:
+        """Return what the ledger cannot know: of what comes and goes, and of drafts."""
+        drafting, comes_and_goes = self._drafting, self._fleet is not None or self._faults is not None
         return RunMeasurements(
             capacity=capacity_report(self._config, self._fleet, self._faults) if comes_and_goes else None,
-            tokens_per_step=self.tokens_per_step,
+            tokens_per_step=drafting.num_tokens / drafting.num_steps if drafting and drafting.num_steps else None,
         )
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Mean tokens of a sequence per decode step; None where nothing is drafted."""
-        return None if self._drafting is None else self._drafting.tokens_per_step
 
     def interrupt(self) -> None:
         """End the run at the next event; may be called from a signal handler."""
@@ -627,12 +620,8 @@ class SimulatedCluster:
         lengths = [tokens[rollout_id] for rollout_id in command.rollout_ids]
         assert all(lengths)  # they have finished
         train_s = self._training.seconds(lengths, completes_step=command.completes_step)
-        if (
-            (one := self._config.speculation) is not None
-            and command.completes_step
-            and one.refreshed(command.version + 1)
-        ):
-            train_s += one.refresh_s
+        if self._config.speculation is not None and command.completes_step:
+            train_s += self._config.speculation.refresh_after_s(command.version + 1)
         train_ticks = to_ticks(train_s)
         if self._faults is not None:
             train_ticks = self._with_faults(self._faults, switch_ticks, train_ticks)

@@ -40,6 +40,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import SupportsInt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -307,10 +308,7 @@ class SpeculativeBatch(TimedBatch):
     batch comes to more or fewer sequences than ``off_above``.
     """
 
-    __slots__ = (
-        "_acceptance", "_draft_ticks", "_drafting", "_drafts", "_gains", "_gains_from", "_plain_context_ticks",
-        "_since",
-    )  # fmt: skip
+    __slots__ = ("_acceptance", "_decode", "_drafting", "_drafts", "_gains", "_gains_from", "_since")
 
     def __init__(self, decode: DecodeCost, kv_cache_tokens: int | None, drafting: Drafting, version: int) -> None:
         super().__init__(decode, kv_cache_tokens)
@@ -323,7 +321,7 @@ class SpeculativeBatch(TimedBatch):
     def go_on_at(self, decode: DecodeCost) -> None:
         """Make the steps from this boundary on at another cost."""
         super().go_on_at(decode)
-        self._plain_context_ticks, self._draft_ticks = decode.context_ticks, decode.draft_context_ticks
+        self._decode = decode
         self._choose()
 
     # ---------------------------------------------------------------------------------------- requests
@@ -342,7 +340,7 @@ class SpeculativeBatch(TimedBatch):
         """Remove a request that is unfinished."""
         super().leave(request)
         self._add(request, -1)
-        self._count_steps(request)
+        self._drafting.count(request, self.step)
         self._choose()
 
     def lengths_changed(self) -> None:
@@ -393,25 +391,19 @@ class SpeculativeBatch(TimedBatch):
         """Add the tokens that a request still gets to those of the batch, or take them away."""
         gains = np.diff(request.path[self.step - request.start_step :])
         start = self.step - self._gains_from
-        end = start + len(gains)
-        if end > len(self._gains):
+        if (end := start + len(gains)) > len(self._gains):
             self._gains = np.concatenate([self._gains[self._since - self._gains_from :], np.zeros(end, dtype=np.int64)])
             self._gains_from, start = self._since, self.step - self._since
-            end = start + len(gains)
-        self._gains[start:end] += sign * gains
+        self._gains[start : start + len(gains)] += sign * gains
 
     def _choose(self) -> None:
         """Draft or not, by the number of sequences."""
         off_above = self._drafting.off_above
         drafts = off_above is None or len(self.requests) <= off_above
-        self._context_ticks = self._plain_context_ticks + (self._draft_ticks if drafts else 0)
+        self._context_ticks = self._decode.context_ticks + drafts * self._decode.draft_context_ticks
         if drafts is not self._drafts:
             self._drafts = drafts
             self.lengths_changed()
-
-    def _count_steps(self, request: Request) -> None:
-        steps = self.step - request.start_step
-        self._drafting.count(steps, int(request.path[steps]))
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -422,30 +414,25 @@ class SpeculativeBatch(TimedBatch):
         self.context_tokens += gained
         self._since = self.step
         for request in finished:
-            self._count_steps(request)
+            self._drafting.count(request, self.step)
         self._choose()
         return finished
 
     def next_change(self) -> tuple[int, int]:
         """Return steps to, and tick of, the first boundary where a request finishes or the next step would not fit."""
-        context_N = self._contexts()
-        steps = int(context_N[:-1].searchsorted(self._room(), side="right"))
-        return steps, self._tick_after(steps, int(context_N[:steps].sum()))
-
-    def next_boundary(self) -> int:
-        """Return the tick of the next boundary."""
-        return self._tick_after(1, self.context_tokens)
+        context_N = self._contexts()[:-1]
+        steps = int(context_N.searchsorted(self._room(), side="right"))
+        return steps, self._tick_after(steps, context_N[:steps].sum())
 
     def first_boundary_after(self, tick: int) -> tuple[int, int, bool]:
         """Return steps to, and tick of, the first boundary after a tick, and if ``next_change()`` is later."""
         context_N = self._contexts()
         read_N = context_N[:-1].cumsum()
-        most = len(read_N)
-        steps = 1 + bisect_right(range(1, most + 1), tick, key=lambda n: self._tick_after(n, int(read_N[n - 1])))
-        if steps > most:
+        steps = 1 + bisect_right(range(len(read_N)), tick, key=lambda n: self._tick_after(n + 1, read_N[n]))
+        if steps > len(read_N):
             return steps, NEVER, False
-        before = steps < most and int(context_N[steps]) <= self._room()
-        return steps, self._tick_after(steps, int(read_N[steps - 1])), before
+        before = steps < len(read_N) and bool(context_N[steps] <= self._room())
+        return steps, self._tick_after(steps, read_N[steps - 1]), before
 
     def _room(self) -> int:
         """Return the most tokens before a step that fits."""
@@ -453,21 +440,17 @@ class SpeculativeBatch(TimedBatch):
 
     def _contexts(self) -> NDArray[np.int64]:
         """Return the tokens in the KV cache at this boundary and the next ones, up to the first finish."""
-        steps = self._finish_steps[0] - self.step
-        start = self.step - self._gains_from
-        context_N = np.empty(steps + 1, dtype=np.int64)
-        context_N[0] = self.context_tokens
-        self._gains[start : start + steps].cumsum(out=context_N[1:])
-        context_N[1:] += self.context_tokens
+        gains = self._gains[self.step - self._gains_from : self._finish_steps[0] - self._gains_from]
+        context_N: NDArray[np.int64] = self.context_tokens + np.concatenate([np.zeros_like(gains[:1]), gains.cumsum()])
         return context_N
 
     def _gained(self, steps: int) -> int:
         start = self.step - self._gains_from
         return int(self._gains[start : start + steps].sum()) if steps else 0
 
-    def _tick_after(self, steps: int, read_tokens: int) -> int:
+    def _tick_after(self, steps: int, read_tokens: SupportsInt) -> int:
         """Return the tick after steps that read so many tokens of context in all."""
-        ticks = steps * self._batch_ticks[len(self.requests)] + self._context_ticks * read_tokens
+        ticks = steps * self._batch_ticks[len(self.requests)] + self._context_ticks * int(read_tokens)
         return self.tick + self.prefill_ticks + ticks
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.costs import Decode, PrefillConfig, Speculation, SpeculativeStep, decode_steps
+from pipelinerl.hardware.costs import Decode, DecodeStep, PrefillConfig, Speculation
 from pipelinerl.scheduler.events import NO_TOKENS, EngineSeconds, StartTraining, VersionSpans, WeightUpdate
 from pipelinerl.util.strict_model import LONGEST_S
 from sim.clock import TICKS_PER_S, to_ticks
@@ -75,7 +75,7 @@ def decode_cost(
     decode: Decode, *, tensor_parallel: int, num_slots: int, speculation: Speculation | None = None
 ) -> DecodeCost:
     """Return the decode cost of one engine; ConfigError if a table cannot be read, or makes steps too long."""
-    step = decode_steps(decode, tensor_parallel=tensor_parallel, most=num_slots, speculation=speculation)
+    step = DecodeStep(decode, tensor_parallel=tensor_parallel, most=num_slots, speculation=speculation)
     for sequences, seconds in enumerate(step.batch_s[1:], start=1):
         if not seconds <= LONGEST_S * (1 + sequences):  # as long as the largest coefficients of ``affine`` make it
             raise ConfigError(
@@ -88,8 +88,7 @@ def decode_cost(
         )
     # A step lasts a tick at least: time must go on.
     batch_ticks = (max(1, to_ticks(seconds)) for seconds in step.batch_s[1 : num_slots + 1])
-    drafts_s = step.draft_context_s if isinstance(step, SpeculativeStep) else 0.0
-    return DecodeCost((0, *batch_ticks), to_ticks(step.context_s), to_ticks(drafts_s))
+    return DecodeCost((0, *batch_ticks), to_ticks(step.context_s), to_ticks(step.draft_context_s))
 
 
 def prefill_cost(config: PrefillConfig) -> PrefillCost:
@@ -112,7 +111,7 @@ class Drafting:
         self.row_tokens = config.tokens + 1
         """Tokens of a sequence in a step, at most; a step has room for so many, whether it drafts or not (count)."""
         self._seed = seed
-        self._num_steps = self._num_tokens = 0
+        self.num_steps = self.num_tokens = 0  # of sequences that have left a batch
 
     def chances(self, rollout_id: int, had: int, steps: int) -> NDArray[np.float32]:
         """Return a number in [0, 1) for each of so many steps of a rollout that joined a batch with ``had`` tokens."""
@@ -126,15 +125,10 @@ class Drafting:
             gains += chances < acceptance**accepted
         return gains
 
-    def count(self, steps: int, tokens: int) -> None:
-        """Count the steps and tokens of a sequence that leaves a batch."""
-        self._num_steps += steps
-        self._num_tokens += tokens
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Mean tokens of a sequence per step; None before the first."""
-        return self._num_tokens / self._num_steps if self._num_steps else None
+    def count(self, request: Request, step: int) -> None:
+        """Count the steps and tokens of a request that leaves a batch."""
+        self.num_steps += step - request.start_step
+        self.num_tokens += int(request.path[step - request.start_step])
 
 
 # ------------------------------------------------------------------------------------ interfaces

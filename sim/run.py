@@ -106,7 +106,7 @@ def _simulate_learning(
             with _interruptible(cluster):
                 cluster.run(recording.recorder)
         finally:
-            drafted = {"tokens_per_step": cluster.tokens_per_step}
+            drafted = {"tokens_per_step": cluster.measured().tokens_per_step}
             report = recording.finish(learner.summary().model_copy(update=drafted))
     return report
 

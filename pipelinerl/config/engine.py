@@ -39,20 +39,20 @@ class SpeculationConfig(StrictModel):
     model: str | None = None
     """Real: folder or name of the drafter's weights, which no update changes. None: ``ngram`` and ``mtp`` need none."""
 
-    @property
-    def known_acceptance(self) -> float:
-        """``acceptance``, which a simulation needs; ConfigError without it."""
-        if self.acceptance is None:
-            raise ConfigError("engine.speculation.acceptance is missing; a simulation needs it")
-        return self.acceptance
-
     def acceptance_of(self, version: int) -> float:
         """Return the acceptance of engines with a version of the policy, and the newest drafter published by then.
 
-        It was refreshed when the trainer last had made a multiple of ``refresh_every`` optimizer steps.
+        It was refreshed when the trainer last had made a multiple of ``refresh_every`` optimizer steps. Raises
+        ConfigError without ``acceptance``.
         """
+        if self.acceptance is None:
+            raise ConfigError("engine.speculation.acceptance is missing; a simulation needs it")
         distance = version if self.refresh_every is None else version % self.refresh_every
-        return self.known_acceptance * self.decay**distance
+        return self.acceptance * self.decay**distance
+
+    def refresh_after_s(self, version: int) -> float:
+        """Return the time of the trainer for a refresh once it has made a version (s)."""
+        return 0.0 if self.refresh_every is None or version % self.refresh_every else self.refresh_s
 
     def law(self, optimizer_steps: int) -> Speculation:
         """Return it as the formulas read it, with the versions of a run, or of one period of refreshes."""
@@ -62,20 +62,12 @@ class SpeculationConfig(StrictModel):
 
     def averaged(self, optimizer_steps: int) -> SpeculationConfig:
         """Return one whose every optimizer step is the mean of a run: a part of it then stands for the rest."""
-        if self.acceptance is None or (self.decay == 1.0 and not self.refresh_s):
+        if self.decay == 1.0 and not self.refresh_s:
             return self
-        steps = self.law(optimizer_steps).mean_steps
-        acceptance = (
-            bisect_left(range(GRID), -steps, key=lambda one: -1 / tokens_per_step(one / GRID, self.tokens)) / GRID
-        )
-        refresh = (
-            {} if self.refresh_every is None else {"refresh_every": 1, "refresh_s": self.refresh_s / self.refresh_every}
-        )
-        return self.model_copy(update={"acceptance": acceptance, "decay": 1.0, **refresh})
-
-    def refreshed(self, version: int) -> bool:
-        """Return whether the trainer refreshes the drafter once it has made a version."""
-        return self.refresh_every is not None and version % self.refresh_every == 0
+        steps, every = self.law(optimizer_steps).mean_steps, self.refresh_every
+        mean = bisect_left(range(GRID), -steps, key=lambda one: -1 / tokens_per_step(one / GRID, self.tokens)) / GRID
+        refresh = {"refresh_every": every and 1, "refresh_s": self.refresh_s / (every or 1)}
+        return self.model_copy(update={"acceptance": mean, "decay": 1.0, **refresh})
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -305,31 +305,6 @@ class ResolvedHardware(HardwareConfig):
 Number = TypeVar("Number", float, FloatArray)
 
 
-class DecodeStep:
-    """Seconds of a decode step, tabulated up to ``most`` sequences; ConfigError for an unreadable utilisation table."""
-
-    def __init__(self, decode: Decode, *, tensor_parallel: int, most: int) -> None:
-        self._batch_N = np.arange(most + 2)
-        self._seconds_N = _whole_batch_s(decode, tensor_parallel, np.maximum(self._batch_N, 1.0))
-        self.batch_s: list[float] = self._seconds_N.tolist()
-        """Seconds without context by number of sequences, 0 .. ``most`` + 1; 0 as 1, a step holds a sequence."""
-        self.context_s = context_token_s(decode, tensor_parallel)
-        """Seconds per token of context of all sequences together."""
-        self.step_tokens = 1.0
-        """Mean tokens of a sequence per step."""
-
-    def of(self, batch: float, context_tokens: float) -> float:
-        """Return the seconds of a step by sequences, at most ``most`` (a fraction is a mean), and all their context."""
-        below = int(batch)
-        low, high = self.batch_s[below : below + 2]
-        return low + (high - low) * (batch - below) + self.context_s * context_tokens
-
-    def of_all(self, batch: FloatArray, context_tokens: FloatArray) -> FloatArray:
-        """Return ``of``, elementwise."""
-        seconds: FloatArray = np.interp(batch, self._batch_N, self._seconds_N) + self.context_s * context_tokens
-        return seconds
-
-
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """How engines draft: ``engine.speculation``, as the formulas read it."""
@@ -349,46 +324,53 @@ class Speculation:
         return sum(1 / tokens_per_step(one, self.tokens) for one in self.acceptances) / len(self.acceptances)
 
 
-class SpeculativeStep(DecodeStep):
-    """Decode steps of an engine that drafts; ``of`` and ``of_all`` return seconds per token of a sequence.
+class DecodeStep:
+    """Seconds of a decode step, tabulated up to ``most`` sequences; ConfigError for an unreadable utilisation table.
 
-    A step that drafts computes k + 1 tokens a sequence, reads the KV cache once, and takes k * draft_cost times a step
-    without speculation on top. Above ``off_above`` sequences a step is a plain one.
+    With ``speculation`` a step that drafts computes k + 1 tokens a sequence, reads the KV cache once, and takes k *
+    draft_cost times a step without on top; ``of`` and ``of_all`` are then seconds per token of a sequence.
     """
 
-    def __init__(self, decode: Decode, *, tensor_parallel: int, most: int, speculation: Speculation) -> None:
-        super().__init__(decode, tensor_parallel=tensor_parallel, most=most)
-        drafted, limit = speculation.tokens, speculation.off_above
-        drafts_N = self._batch_N <= (most + 1 if limit is None else limit)
-        verify_N = _whole_batch_s(decode, tensor_parallel, np.maximum(self._batch_N, 1.0), tokens=drafted + 1)
-        drafting = drafted * speculation.draft_cost
-        self._seconds_N = np.where(drafts_N, verify_N + drafting * self._seconds_N, self._seconds_N)
-        self.batch_s = self._seconds_N.tolist()
-        self.draft_context_s = drafting * self.context_s
-        """Seconds per token of context on top, where a step drafts."""
-        self.step_tokens = 1 / speculation.mean_steps
-        steps_N = np.where(drafts_N, speculation.mean_steps, 1.0)  # per token of a sequence
-        self._token_s_N = self._seconds_N * steps_N
-        self._token_context_s_N = (self.context_s + self.draft_context_s * drafts_N) * steps_N
+    def __init__(
+        self, decode: Decode, *, tensor_parallel: int, most: int, speculation: Speculation | None = None
+    ) -> None:
+        self._batch_N = np.arange(most + 2)
+        self._seconds_N = _whole_batch_s(decode, tensor_parallel, np.maximum(self._batch_N, 1.0))
+        self.context_s = context_token_s(decode, tensor_parallel)
+        """Seconds per token of context of all sequences together."""
+        self.draft_context_s = 0.0
+        """The same on top, where a step drafts."""
+        self.step_tokens = 1.0
+        """Mean tokens of a sequence per step."""
+        self._per_token_N: tuple[FloatArray, FloatArray] | None = None  # without context, and per token of context
+        if speculation is not None:
+            drafted, limit, steps = speculation.tokens, speculation.off_above, speculation.mean_steps
+            drafts_N = self._batch_N <= (most + 1 if limit is None else limit)
+            verify_N = _whole_batch_s(decode, tensor_parallel, np.maximum(self._batch_N, 1.0), tokens=drafted + 1)
+            drafting = drafted * speculation.draft_cost
+            self._seconds_N = np.where(drafts_N, verify_N + drafting * self._seconds_N, self._seconds_N)
+            self.draft_context_s, self.step_tokens = drafting * self.context_s, 1 / steps
+            steps_N = np.where(drafts_N, steps, 1.0)
+            context_N = (self.context_s + self.draft_context_s * drafts_N) * steps_N
+            self._per_token_N = self._seconds_N * steps_N, context_N
+        self.batch_s: list[float] = self._seconds_N.tolist()
+        """Seconds without context by number of sequences, 0 .. ``most`` + 1; 0 as 1, a step holds a sequence."""
 
     def of(self, batch: float, context_tokens: float) -> float:
-        """Return the mean seconds per token of a sequence, as ``DecodeStep.of``."""
-        return float(self.of_all(np.array(batch), np.array(context_tokens)))
+        """Return the seconds of a step by sequences, at most ``most`` (a fraction is a mean), and all their context."""
+        if self._per_token_N is not None:
+            return float(self.of_all(np.array(batch), np.array(context_tokens)))
+        below = int(batch)
+        low, high = self.batch_s[below : below + 2]
+        return low + (high - low) * (batch - below) + self.context_s * context_tokens
 
     def of_all(self, batch: FloatArray, context_tokens: FloatArray) -> FloatArray:
         """Return ``of``, elementwise."""
-        context_s = np.interp(batch, self._batch_N, self._token_context_s_N)
-        seconds: FloatArray = np.interp(batch, self._batch_N, self._token_s_N) + context_s * context_tokens
+        seconds_N, context_s = self._seconds_N, np.array(self.context_s)
+        if self._per_token_N is not None:
+            seconds_N, context_s = self._per_token_N[0], np.interp(batch, self._batch_N, self._per_token_N[1])
+        seconds: FloatArray = np.interp(batch, self._batch_N, seconds_N) + context_s * context_tokens
         return seconds
-
-
-def decode_steps(
-    decode: Decode, *, tensor_parallel: int, most: int, speculation: Speculation | None
-) -> DecodeStep | SpeculativeStep:
-    """Return the seconds of decode steps, per token of a sequence; errors as ``DecodeStep``."""
-    if speculation is None:
-        return DecodeStep(decode, tensor_parallel=tensor_parallel, most=most)
-    return SpeculativeStep(decode, tensor_parallel=tensor_parallel, most=most, speculation=speculation)
 
 
 def tokens_per_step(acceptance: float, drafted: int) -> float:

@@ -161,19 +161,13 @@ def speculation_answer(report: PlanReport) -> list[str]:
     """Return the gain by speculative decoding, and where it ends."""
     if (plan := report.speculation) is None:
         return []
-    drafts = plan.speculation
+    drafts, most = plan.speculation, report.recommended.scheduler.generation_batch_size
     lines = [
         f"{drafts.tokens} tokens drafted by {drafts.method} give {plan.tokens_per_step:.2f} a step and "
-        f"{plan.gain - 1:+.0%} throughput, with up to {plan.sequences} sequences per engine as here; the last sequence "
-        f"of an engine is {plan.tail_gain:.2g} times as fast."
+        f"{plan.gain - 1:+.0%} throughput, with up to {most} sequences per engine; the last one is "
+        f"{plan.tail_gain:.2g} times as fast."
     ]
-    match plan.loses_from:
-        case None:
-            where = "at no number of sequences looked at"
-        case 1:
-            where = "at any number of sequences"
-        case number:
-            where = f"from {number} sequences on: engine.speculation.off_above = {number - 1}"
+    where = "at no batch" if plan.loses_from is None else f"from a batch of {plan.loses_from} on"
     lines.append(f"A step that drafts costs more than its tokens gain {where}.")
     if plan.refresh_every is not None and plan.refresh_gain is not None:
         lines.append(

@@ -428,8 +428,6 @@ class SpeculationPlan(Report):
     """Throughput with it, over that without, both simulated (ratio)."""
     tokens_per_step: float
     """Tokens of a sequence per step that drafts, mean over the versions of the policy (count)."""
-    sequences: int
-    """Sequences in progress per engine, at most (count)."""
     loses_from: int | None = None
     """Sequences per engine from which a step that drafts costs more than its tokens gain (count). Absent if none do."""
     tail_gain: float

@@ -33,7 +33,7 @@ from pipelinerl.config.question import FOUND, Assumption, Question, asked_of, wi
 from pipelinerl.config.resolve import named_engine, named_hardware
 from pipelinerl.config.run import PlanConfig, RunConfig, dump_run, flat, parse_run
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.hardware.costs import decode_steps, prefill_s
+from pipelinerl.hardware.costs import DecodeStep, prefill_s
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -350,12 +350,8 @@ def speculating(candidate: Candidate, speculation: SpeculationConfig | None) -> 
 def gains_by_batch(candidate: Candidate, speculation: SpeculationConfig, screener: Screener) -> FloatArray:
     """Return the speed of an engine that drafts over that without, by sequences of mean context, from 1 on."""
     config, batch = candidate.config, np.arange(1.0, MOST_SEQUENCES + 1, dtype=np.float64)
-    step = partial(
-        decode_steps,
-        screener.resolved(config).decode,
-        tensor_parallel=config.cluster.tensor_parallel,
-        most=MOST_SEQUENCES,
-    )
+    decode, size = screener.resolved(config).decode, config.cluster.tensor_parallel
+    step = partial(DecodeStep, decode, tensor_parallel=size, most=MOST_SEQUENCES)
     law, context = replace(speculation.law(config.optimizer_steps), off_above=None), batch * screener.answers.context
     ratio: FloatArray = step(speculation=None).of_all(batch, context) / step(speculation=law).of_all(batch, context)
     return ratio
@@ -380,17 +376,16 @@ def speculation_plan(
 ) -> SpeculationPlan:
     """Return the comparison of engines that draft with such that do not; ``gain``: as simulated."""
     gains_B = gains_by_batch(candidate, speculation, screener)
-    losses = np.flatnonzero(gains_B < 1)
-    refresh = best_refresh(candidate, speculation, screener) if speculation.decay < 1 else (None, None)
+    losses = np.flatnonzero(gains_B < 1) + 1
+    every, faster = best_refresh(candidate, speculation, screener) if speculation.decay < 1 else (None, None)
     return SpeculationPlan(
         speculation=speculation,
         gain=gain,
         tokens_per_step=1 / speculation.law(candidate.config.optimizer_steps).mean_steps,
-        sequences=candidate.config.scheduler.generation_batch_size,
-        loses_from=int(losses[0]) + 1 if losses.size else None,
+        loses_from=int(losses[0]) if losses.size else None,
         tail_gain=float(gains_B[0]),
-        refresh_every=refresh[0],
-        refresh_gain=refresh[1],
+        refresh_every=every,
+        refresh_gain=faster,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.costs import ResolvedHardware, decode_steps, loading_s, training_cost
+from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware, loading_s, training_cost
 from pipelinerl.records.plan_report import NotTried, ScreenedColumns
 from pipelinerl.records.reports import Bottleneck
 from pipelinerl.records.step_ledger import BALANCED_SHARE
@@ -233,7 +233,7 @@ def step_times(config: RunConfig, answers: LengthStatistics, hardware: ResolvedH
     """Return the seconds of a token of each sequence with full slots, and of the training of an optimizer step."""
     size, batch = config.cluster.tensor_parallel, config.scheduler.generation_batch_size
     speculation = config.speculation_law
-    step = decode_steps(hardware.decode, tensor_parallel=size, most=batch, speculation=speculation)
+    step = DecodeStep(hardware.decode, tensor_parallel=size, most=batch, speculation=speculation)
     train_s = answers.training_s(
         training_cost(hardware.training, training_accelerators=config.training_accelerators),
         sequences=config.scheduler.train_batch_size,

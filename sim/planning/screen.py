@@ -9,7 +9,7 @@ from typing import Any, Self
 from pipelinerl.config.engine import SpeculationConfig
 from pipelinerl.config.resolve import named_hardware, resolved_hardware, sequence_parallel_of
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware, decode_steps
+from pipelinerl.hardware.costs import DecodeStep, ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.scheduler.kinds import ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics
@@ -184,7 +184,7 @@ class Screener:
         most = 1 << (config.scheduler.generation_batch_size - 1).bit_length()
         key = (tensor_parallel, most, config.speculation)
         if key not in self._decode_steps:
-            self._decode_steps[key] = decode_steps(
+            self._decode_steps[key] = DecodeStep(
                 hardware.decode, tensor_parallel=tensor_parallel, most=most, speculation=config.speculation_law
             )
         return Screened(candidate, screen(config, hardware, self._decode_steps[key], self.answers))

@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from pipelinerl.config.run import RunConfig, parse_run
-from pipelinerl.hardware.costs import Decode, DecodeStep, Speculation, SpeculativeStep, tokens_per_step
+from pipelinerl.hardware.costs import Decode, DecodeStep, Speculation, tokens_per_step
 from sim.planning.answer import gains_by_batch
 from sim.planning.screen import Screener, own_candidate
 from sim.planning.space import SearchSpace
@@ -18,7 +18,7 @@ def gain(decode: dict[str, object], batch: int, *, tokens: int, acceptance: floa
     model = TypeAdapter(Decode).validate_python(decode)
     law = Speculation(tokens, cost, None, (acceptance,))
     plain = DecodeStep(model, tensor_parallel=1, most=batch)
-    return plain.of(batch, 0) / SpeculativeStep(model, tensor_parallel=1, most=batch, speculation=law).of(batch, 0)
+    return plain.of(batch, 0) / DecodeStep(model, tensor_parallel=1, most=batch, speculation=law).of(batch, 0)
 
 
 ARENO = {"kind": "affine", "step_s": (8.2 - 0.6 / 63) * 1e-3, "sequence_s": 0.6e-3 / 63}

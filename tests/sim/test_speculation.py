@@ -211,11 +211,11 @@ def test_drafting_reads_the_context_of_drafting_steps_alone(make):
 
 def test_acceptance_falls_with_the_distance_between_drafter_and_policy():
     """A refresh after every third step is published with the version it is made at: distances 0 1 2 0 1 2."""
-    drafter = speculation(3, 0.8, decay=0.5, refresh_every=3)
+    drafter = speculation(3, 0.8, decay=0.5, refresh_every=3, refresh_s=5.0)
     assert [drafter.acceptance_of(version) for version in range(6)] == [0.8, 0.4, 0.2] * 2
-    assert [drafter.refreshed(version) for version in range(1, 7)] == [False, False, True] * 2
+    assert [drafter.refresh_after_s(version) for version in range(1, 7)] == [0.0, 0.0, 5.0] * 2
     never = speculation(3, 0.8, decay=0.5)
-    assert (never.acceptance_of(2), never.refreshed(3)) == (0.2, False)
+    assert (never.acceptance_of(2), never.refresh_after_s(3)) == (0.2, 0.0)
 
 
 def test_new_weights_change_the_tokens_of_steps():

@@ -139,7 +139,7 @@ class StepByStepEngine:
             while tokens < self._row and chance < acceptance**tokens:
                 tokens += 1
         tokens = min(tokens, left)
-        drafting.count(1, tokens)
+        drafting.num_steps, drafting.num_tokens = drafting.num_steps + 1, drafting.num_tokens + tokens
         return tokens
 
     def _drafts(self) -> bool:

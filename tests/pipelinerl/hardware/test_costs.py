@@ -14,10 +14,8 @@ from pipelinerl.hardware.costs import (
     DecodeStep,
     PrefillConfig,
     Speculation,
-    SpeculativeStep,
     TrainingConfig,
     batch_s,
-    decode_steps,
     prefill_s,
     tokens_per_step,
     training_cost,
@@ -113,7 +111,7 @@ def test_a_roofline_with_experts_reads_those_that_the_batch_meets(batch, microse
 
 def drafting(decode, *, tokens=3, cost=0.0, off_above=None, acceptances=(0.0,), most=1000):
     law = Speculation(tokens, cost, off_above, acceptances)
-    return SpeculativeStep(TypeAdapter(Decode).validate_python(decode), tensor_parallel=1, most=most, speculation=law)
+    return DecodeStep(TypeAdapter(Decode).validate_python(decode), tensor_parallel=1, most=most, speculation=law)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +157,6 @@ def test_the_steps_of_versions_with_as_many_tokens_each_are_averaged():
 @given(st.floats(0, 1), st.integers(1, 64))
 def test_more_drafts_never_give_fewer_tokens(acceptance, drafted):
     assert 1 <= tokens_per_step(acceptance, drafted) <= tokens_per_step(acceptance, drafted + 1) <= drafted + 2
-
-
-def test_without_speculation_steps_are_plain():
-    decode = AffineDecode(**CENTRAL)
-    assert type(decode_steps(decode, tensor_parallel=1, most=4, speculation=None)) is DecodeStep
 
 
 def test_a_mean_batch_costs_the_mean_of_its_neighbours():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig, parse_run, with_overrides
-from pipelinerl.hardware.costs import decode_steps, tokens_per_step, training_cost
+from pipelinerl.hardware.costs import DecodeStep, tokens_per_step, training_cost
 from pipelinerl.records.steps import StepRow
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from, uniform_lengths
 from pipelinerl.theory.steady_state import Estimate, screen
@@ -54,7 +54,7 @@ def run(base: dict[str, Any], *overrides: str) -> RunConfig:
 def screened(config: RunConfig, answers: LengthStatistics | None = None) -> Estimate:
     hardware = resolved_hardware(config)
     engine = {"tensor_parallel": config.cluster.tensor_parallel, "most": config.scheduler.generation_batch_size}
-    step = decode_steps(hardware.decode, **engine, speculation=config.speculation_law)
+    step = DecodeStep(hardware.decode, **engine, speculation=config.speculation_law)
     return screen(config, hardware, step, answers or answers_of(config)[0])
 
 
