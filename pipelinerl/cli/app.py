@@ -56,7 +56,7 @@ def _options(
 
 
 COMMANDS = (
-    simulate, compare, share, plan, environments, train, fleet, export, plot, report, timeline, replay, drift, validate,
+    simulate, compare, plan, environments, share, train, fleet, export, plot, report, timeline, replay, drift, validate,
     calibrate, diagnose, measure,
 )  # fmt: skip
 for command in COMMANDS:
