@@ -30,6 +30,7 @@ from pipelinerl.scheduler.events import (
     RolloutFinished,
     RolloutPreempted,
     RolloutScored,
+    Routing,
     StartTraining,
     StepsRaised,
     Stop,
@@ -40,7 +41,8 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler.rollouts import EngineContexts, RolloutGroup, RolloutPool
+from pipelinerl.scheduler.rollouts import RolloutGroup, RolloutPool
+from pipelinerl.scheduler.routing import make_router
 from pipelinerl.scheduler.slots import EngineSlots
 
 
@@ -86,6 +88,10 @@ class SchedulerSettings(Protocol):
     @property
     def on_full(self) -> OnFull:
         """What happens when the ready queue is full."""
+
+    @property
+    def routing(self) -> Routing:
+        """Which engine takes a rollout, and its next turn."""
 
     @property
     def filter_no_signal(self) -> bool:
@@ -156,8 +162,12 @@ class Scheduler(ABC):
             settings.max_lag if settings.on_stale is OnStale.TRAIN else None, train_batch_size=settings.train_batch_size
         )
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
-        contexts = EngineContexts(num_engines, kv_cache_tokens) if self.environments and kv_cache_tokens != 0 else None
-        self._pool = RolloutPool(slots, group_size=self.group_size, contexts=contexts)
+        router = make_router(
+            settings.routing, num_engines, turns=self.environments is not None, kv_cache_tokens=kv_cache_tokens
+        )
+        returns = settings.routing is not Routing.MOST_FREE
+        self._pool = RolloutPool(slots, group_size=self.group_size, router=router, returns=returns)
+        self._queues = router is not None and self.environments is None
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine, not leaving, has reported
         self.joining: set[int] = set()
         self.newest_engine = num_engines - 1
@@ -314,6 +324,12 @@ class Scheduler(ABC):
             pool.go_on(commands)
             while pool.num_open < self.environments and self._has_starting():
                 commands.append(pool.open_one())
+            return
+        if self._queues:
+            num_slots = len(self._loaded) * self.settings.generation_batch_size
+            while pool.num_open - pool.num_scoring < num_slots and self._has_starting():
+                pool.queue_one()
+            pool.go_on(commands)
             return
         while slots.num_free:
             if pool.interrupted:

@@ -45,6 +45,7 @@ NOT_SEARCHED = {
     "scheduler.weight_update": _LEARNING,
     "scheduler.on_stale": _LEARNING,
     "scheduler.on_full": _LEARNING,
+    "scheduler.routing": "matters where turns outgrow the KV caches: compare two plans",
     "scheduler.filter_no_signal": _LEARNING,
     "scheduler.discard_limit": "only ends runs that stall",
     "workload.group_size": _LEARNING,
