@@ -348,10 +348,11 @@ class SimulatedCluster:
             self._faults.strike(self._now_s)
 
     def measured(self) -> RunMeasurements | None:
-        """Return what the ledger cannot know; None if nothing comes and goes."""
+        """Return what the ledger cannot know; None if nothing comes and goes and rollouts have one turn."""
+        cached = None if self._environments is None else self._environments.cached_share
         if self._fleet is None and self._faults is None:
-            return None
-        return RunMeasurements(capacity=capacity_report(self._config, self._fleet, self._faults))
+            return None if cached is None else RunMeasurements(cached_share=cached)
+        return RunMeasurements(capacity=capacity_report(self._config, self._fleet, self._faults), cached_share=cached)
 
     def interrupt(self) -> None:
         """End the run at the next event; may be called from a signal handler."""

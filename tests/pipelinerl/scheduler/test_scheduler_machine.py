@@ -61,6 +61,7 @@ def test_every_command_is_legal_and_every_run_ends(case, pace, seed):
     driver.go_on(random.Random(0), num_happenings=10_000, failures=False)
     assert driver.stopped is StopReason.DONE or driver.config.discard_limit < 10**6
     event(f"{driver.config.kind}, {driver.stopped}")
+    event(f"{case.routing}, environments: {case.environments is not None}")
     fresh = case.fresh()
     assert tuple(fresh.start()) == driver.answers[0]
     for scheduler, num_events in [(fresh, 0), *copies]:
