@@ -110,7 +110,7 @@ class RoomRouter(Router):
         """Return its last engine, or one without rollouts."""
         if slots.has_free(home) or min(self._tokens.values()):
             return home
-        return next((one for one, tokens in self._tokens.items() if not tokens and slots.has_free(one)), home)
+        return min((one for one, tokens in self._tokens.items() if not tokens and slots.has_free(one)), default=home)
 
     def _fits_beside(self, tokens: int) -> bool:
         return not tokens or self._capacity is None or tokens + self._longest <= self._capacity
