@@ -22,10 +22,17 @@ from pipelinerl.scheduler.events import (
 )
 from sim.clock import TICKS_PER_S
 from sim.engine import ClosedFormEngine
+from sim.run import simulate
 
 ROUTING = Path(__file__).parents[2] / "examples" / "routing.toml"
 TURNS = {"turns": 4, "observation": 20, "context_max": 300, "step_s": 3.0, "prefix_cache": "kept"}
 HARDWARE = {"prefill": {"token_s": 0.02}, "kv_cache_tokens": 500, "weights": {"pause_s": 0.5}}
+COLUMNS = {
+    "agents.toml": ["optimizer_steps=12"],
+    "routing.toml, as published": [],
+    "skewed": next(one.set for one in load_run(ROUTING).compare.scenarios if one.name == "skewed"),
+}
+"""Overrides of each column of the table in docs/agents.md."""
 ENDS = (TurnFinished, RolloutFinished, RolloutAborted, RolloutFailed)
 
 
@@ -72,7 +79,7 @@ def test_littles_law_holds(routing, with_turns):
 
 
 def test_most_free_keeps_engines_within_one_slot_of_each_other():
-    """Ten equal rollouts in progress on three engines of four slots: at every moment, once all that ends is replaced."""
+    """Ten equal rollouts in progress on three engines of four slots: whenever all that has ended is replaced."""
     run = play(20, batch=9, slots=4, engines=3, length=fixed(10), routing="most_free",
                environment=environment(count=10, turns=1, reset_cv=1.0, reset_s=1.0))  # fmt: skip
     in_use, changes = [0, 0, 0], stays(run)[1]
@@ -170,7 +177,7 @@ def second_half(run, turns):
 def test_hashing_of_sessions_collapses_as_published_and_is_cured():
     """prime-rl #3255: hits on the saturated engine fall from 98 % to 5 %, the others idle, a quarter of the speed.
 
-    Here from 95 % to 1 %, the three others hold a twelfth of the rollouts in progress together, and 3.4 times slower.
+    Here from 93 % to 0 %; the three others hold 6 % of the rollouts in progress together; 3.4 times slower.
     """
     run, turns = watched("scheduler.routing=hash")
     first, later = turns[600:1400], second_half(run, turns)  # rollouts begin in the first 600 turns
@@ -198,3 +205,17 @@ def shares_of_rollouts(run):
         before_s = time_s
         count[engine] += change
     return {engine: part / sum(area.values()) for engine, part in area.items()}
+
+
+@pytest.mark.slow(seconds=30)  # each
+@pytest.mark.parametrize("routing", Routing)
+def test_the_page_has_the_numbers_of_every_routing(routing):
+    """docs/agents.md: tokens per second and cached share, of the two examples and the skewed scenario."""
+    page = (ROUTING.parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
+    row = next(line for line in page.partition("<!-- routing -->")[2].splitlines() if f"| `{routing}` |" in line)
+    shown = []
+    for column, overrides in COLUMNS.items():
+        file = ROUTING.with_name("agents.toml") if column == "agents.toml" else ROUTING
+        report = simulate(load_run(file, [*overrides, f"scheduler.routing={routing}"]))
+        shown += [f"{report.tokens_per_s:,.0f}", f"{100 * report.cached_share:.0f} %"]
+    assert row == f"| `{routing}` | {' | '.join(shown)} |"

@@ -286,7 +286,7 @@ class HostileLedger:
         return rollout.context * min(max(left, 0), resting) // resting
 
     def cost(self, engine, cached):
-        """Tokens in progress, less the gain of those cached; of equals one with a free slot, the emptiest, the first."""
+        """Tokens in progress, less the gain of those cached; of equals one not full, the emptiest, the first."""
         full, used = engine not in self.free_engines(), len(self.in_flight(engine))
         return self.tokens_on(engine) - self.resting_on(engine) - PREFILL_WEIGHT * cached, full, used, engine
 
