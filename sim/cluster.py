@@ -429,10 +429,12 @@ class SimulatedCluster:
             self._faults.strike(self._now_s)
 
     def measured(self) -> RunMeasurements:
-        """Return what the ledger cannot know: of what comes and goes, and of drafts."""
+        """Return what the ledger cannot know: of what comes and goes, of drafts, and of caches."""
+        cached = None if self._environments is None else self._environments.cached_share
         drafting, comes_and_goes = self._drafting, self._fleet is not None or self._faults is not None
         return RunMeasurements(
             capacity=capacity_report(self._config, self._fleet, self._faults) if comes_and_goes else None,
+            cached_share=cached,
             tokens_per_step=drafting.num_tokens / drafting.num_steps if drafting and drafting.num_steps else None,
         )
 

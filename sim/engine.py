@@ -547,6 +547,12 @@ class PrefixCache:
         self._tokens -= tokens
         return tokens
 
+    def take_for(self, request: Request) -> int:
+        """As ``take``, for a request that is admitted, which counts them."""
+        tokens = self.take(request.rollout_id)
+        request.cached_tokens += tokens
+        return tokens
+
     def has_room(self, used: int) -> bool:
         """Return whether the caches fit beside ``used`` tokens of running requests."""
         return self._tokens + used <= self._capacity
@@ -837,7 +843,7 @@ class ClosedFormEngine:
     def _keep_join(self) -> None:
         """Take the cache of the request that has joined at a boundary before this one, if any."""
         if self._joined is not None:
-            self._cache.take(self._joined[2].rollout_id)
+            self._cache.take_for(self._joined[2])
 
     def _take_calls(self, until: int) -> None:
         while self._calls and self._calls[0][0] <= until:
@@ -887,7 +893,7 @@ class ClosedFormEngine:
             left -= self._chunk(chunked, left)
         while self._chunked.request is None and waiting and batch.fits(waiting[0]):
             request = waiting.popleft()
-            cached = self._cache.take(request.rollout_id) if self._cache.kept else 0
+            cached = self._cache.take_for(request) if self._cache.kept else 0
             if (tokens := request.tokens_to_prefill - cached) > left:
                 self._chunked.begin(request, cached)
                 self._chunk(request, left)

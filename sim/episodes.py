@@ -335,6 +335,12 @@ class Environments:
         self._deliver = deliver
         self._forget_rollout = forget
         self._open: dict[int, tuple[Request, Episode]] = {}
+        self._num_read = self._num_cached = 0  # tokens of context at the starts of turns that have ended
+
+    @property
+    def cached_share(self) -> float | None:
+        """Tokens found in a KV cache at the starts of turns / tokens there (share); None before a turn has ended."""
+        return self._num_cached / self._num_read if self._num_read else None
 
     def open(self, request: Request, prompt_id: int) -> None:
         """Draw the episode of a rollout, and have its environment made ready."""
@@ -370,6 +376,9 @@ class Environments:
         """
         rollout_id = request.rollout_id
         episode = self._open[rollout_id][1]
+        self._num_read += request.prompt_tokens + self.start_of_turn(rollout_id)
+        self._num_cached += request.cached_tokens
+        request.cached_tokens = 0
         if self._answers is not None and (observed := self._answers.end_turn(rollout_id)) is not None:
             episode.observed += (observed,)
             episode.ends += (spans.num_tokens + 1,)  # or later: the policy decides when the turn begins

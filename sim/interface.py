@@ -162,6 +162,7 @@ class Request:
     """A rollout and its true length (mutable; owned by the simulated cluster)."""
 
     __slots__ = (
+        "cached_tokens",
         "decode_ticks",
         "first_load",
         "goes_on",
@@ -194,6 +195,7 @@ class Request:
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
         # Ticks of prefill and decode of its engine while it was in the batch; while it is there, less those before.
         self.prefill_ticks = self.decode_ticks = 0
+        self.cached_tokens = 0  # tokens of its turn's start that were in the KV cache
 
     def take_seconds(self) -> EngineSeconds:
         """Return and reset its seconds of prefill and decode; it must be in no batch."""

@@ -26,7 +26,7 @@ from pipelinerl.hardware.costs import HardwareConfig, Speculation
 from pipelinerl.hardware.transport import WeightTransport
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.drift import DriftModel
-from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
+from pipelinerl.scheduler.events import OnFull, OnStale, Routing, WeightUpdate
 from pipelinerl.scheduler.kinds import CONVENTIONAL, KINDS, PARTIAL_ROLLOUTS, PIPELINE, ScheduleKind
 from pipelinerl.util.explain import explain, shown
 from pipelinerl.util.read import parse_toml, read_toml
@@ -303,6 +303,8 @@ class SchedulerConfig(StrictModel):
     """What happens when the ready queue is full."""
     admission: AdmissionConfig | None = None
     """Sequences in progress by the room in KV caches. None: always ``generation_batch_size``."""
+    routing: Routing = Field(default=Routing.ROOM, strict=False, exclude_if=lambda value: value is Routing.ROOM)
+    """Which engine takes a rollout, and its next turn."""
     filter_no_signal: bool = False
     """Discard groups of equal rewards."""
     discard_limit: Count | None = None

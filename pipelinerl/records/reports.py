@@ -545,6 +545,8 @@ class RunMeasurements(Report):
     """Tokens of a sequence per decode step, mean (count). Absent without speculative decoding."""
     capacity: CapacityReport | None = None
     """What a simulated fleet offers. Absent without ``[fleet]``."""
+    cached_share: float | None = None
+    """Of the tokens of context at the starts of turns, those in a KV cache there (share). Only simulated turns."""
     ess: EssReport | None = None
     """Effective sample size. Absent without importance weights."""
     mismatch: MismatchReport | None = None

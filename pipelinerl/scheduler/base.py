@@ -32,6 +32,7 @@ from pipelinerl.scheduler.events import (
     RolloutFinished,
     RolloutPreempted,
     RolloutScored,
+    Routing,
     StartTraining,
     StepsRaised,
     Stop,
@@ -42,7 +43,8 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler.rollouts import EngineContexts, RolloutGroup, RolloutPool
+from pipelinerl.scheduler.rollouts import RolloutGroup, RolloutPool
+from pipelinerl.scheduler.routing import make_router
 from pipelinerl.scheduler.slots import EngineSlots
 
 
@@ -92,6 +94,10 @@ class SchedulerSettings(Protocol):
     @property
     def admission(self) -> AdmissionSettings | None:
         """How many slots are given. None: all."""
+
+    @property
+    def routing(self) -> Routing:
+        """Which engine takes a rollout, and its next turn."""
 
     @property
     def filter_no_signal(self) -> bool:
@@ -162,8 +168,12 @@ class Scheduler(ABC):
             settings.max_lag if settings.on_stale is OnStale.TRAIN else None, train_batch_size=settings.train_batch_size
         )
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
-        contexts = EngineContexts(num_engines, kv_cache_tokens) if self.environments and kv_cache_tokens != 0 else None
-        self._pool = RolloutPool(slots, group_size=self.group_size, contexts=contexts)
+        router = make_router(
+            settings.routing, num_engines, turns=self.environments is not None, kv_cache_tokens=kv_cache_tokens
+        )
+        returns = settings.routing is not Routing.MOST_FREE
+        self._pool = RolloutPool(slots, group_size=self.group_size, router=router, returns=returns)
+        self._queues = router is not None and self.environments is None
         self._admission: AdmissionControl | None = None
         if settings.admission is not None:
             slots_per_engine = settings.generation_batch_size
@@ -325,6 +335,11 @@ class Scheduler(ABC):
             while pool.num_open < self.environments and self._has_starting():
                 commands.append(pool.open_one())
             return
+        if self._queues:
+            while pool.num_open - pool.num_scoring < self._num_slots and self._has_starting():
+                pool.queue_one()
+            pool.go_on(commands)
+            return
         while slots.num_free:
             if pool.interrupted:
                 commands.append(pool.resume_one())
@@ -463,10 +478,10 @@ class Scheduler(ABC):
 
     def _count_room(self) -> None:
         if self._admission is None:
-            num_slots = len(self._loaded) * self.settings.generation_batch_size
+            self._num_slots = len(self._loaded) * self.settings.generation_batch_size
         else:
-            num_slots = sum(self._admission.limits.values())
-        self.room = max(num_slots, self.environments or 0) + self.settings.ready_queue_limit
+            self._num_slots = sum(self._admission.limits.values())
+        self.room = max(self._num_slots, self.environments or 0) + self.settings.ready_queue_limit
 
     def _report_kv_cache(self, event: KVCacheUsed) -> None:
         """Set the limit of an engine anew; one of its sequences has ended, and is not yet reported."""

@@ -83,6 +83,24 @@ class OnFull(StrEnum):
     """The oldest group is discarded: the longest in the queue; under ``max_lag``, the one with the oldest token."""
 
 
+class Routing(StrEnum):
+    """Which engine takes a rollout, and its next turn. Rollouts with one turn tell ``hash`` alone from the others."""
+
+    ROOM = "room"
+    """Where its context fits beside the others', fewest tokens first; later turns wait for that engine. Where no KV
+    cache outlasts a turn: the last engine if it has a free slot, else that with most of them."""
+    MOST_FREE = "most_free"
+    """That with most free slots, anew in every turn."""
+    LEAST_LOADED = "least_loaded"
+    """That with fewest tokens of context in progress, anew in every turn."""
+    STICKY = "sticky"
+    """That with fewest open rollouts; later turns wait for it."""
+    HASH = "hash"
+    """That which a consistent hash of the rollout names; every turn waits for it, whatever its load."""
+    CACHE_AWARE = "cache_aware"
+    """That with fewest tokens to prefill, expected in no cache there, and tokens of context in progress, together."""
+
+
 class DiscardReason(StrEnum):
     """Why finished rollouts are not trained on."""
 

@@ -17,9 +17,8 @@ A started rollout is in one of five places::
 One with an environment begins with it. Of rollouts that wait for a slot those that were interrupted go first. Those of
 an engine that is leaving finish there, or are aborted and interrupted, and go on elsewhere.
 
-The pool decides nothing but the engine that a rollout starts on, which its ``slots`` choose: after a turn the engine
-that may still have its KV cache, if that has a free slot. Where engines keep such caches, ``contexts`` choose the first
-one, and when.
+The pool decides nothing. A ``router`` chooses the engine of a rollout, and when it begins there (``routing``). Without
+one ``slots`` choose: after a turn the engine of the last one, if ``returns`` and it has a free slot.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     VersionSpans,
 )
+from pipelinerl.scheduler.routing import Router
 from pipelinerl.scheduler.slots import EngineSlots
 
 NEVER_REPORTED = 2**62
@@ -83,93 +83,20 @@ class RolloutGroup:
         self.cancelled: DiscardReason | None = None
 
 
-class EngineContexts:
-    """Tokens of context of rollouts between turns, by engine (mutable, can be pickled).
-
-    Theory of operation. A rollout comes back to its engine turn after turn, with all that came before. If the contexts
-    of an engine's rollouts, those included whose environment acts, do not fit into its KV cache together, each that
-    comes back has lost its own, and all is prefilled again: more open rollouts then give less. So a rollout begins
-
-    * on the engine whose rollouts have the fewest tokens of context, of those with a free slot;
-    * if these and the longest context seen so far fit into the KV cache there, or if the engine has no rollouts.
-
-    For later turns it waits, first come first served, for a slot of its engine, since elsewhere all its context would
-    be prefilled again and take others' room. If its engine has no free slot and another has no rollouts, it moves.
-
-    Nobody waits for ever. One that comes back has a slot when as many turns have ended on its engine as rollouts waited
-    for it. Rollouts that have begun end, and an engine without any takes the first of those that have not.
-
-    Source: ThunderAgent (arXiv:2602.13692), which counts contexts as here, and pauses rollouts besides.
-    ``kv_cache_tokens``: of an engine. None: it never fills.
-    """
-
-    def __init__(self, num_engines: int, kv_cache_tokens: int | None) -> None:
-        self._tokens = dict.fromkeys(range(num_engines), 0)  # by engine; also of those that are leaving
-        self._capacity = kv_cache_tokens
-        self._held: dict[int, tuple[int, int]] = {}  # rollout -> its engine, its tokens
-        self._longest = 0
-
-    def hold(self, rollout_id: int, engine: int, tokens: int) -> None:
-        """Count a rollout on an engine with its context (tokens), in place of an earlier count."""
-        if (before := self._held.get(rollout_id)) is not None:
-            self._tokens[before[0]] -= before[1]
-        self._held[rollout_id] = (engine, tokens)
-        self._tokens[engine] += tokens
-
-    def drop(self, rollout_id: int) -> None:
-        """Count a rollout no more, if it is counted."""
-        if (before := self._held.pop(rollout_id, None)) is not None:
-            self._tokens[before[0]] -= before[1]
-
-    def tokens(self, rollout_id: int) -> int:
-        """Return the context of a rollout when it was counted last (tokens)."""
-        return self._held.get(rollout_id, (0, 0))[1]
-
-    def add(self, engine: int) -> None:
-        """Add an engine without rollouts."""
-        self._tokens[engine] = 0
-
-    def remove(self, engine: int) -> None:
-        """Forget an engine, and what is counted on it."""
-        del self._tokens[engine]
-        self._held = {rollout_id: held for rollout_id, held in self._held.items() if held[0] != engine}
-
-    def see(self, tokens: int) -> None:
-        """Note the length of a context (tokens)."""
-        if tokens > self._longest:  # noqa: PLR1730 - a call would cost more, once per turn
-            self._longest = tokens
-
-    def engine_with_room(self, slots: EngineSlots) -> int | None:
-        """Return an engine with room for a new rollout, or None; there must be a free slot."""
-        if not self._fits_beside(min(self._tokens.values())):
-            return None
-        tokens, engine = min((tokens, one) for one, tokens in self._tokens.items() if slots.has_free(one))
-        return engine if self._fits_beside(tokens) else None
-
-    def engine_to_go_on(self, home: int, slots: EngineSlots) -> int:
-        """Return the engine on which a rollout waits for a slot."""
-        if slots.has_free(home) or min(self._tokens.values()):
-            return home
-        return next((one for one, tokens in self._tokens.items() if not tokens and slots.has_free(one)), home)
-
-    def _fits_beside(self, tokens: int) -> bool:
-        return not tokens or self._capacity is None or tokens + self._longest <= self._capacity
-
-
 class RolloutPool:
-    """All rollouts, by group (mutable, can be pickled).
+    """All rollouts, by group (mutable, can be pickled)."""
 
-    ``contexts``: where rollouts with turns can begin. None: no KV cache outlasts a turn, or there is one turn.
-    """
-
-    def __init__(self, slots: EngineSlots, *, group_size: int, contexts: EngineContexts | None = None) -> None:
+    def __init__(
+        self, slots: EngineSlots, *, group_size: int, router: Router | None = None, returns: bool = True
+    ) -> None:
         self.slots = slots
-        self.contexts = contexts
+        self.router = router
+        self._returns = returns
         self.group_size = group_size
         self.groups: dict[int, RolloutGroup] = {}  # admitted and neither trained on nor gone, in order of admission
         self.newest_version = 0  # last version published: no token is newer
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
-        # Rollout without an engine, to start where ``contexts`` have room -> its context, its tokens; in this order.
+        # Rollout without an engine, to start where the ``router`` says -> its context, its tokens; in this order.
         self.fresh: dict[int, tuple[int, int]] = {}
         self.leaving: set[int] = set()
         self._returning: dict[int, dict[int, int]] = defaultdict(dict)  # engine -> rollouts that wait for it, as above
@@ -231,14 +158,17 @@ class RolloutPool:
                 commands.append(self._started_on(self.slots.take_near(engine), rollout_id, waiting.pop(rollout_id)))
         self._called.clear()
         while self.fresh and self.slots.num_free:
-            assert self.contexts is not None  # there are none otherwise
-            begins_on = self.contexts.engine_with_room(self.slots)
+            assert self.router is not None  # there are none otherwise
+            rollout_id = next(iter(self.fresh))
+            begins_on = self.router.begin(rollout_id, self.slots)
             if begins_on is None:
                 return
-            rollout_id = next(iter(self.fresh))
             context, kept_tokens = self.fresh.pop(rollout_id)
-            self.contexts.hold(rollout_id, begins_on, context)
-            commands.append(self._started_on(self.slots.take_near(begins_on), rollout_id, kept_tokens))
+            self.router.hold(rollout_id, begins_on, context)
+            if self.slots.has_free(begins_on):
+                commands.append(self._started_on(self.slots.take_near(begins_on), rollout_id, kept_tokens))
+            else:
+                self._wait_for(begins_on, rollout_id, kept_tokens)
 
     def _started_on(self, engine: int, rollout_id: int, kept_tokens: int) -> StartRollout:
         group_id, member = divmod(rollout_id, self.group_size)
@@ -254,6 +184,11 @@ class RolloutPool:
         group.engines[member] = ENVIRONMENT
         self._acting[rollout_id] = (0, NOWHERE)
         return OpenEnvironment(rollout_id, group.prompt_id)
+
+    def queue_one(self) -> None:
+        """Have a rollout of ``starting``, which there must be, wait for the engine that the router says."""
+        group, member = self._next_to_start()
+        self.fresh[group.group_id * self.group_size + member] = (0, 0)
 
     def _next_to_start(self) -> tuple[RolloutGroup, int]:
         assert self.starting is not None  # the caller has seen to it
@@ -275,6 +210,8 @@ class RolloutPool:
             return
         group.engines[rollout_id % self.group_size] = ENVIRONMENT
         self._acting[rollout_id] = (spans.num_tokens, engine)
+        if self.router is not None:
+            self.router.rest(rollout_id)
 
     def observed(self, rollout_id: int, read_tokens: int) -> None:
         """Record that the environment has answered: the rollout, of so many tokens read, waits for a slot."""
@@ -284,18 +221,18 @@ class RolloutPool:
         self.groups[group_id].engines[member] = NOWHERE
         kept_tokens, home = self._acting.pop(rollout_id)
         context = read_tokens + kept_tokens
-        if self.contexts is not None:
-            self.contexts.see(context)
+        if self.router is not None:
+            self.router.see(context)
             if home == NOWHERE or not self._takes(home):
-                self.contexts.drop(rollout_id)
+                self.router.drop(rollout_id)
                 self.fresh[rollout_id] = context, kept_tokens
                 return
-            engine = self.contexts.engine_to_go_on(home, self.slots)
-            self.contexts.hold(rollout_id, engine, context)
+            engine = self.router.go_on(rollout_id, home, context, self.slots)
+            self.router.hold(rollout_id, engine, context)
             self._wait_for(engine, rollout_id, kept_tokens)
             return
         self.interrupted[rollout_id] = kept_tokens
-        if home != NOWHERE:
+        if home != NOWHERE and self._returns:
             self._homes[rollout_id] = home
 
     def _wait_for(self, engine: int, rollout_id: int, kept_tokens: int) -> None:
@@ -306,7 +243,8 @@ class RolloutPool:
     def release(self, engine: int) -> None:
         """Give slots of an engine again, if it is held."""
         self.slots.release(engine)
-        if self.contexts is not None:
+        if self.router is not None:
+            self.router.add(engine)
             self._called.append(engine)
 
     def leave_environment(self, rollout_id: int) -> RolloutGroup:
@@ -321,8 +259,8 @@ class RolloutPool:
         return group
 
     def _drop_context(self, rollout_id: int) -> None:
-        if self.contexts is not None:
-            self.contexts.drop(rollout_id)
+        if self.router is not None:
+            self.router.drop(rollout_id)
 
     # --------------------------------------------------------------------------------------- engines
 
@@ -332,14 +270,14 @@ class RolloutPool:
     def join(self, engine: int) -> None:
         """Add an engine, held."""
         self.slots.add(engine)
-        if self.contexts is not None:
-            self.contexts.add(engine)
 
     def stop_taking(self, engine: int) -> None:
         """Start nothing more on an engine; rollouts that wait for it start where there is room."""
         if not self.slots.is_held(engine):
             self.slots.hold(engine)
         self.leaving.add(engine)
+        if self.router is not None:
+            self.router.close(engine)
         waiting = self._returning.pop(engine, {})
         self._num_returning -= len(waiting)
         for rollout_id, kept_tokens in waiting.items():
@@ -350,13 +288,13 @@ class RolloutPool:
         self.leaving.remove(engine)
         self.slots.remove(engine)
         self._returning.pop(engine, None)
-        if self.contexts is not None:
-            self.contexts.remove(engine)
+        if self.router is not None:
+            self.router.remove(engine)
 
     def _find_another(self, rollout_id: int, kept_tokens: int) -> None:
-        assert self.contexts is not None
-        self.fresh[rollout_id] = self.contexts.tokens(rollout_id), kept_tokens
-        self.contexts.drop(rollout_id)
+        assert self.router is not None
+        self.fresh[rollout_id] = self.router.tokens(rollout_id), kept_tokens
+        self.router.drop(rollout_id)
 
     # --------------------------------------------------------------------------------------- ending
 
@@ -380,10 +318,10 @@ class RolloutPool:
         group.engines[member] = NOWHERE
         self.num_in_flight -= 1
         self.slots.free(engine)
-        if self.contexts is not None:
+        if self.router is not None:
             self._called.append(engine)
             if over:
-                self.contexts.drop(rollout_id)
+                self.router.drop(rollout_id)
         return group
 
     def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
@@ -424,7 +362,7 @@ class RolloutPool:
             self._drop_context(rollout_id)
             self._forget_if_over(group)
             return
-        if self.contexts is None:
+        if self.router is None:
             self.interrupted[rollout_id] = spans.num_tokens
         elif self._takes(engine):
             self._wait_for(engine, rollout_id, spans.num_tokens)

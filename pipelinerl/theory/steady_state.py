@@ -356,7 +356,7 @@ def _with_turns(
         slots = engines.slots
         rate = slots / engines.answer_s(engines.busy(slots))
         fit = 0.0
-        if keeps:  # a rollout begins where contexts, and the longest besides, fit (``pipelinerl.scheduler.rollouts``)
+        if keeps:  # a rollout begins where contexts, and the longest besides, fit (``pipelinerl.scheduler.routing``)
             longest = min(environment.turns.context_max, turns.held + turns.held_sd * LONGEST_DEVIATIONS)
             longest -= emptiest * turns.held_sd * math.sqrt(begun)  # on the emptiest engine, not the mean one
             room = engines.cache_tokens - longest - slots * turns.context

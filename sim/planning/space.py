@@ -46,6 +46,7 @@ NOT_SEARCHED = {
     "scheduler.on_stale": _LEARNING,
     "scheduler.on_full": _LEARNING,
     "scheduler.admission": "finds `generation_batch_size` itself",
+    "scheduler.routing": "matters where turns outgrow the KV caches: compare two plans",
     "scheduler.filter_no_signal": _LEARNING,
     "scheduler.discard_limit": "only ends runs that stall",
     "workload.group_size": _LEARNING,

@@ -57,6 +57,9 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "qwen7b_128_h100.toml": MAIN_RUN,
     "qwen7b_128_h100_long.toml": MAIN_RUN,
     "recommended.toml": FEW,
+    "routing.toml": (
+        *FEW, "scheduler.train_batch_size=16", "environment.count=32", "compare.scenarios=[{name='as published'}]",
+    ),
     "spot.toml": (*FEW, "scheduler.train_batch_size=128", "scheduler.generation_batch_size=8"),
     "tiny_arithmetic.toml": TINY_RUN,
     "tiny_tools.toml": (*TINY_RUN, "train.task.settings={}", "environment.count=8"),

@@ -116,15 +116,15 @@ class HostileDriver(HostileLedger):
         """The environment answers, at the second try."""
         rollout_id, _, rollout = entry
         self.deliver(EnvironmentFailed(rollout_id, EnvironmentFault.TIMEOUT, again=True))
-        rollout.place = Place.INTERRUPTED
-        rollout.read += 1 + rollout_id % 5
-        rollout.context = rollout.read + len(rollout.token_versions)
-        self.longest = max(self.longest, rollout.context)
-        self.ask(rollout)
+        read = rollout.read + 1 + rollout_id % 5
+        context = read + len(rollout.token_versions)
+        self.longest = max(self.longest, context)
         if rollout.engine not in self.reported_version:
             rollout.engine = -1
-        elif self.case.keeps_caches:
-            rollout.engine = self.engine_to_go_on(rollout.engine)
+        elif self.case.routed:
+            rollout.engine = self.engine_to_go_on(rollout_id, rollout)
+        rollout.place, rollout.read, rollout.context = Place.INTERRUPTED, read, context
+        self.ask(rollout)
         self.deliver(ObservationReady(rollout_id, rollout.read))
 
     def end_episode(self, entry):
@@ -210,7 +210,7 @@ class HostileDriver(HostileLedger):
         del self.reported_version[engine]
         self.joining.discard(engine)
         self.held.discard(engine)
-        if self.case.keeps_caches:
+        if self.case.routed:
             for rollout in self.waiting(engine):
                 rollout.engine = -1
                 self.ask(rollout)

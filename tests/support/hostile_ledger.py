@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from hashlib import blake2b
 from itertools import groupby
 
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from pipelinerl.scheduler.events import (
     OnStale,
     OpenEnvironment,
     PublishWeights,
+    Routing,
     StartRollout,
     StartTraining,
     Stop,
@@ -29,6 +31,7 @@ from pipelinerl.scheduler.events import (
     WeightUpdate,
 )
 from pipelinerl.scheduler.kinds import make_scheduler
+from pipelinerl.scheduler.routing import PREFILL_WEIGHT
 
 
 class Place(Enum):
@@ -100,8 +103,14 @@ class Case:
     kv_cache_tokens: int | None
 
     @property
-    def keeps_caches(self):
-        return self.environments is not None and self.kv_cache_tokens != 0
+    def routing(self):
+        return self.scheduler.routing
+
+    @property
+    def routed(self):
+        """Whether a rollout waits for an engine of its own."""
+        without = {Routing.MOST_FREE} | ({Routing.ROOM} if self.kv_cache_tokens == 0 else set())
+        return self.environments is not None and self.routing not in without
 
     def fresh(self):
         return make_scheduler(
@@ -145,6 +154,8 @@ def cases(draw):
         discard_limit=draw(st.sampled_from([10**6, 10**6, 5])),
     )
     environments = draw(st.sampled_from([None, 1, 3, 8, None, 8]))
+    if environments is not None:
+        scheduler = scheduler.model_copy(update={"routing": draw(st.sampled_from([Routing.ROOM, *Routing]))})
     kv_cache_tokens = draw(st.sampled_from([None, 0, 8, 20, 20, 40]))
     return Case(scheduler, steps, draw(st.integers(1, 3)), group_size, environments, kv_cache_tokens)
 
@@ -219,6 +230,35 @@ class HostileLedger:
         begun = self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.INTERRUPTED)
         return sum(one.context for _, _, one in begun if one.engine == engine)
 
+    def engine_to_begin(self, free, rollout_id):
+        """Where a rollout that has no engine begins; None: nowhere yet. Some engines have free slots."""
+        match self.case.routing:
+            case Routing.ROOM:
+                return self.engine_with_room(free)
+            case Routing.HASH:
+                return self.engine_by_hash(rollout_id)
+            case Routing.STICKY:
+                begun = self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.INTERRUPTED)
+                return min(free, key=lambda engine: (sum(one.engine == engine for _, _, one in begun), engine))
+            case _:
+                return min(free, key=lambda engine: self.cost(engine, 0))
+
+    def engine_to_go_on(self, rollout_id, rollout):
+        """Where a rollout waits whose environment answers now."""
+        home, free = rollout.engine, self.free_engines()
+        match self.case.routing:
+            case Routing.ROOM:  # elsewhere if its engine is full and one has none
+                empty = [] if home in free else [engine for engine in free if not self.tokens_on(engine)]
+                return empty[0] if empty else home
+            case Routing.HASH:
+                return self.engine_by_hash(rollout_id)
+            case Routing.STICKY:
+                return home
+            case _:
+                cached = self.cached_tokens(rollout, home)
+                choice = {home, *free}
+                return min(choice, key=lambda engine: self.cost(engine, cached if engine == home else 0))
+
     def engine_with_room(self, free):
         """Of some engines that with the fewest tokens of context, if the longest fits too."""
         tokens, engine = min((self.tokens_on(engine), engine) for engine in free)
@@ -226,11 +266,40 @@ class HostileLedger:
         fits = capacity is None or tokens + self.longest <= capacity
         return engine if fits or not tokens else None
 
-    def engine_to_go_on(self, home):
-        """Where a rollout waits whose environment has answered: elsewhere if its engine is full and one has none."""
-        free = self.free_engines()
-        empty = [] if home in free else [engine for engine in free if not self.tokens_on(engine)]
-        return empty[0] if empty else home
+    def engine_by_hash(self, rollout_id):
+        """Rendezvous hashing: of those that take rollouts, that with the largest digest of rollout and engine."""
+        takes = [engine for engine in self.reported_version if engine not in self.joining]
+        return max(takes, key=lambda engine: blake2b(f"{rollout_id} {engine}".encode(), digest_size=8).digest())
+
+    def resting_on(self, engine):
+        """Tokens of context of an engine's rollouts whose environment acts."""
+        return sum(one.context for _, _, one in self.rollouts(Place.ACTING) if one.engine == engine)
+
+    def cached_tokens(self, rollout, home):
+        """Tokens of a rollout whose environment acts that its engine's KV cache is expected to hold."""
+        capacity, resting = self.case.kv_cache_tokens, self.resting_on(home)
+        if self.case.routing is Routing.LEAST_LOADED:
+            return 0
+        if capacity is None:
+            return rollout.context
+        left = capacity - self.tokens_on(home) + resting
+        return rollout.context * min(max(left, 0), resting) // resting
+
+    def cost(self, engine, cached):
+        """Tokens in progress, less the gain of those cached; of equals one not full, the emptiest, the first."""
+        full, used = engine not in self.free_engines(), len(self.in_flight(engine))
+        return self.tokens_on(engine) - self.resting_on(engine) - PREFILL_WEIGHT * cached, full, used, engine
+
+    def name_engines(self, rollout=None):
+        """Under ``hash`` all that wait for any engine, or those before one, wait for the one of their hash from now on.
+
+        They are asked in order while a slot is free, and behind those that wait there already.
+        """
+        while self.case.routing is Routing.HASH and (waiting := self.waiting(-1)) and waiting[0] is not rollout:
+            rollout_id = next(one for one, _, other in self.rollouts(Place.INTERRUPTED) if other is waiting[0])
+            waiting[0].engine = self.engine_by_hash(rollout_id)
+            assert waiting[0].engine not in self.free_engines(), "one waits beside a free slot of its engine"
+            self.ask(waiting[0])
 
     def free_engines(self):
         """Engines that have a slot to give."""
@@ -394,16 +463,18 @@ class HostileLedger:
         free = self.free_engines()
         home = group.members[member].home if member < len(group.members) else None
         emptiest = min(free, key=lambda engine: len(self.in_flight(engine)))
-        if self.case.keeps_caches:
+        if self.case.routed:
             rollout = group.members[member]
             if rollout.engine < 0:
-                assert command.engine == self.engine_with_room(free), "not the engine with room"
+                self.name_engines(rollout)
+                assert command.engine == self.engine_to_begin(free, command.rollout_id), "not the engine to begin on"
             else:
-                assert command.engine == rollout.engine, "not the engine that has its KV cache"
+                assert command.engine == rollout.engine, "not the engine that it waits for"
             assert rollout is self.waiting(rollout.engine)[0], "another waits longer"
             assert not self.waiting(command.engine) or rollout.engine >= 0, "one that has begun waits beside it"
         else:
-            assert command.engine == (home if home in free else emptiest), "neither the engine before nor the emptiest"
+            near = home in free and self.case.routing is not Routing.MOST_FREE
+            assert command.engine == (home if near else emptiest), "neither the engine before nor the emptiest"
             interrupted = [one for _, _, one in self.rollouts(Place.INTERRUPTED)]
             assert not interrupted or min(interrupted, key=lambda one: one.asked) is group.members[member]
         if member == len(group.members):
@@ -601,9 +672,12 @@ class HostileLedger:
     def check_rollouts_go_on(self):
         """A free slot has a reason: nothing may be admitted. What is admitted starts."""
         free = self.free_engines()
-        if self.case.keeps_caches:
+        if self.case.routed:
             assert not any(self.waiting(engine) for engine in free), "a rollout waits beside a free slot of its engine"
-            assert not (free and self.waiting(-1)) or self.engine_with_room(free) is None, "one waits beside free room"
+            if free:
+                self.name_engines()
+                waits = self.waiting(-1)
+                assert not waits or self.engine_to_begin(free, -1) is None, "one waits beside free room"
         elif free:
             assert not self.rollouts(Place.INTERRUPTED), "an interrupted rollout waits beside a free slot"
         elif self.case.environments is None:

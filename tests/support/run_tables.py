@@ -48,7 +48,8 @@ EVERY_KEY: dict[str, Any] = {
         "kind": "pipeline", "train_batch_size": 32, "generation_batch_size": 64, "optimizer_steps_per_rl_step": 4,
         "publish_every": 1, "partial_rollouts": False, "micro_batch_size": 16, "max_lag": 5,
         "weight_update": "recompute", "on_stale": "drop", "ready_queue_size": 48, "on_full": "drop_oldest",
-        "admission": {"soft": 0.7, "hard": 0.95}, "filter_no_signal": True, "discard_limit": 1000,
+        "admission": {"soft": 0.7, "hard": 0.95}, "routing": "sticky",
+        "filter_no_signal": True, "discard_limit": 1000,
     },
     "workload": {
         "group_size": 4, "prompt_tokens": 100, "success_rate": 0.25,

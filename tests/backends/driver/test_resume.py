@@ -7,7 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from in_memory import KINDS, Interrupts, Killer, Letters, config_of, interrupt, interrupted, parts_of, run, run_checked
+from in_memory import (
+    KINDS,
+    Interrupts,
+    Killer,
+    Letters,
+    config_of,
+    interrupt,
+    interrupted,
+    parts_of,
+    run,
+    run_checked,
+    turns_of,
+)
 from ledger_check import check_ledger, metrics_of, records
 from refusals import message
 
@@ -32,14 +44,38 @@ from pipelinerl.scheduler.events import (
     EngineLeft,
     PublishWeights,
     RolloutFinished,
+    Routing,
+    StartRollout,
     WeightsLoaded,
 )
+from pipelinerl.scheduler.routing import HashRouter
 
 KINDS_OF_RUN = [
     {"kind": kind, "weight_update": weight_update, "optimizer_steps_per_rl_step": 2}
     for kind in ("pipeline", "conventional", "one_step_off")
     for weight_update in KINDS
 ]
+
+
+@pytest.mark.parametrize("make", [config_of, turns_of], ids=["one turn", "turns"])
+@pytest.mark.parametrize("routing", Routing)
+def test_real_rollouts_go_where_their_routing_says_and_a_resumed_run_goes_on(out, make, routing):
+    """The trace replays. Three engines: every turn on the same under ``sticky``, under ``hash`` on that of the hash."""
+    config = make(steps=6, engines=3, slots=4, routing=routing)
+    interrupted(config, out)
+    run_checked(config, out, resume=True)
+    engines = {}
+    for row in records(out):
+        if isinstance(row.command, StartRollout):
+            engines.setdefault(row.command.rollout_id, []).append(row.command.engine)
+    if make is config_of:
+        assert {one for several in engines.values() for one in several} == {0, 1, 2}
+    if make is turns_of and routing in (Routing.STICKY, Routing.HASH):
+        assert all(len(set(several)) == 1 for several in engines.values())
+        assert max(map(len, engines.values())) > 1
+    if routing is Routing.HASH:
+        router = HashRouter(3)
+        assert all(several[0] == router.go_on(one, 0, 0, None) for one, several in engines.items())
 
 
 @pytest.mark.parametrize(

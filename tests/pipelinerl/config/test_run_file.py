@@ -59,6 +59,7 @@ def test_every_key_of_the_configuration_is_in_this_test() -> None:
     tables += [*EVERY_KEY["train"].values(), EVERY_KEY["policy"]["warm_start"], EVERY_KEY["environment"]["turns"]]
     tables += [*DECODES, *EVERY_KEY["compare"]["arms"], *EVERY_KEY["fleet"].values(), *EVERY_KEY["fleet"]["groups"]]
     tables += [EVERY_KEY["plan"]["spot"], EVERY_KEY["faults"][0], EVERY_KEY["engine"]["speculation"]]
+    tables.append(EVERY_KEY["scheduler"]["admission"])
     keys = [set(one) for one in tables if isinstance(one, dict)]
     models = list(models_of(RunConfig))
     assert CompareConfig in models  # it looks through None
