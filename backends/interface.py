@@ -148,6 +148,8 @@ class Generated:
     """Of the engine, since its answer before. None: not known."""
     seconds: EngineSeconds | None = None
     """Of this request on the engine. None: not known."""
+    cached_tokens: int | None = None
+    """Of the prompt, that the engine had in its KV cache (count). None: not known."""
     kv_cache_share: float | None = None
     """Of the engine's KV cache that requests in progress use, 1 if one was preempted since its answer before. None: not
     asked for."""

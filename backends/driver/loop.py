@@ -263,8 +263,9 @@ class EventLoop:
             self._aborted(rollout_id, command.engine)
             return
         self._submitted.add(rollout_id)
+        request = self._client.request(rollout_id, data)
         try:
-            generated = await handle.generate(self._client.request(rollout_id, data))
+            generated = await handle.generate(request)
         except EngineLostError as error:
             self._pool.lost(handle, error)
             if isinstance(error, AnswerLostError) and not self.frozen:
@@ -290,6 +291,8 @@ class EventLoop:
         if self._turns is None:
             self._finished(rollout_id, command.engine)
             return
+        if generated.cached_tokens is not None:
+            state.metrics.began_turn(len(request.prompt_tokens), generated.cached_tokens)
         self._deliver(TurnFinished(rollout_id, command.engine, data.spans, seconds))
         if rollout_id in state.rollouts:
             state.acting.add(rollout_id)

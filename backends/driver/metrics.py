@@ -145,6 +145,7 @@ class StepMetrics:
         self._num_rollouts = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
         self._decoded = DecodeSteps()  # in this step
+        self._num_read = self._num_cached = 0
         self._busy: dict[int | None, tuple[float, float, int]] = {}  # by engine; None: the driver
         self._num_answers = 0  # since the driver's last reading
 
@@ -210,6 +211,11 @@ class StepMetrics:
             size = round(SIZES_PER_DOUBLING * math.log2(some.sequences / some.steps))
             self._decode_steps[size] = self._decode_steps.get(size, DecodeSteps()) + some
 
+    def began_turn(self, tokens: int, cached: int) -> None:
+        """Add the tokens that a turn began with, and those of them that were in a KV cache (counts)."""
+        self._num_read += tokens
+        self._num_cached += cached
+
     def _busy_s_per_rollout(self, *, driver: bool) -> float | None:
         both = [(busy_s, num) for engine, (_, busy_s, num) in self._busy.items() if (engine is None) is driver]
         busy_s, num = (sum(parts) for parts in zip(*both, strict=True)) if both else (0.0, 0)
@@ -270,6 +276,7 @@ class StepMetrics:
             driver_s_per_rollout=self._driver_s / num if num else 0.0,
             driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),
             front_end_busy_s_per_rollout=self._busy_s_per_rollout(driver=False),
+            cached_share=self._num_cached / self._num_read if self._num_read else None,
             tokens_per_step=decoded.tokens / decoded.sequences if decoded.tokens != decoded.sequences else None,
             decode_steps=[some for _, some in sorted(self._decode_steps.items())] or None,
             ess=ess,

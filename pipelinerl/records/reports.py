@@ -546,7 +546,7 @@ class RunMeasurements(Report):
     capacity: CapacityReport | None = None
     """What a simulated fleet offers. Absent without ``[fleet]``."""
     cached_share: float | None = None
-    """Of the tokens of context at the starts of turns, those in a KV cache there (share). Only simulated turns."""
+    """Of the tokens of context at the starts of turns, those in a KV cache there (share). Absent without turns."""
     ess: EssReport | None = None
     """Effective sample size. Absent without importance weights."""
     mismatch: MismatchReport | None = None

@@ -282,6 +282,7 @@ class Client:
             front_end_s=busy_s() - self.outputs_s,
             decode_steps=self._steps.take(),
             seconds=seconds,
+            cached_tokens=output.num_cached_tokens,
             kv_cache_share=None if self._kv_cache is None else self._kv_cache.take(),
         )
 

@@ -280,5 +280,7 @@ def test_missing_keys_are_a_line_each() -> None:
 def test_all_faults_are_reported_at_once() -> None:
     seed, key, seconds = tiny_faults("seed=-1", "scheduler.max_lags=1", "hardware.training.token_s=x")
     assert seed == "run: seed must be at least 0, got -1"
-    assert key.startswith("run: scheduler.max_lags is an unknown key; did you mean max_lag? allowed: admission, discard_limit, ")
+    assert key.startswith(
+        "run: scheduler.max_lags is an unknown key; did you mean max_lag? allowed: admission, discard_limit, "
+    )
     assert seconds == 'run: hardware.training.token_s must be a number, got "x"'

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.run import AdmissionConfig, RunConfig, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.steps import StepRow
 from pipelinerl.scheduler.admission import AdmissionControl
+from pipelinerl.scheduler.events import Routing
 from sim.run import simulate
 
 
@@ -102,6 +105,42 @@ def test_answers_that_grow_are_generated_as_fast_as_by_the_best_fixed_number_of_
     assert (own >= 0.95 * best).all(), own / best
     assert len({max(fixed, key=lambda h: fixed[h][phase]) for phase in range(PHASES)}) > 1  # no fixed H is best in all
     assert all((one < 0.95 * best).any() for one in fixed.values())
+
+
+TURNS = {"kind": "lognormal", "mean": 3, "max": 6, "observation_max": 0, "context_max": 400}
+SPOT = {"name": "spot", "kind": "spot", "engines": 3, "reclaim_hours": 0.01, "away_s": 5.0, "notice_s": 1.0}
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    soft=st.floats(0.05, 0.95),
+    capacity=st.integers(450, 4000),
+    routing=st.sampled_from(list(Routing)),
+    turns=st.booleans(),
+    comes_and_goes=st.booleans(),
+    max_lag=st.sampled_from([None, 1, 3]),
+)
+def test_a_run_of_any_room_ends_within_its_bound_on_lag(
+    soft: float, capacity: int, routing: Routing, turns: bool, comes_and_goes: bool, max_lag: int | None
+) -> None:
+    """Whether engines come and go or not, under every routing: it neither waits for ever nor breaks its bound."""
+    tables: dict[str, Any] = {
+        "optimizer_steps": 8,
+        "cluster": {"accelerators": 4, "generation_accelerators": 3},
+        "scheduler": {
+            "train_batch_size": 16, "generation_batch_size": 24, "routing": routing.value,
+            "admission": {"soft": soft, "hard": min(1.0, soft + 0.1)}, "max_lag": max_lag,
+        },
+        "workload": {"group_size": 4, "prompt_tokens": 20, "length": {"kind": "uniform", "max": 100}},
+        "hardware": {
+            "decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}, "kv_cache_tokens": capacity,
+        },
+    }  # fmt: skip
+    if turns:
+        tables["environment"] = {"count": 40, "step_s": 0.1, "turns": TURNS}
+    if comes_and_goes:
+        tables["fleet"] = {"start_s": 1.0, "groups": [SPOT]}
+    assert simulate(parse_run(tables)).complete
 
 
 def test_admission_needs_a_known_kv_cache() -> None:
