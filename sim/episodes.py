@@ -376,7 +376,7 @@ class Environments:
         """
         rollout_id = request.rollout_id
         episode = self._open[rollout_id][1]
-        self._num_read += request.prompt_tokens + self.start_of_turn(rollout_id)
+        self._num_read += request.prompt_tokens + (episode.ends[episode.turn - 1] if episode.turn else 0)
         self._num_cached += request.cached_tokens
         request.cached_tokens = 0
         if self._answers is not None and (observed := self._answers.end_turn(rollout_id)) is not None:
