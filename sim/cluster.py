@@ -71,7 +71,9 @@ from sim.engines import EngineFleet, capacity_report
 from sim.episodes import Environments, Episodes, check_turns
 from sim.fleet import TrainerFaults
 from sim.interface import (
+    DecodeEngineFactory,
     Drafting,
+    EngineFactory,
     EngineHost,
     EngineSettings,
     LearningPolicy,
@@ -81,6 +83,7 @@ from sim.interface import (
     prefill_cost,
 )
 from sim.learning.tasks import checked_task
+from sim.prefill import PrefilledEngine, PrefillEngines
 from sim.workload import DispatchDelays, Workload, grown_length, growth_factor
 
 
@@ -104,7 +107,6 @@ class Scoring:
 
 LEND_BELOW = 0.5
 """Ready rollouts, over a micro-batch, below which a trainer that begins to wait lends its accelerators (ratio)."""
-EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 
 
 class FrontEnd:
@@ -226,7 +228,7 @@ class SimulatedCluster:
         self,
         config: RunConfig,
         *,
-        engine_factory: EngineFactory = ClosedFormEngine,
+        engine_factory: DecodeEngineFactory = ClosedFormEngine,
         policy: LearningPolicy | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -258,10 +260,11 @@ class SimulatedCluster:
         self._stall_watch = StallWatch(warn)
         self._drafting = None if config.speculation is None else Drafting(config.speculation, seed=config.seed)
         settings = self._engine_settings(config, hardware)
-        engine_factory = _with_its_surroundings(engine_factory, config, hardware)
+        self._prefill = None if config.generation is None else PrefillEngines(config, config.generation, hardware)
+        make = _with_its_surroundings(engine_factory, config, hardware, self._prefill)
         self._publish_ticks, self._transfer_ticks = _weight_ticks(hardware, colocated=config.colocated)
         self._engines: dict[int, SimulatedEngine] = {}  # by engine id
-        self._fleet = self._make_engines(partial(engine_factory, self._clock, self), settings)
+        self._fleet = self._make_engines(partial(make, self._clock, self), settings)
         # Colocated, all until then counts as work that a failure makes to be done again.
         self._faults, self._worked_until_s = _trainer_faults(config), 0.0
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
@@ -398,13 +401,14 @@ class SimulatedCluster:
             self._faults.strike(self._now_s)
 
     def measured(self) -> RunMeasurements | None:
-        """Return what the ledger cannot know; None if nothing comes and goes, and nothing is drafted."""
-        if self._fleet is None and self._faults is None and self._drafting is None:
+        """Return what the ledger cannot know; None if there is nothing of the kind."""
+        if (self._fleet or self._faults or self._drafting or self._prefill) is None:
             return None
         comes_and_goes = self._fleet is not None or self._faults is not None
         return RunMeasurements(
             capacity=capacity_report(self._config, self._fleet, self._faults) if comes_and_goes else None,
             tokens_per_step=self.tokens_per_step,
+            prefill_utilisation=None if self._prefill is None else self._prefill.utilisation(self._clock.now),
         )
 
     @property
@@ -644,7 +648,10 @@ class SimulatedCluster:
         Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, call)
 
 
-def _with_its_surroundings(make: EngineFactory, config: RunConfig, hardware: ResolvedHardware) -> EngineFactory:
+def _with_its_surroundings(
+    engine: DecodeEngineFactory, config: RunConfig, hardware: ResolvedHardware, prefill: PrefillEngines | None
+) -> EngineFactory:
+    make: EngineFactory = engine if prefill is None else partial(PrefilledEngine, make=engine, prefill=prefill)
     if config.scheduler.admission is not None:
         if hardware.kv_cache_tokens is None:
             raise ConfigError("scheduler.admission needs hardware.kv_cache_tokens, or hardware.gpu and hardware.model")

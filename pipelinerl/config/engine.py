@@ -1,4 +1,4 @@
-"""The table ``[engine]``: how engines generate, beside their speed."""
+"""The tables ``[engine]`` and ``[generation]``: how engines generate, beside their speed."""
 
 from __future__ import annotations
 
@@ -72,3 +72,19 @@ class EngineConfig(StrictModel):
 
     speculation: SpeculationConfig | None = None
     """Speculative decoding. None: a token per sequence and step."""
+
+
+class GenerationConfig(StrictModel):
+    """Simulated: prefill apart from decode. Some engines prefill every request for those that decode.
+
+    vLLM, SGLang and Dynamo call it disaggregated prefill, and 1 and 3 "1P3D".
+    """
+
+    prefill: Count
+    """Engines that only prefill, of every ``prefill`` + ``decode`` engines of the run (count)."""
+    decode: Count
+    """Engines that decode, of as many (count); ``scheduler.generation_batch_size`` is that of each of these."""
+    transfer_s: Seconds = 0.0
+    """Time to send a KV cache to its decode engine, whatever its length (s)."""
+    transfer_token_s: Seconds | None = None
+    """Time more per token of the cache (s). None: by the network of GPUs given by name, else 0."""
