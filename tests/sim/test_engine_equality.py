@@ -474,7 +474,7 @@ RUNS = {
                 "hardware": {"latency": {"dispatch_s": 0.1, "dispatch_jitter_s": 0.1}},
             },
         }.items()
-    },  # fmt: skip
+    },
     "rollouts move to other engines": {
         "cluster": {"accelerators": 5, "generation_accelerators": 4},
         "scheduler": {"train_batch_size": 2, "generation_batch_size": 1, "weight_update": "abort"},
