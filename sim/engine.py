@@ -734,7 +734,7 @@ class ClosedFormEngine:
             self._plan_anew()
 
     def receive(self, request: Request, at: int) -> None:
-        """Have a request arrive at tick ``at`` whose KV cache an engine that only prefills has."""
+        """Have a request arrive at tick ``at`` whose KV cache is elsewhere, and comes when it is admitted."""
         self._cache.keep(request.rollout_id, request.tokens_to_prefill)
         self.submit(request, at)
 

@@ -5,7 +5,7 @@ A request with turns (``sim.episodes``) finishes with each turn and is submitted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import Decode, PrefillConfig, Speculation, SpeculativeStep, decode_steps
 from pipelinerl.scheduler.events import NO_TOKENS, EngineSeconds, StartTraining, VersionSpans, WeightUpdate
 from pipelinerl.util.strict_model import LONGEST_S
-from sim.clock import TICKS_PER_S, Clock, to_ticks
+from sim.clock import TICKS_PER_S, to_ticks
 from sim.workload import named_stream
 
 # ------------------------------------------------------------- costs in ticks, tabulated once a run
@@ -322,11 +322,7 @@ class DecodeEngine(SimulatedEngine, Protocol):
     """An engine that takes requests with their KV cache, too."""
 
     def receive(self, request: Request, at: int) -> None:
-        """Have a request arrive at tick ``at`` whose KV cache an engine that only prefills has.
+        """Have a request arrive at tick ``at`` whose KV cache is elsewhere, and comes when it is admitted.
 
-        The cache needs room from the admission on. ``recompute`` drops it if new weights come before.
+        ``recompute`` drops the cache if new weights come before.
         """
-
-
-EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
-DecodeEngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], DecodeEngine]

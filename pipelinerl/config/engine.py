@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import Speculation
-from pipelinerl.util.strict_model import Count, Seconds, StrictModel
+from pipelinerl.util.strict_model import Count, Seconds, StrictModel, Tokens
 
 
 class SpeculationConfig(StrictModel):
@@ -75,16 +75,15 @@ class EngineConfig(StrictModel):
 
 
 class GenerationConfig(StrictModel):
-    """Simulated: prefill apart from decode. Some engines prefill every request for those that decode.
-
-    vLLM, SGLang and Dynamo call it disaggregated prefill, and 1 and 3 "1P3D".
-    """
+    """Simulated: prefill apart from decode (1 and 3: "1P3D"). Each request is prefilled on one engine for another."""
 
     prefill: Count
     """Engines that only prefill, of every ``prefill`` + ``decode`` engines of the run (count)."""
     decode: Count
-    """Engines that decode, of as many (count); ``scheduler.generation_batch_size`` is that of each of these."""
+    """Engines that decode, likewise; ``scheduler.generation_batch_size`` is that of each of these (count)."""
     transfer_s: Seconds = 0.0
     """Time to send a KV cache to its decode engine, whatever its length (s)."""
     transfer_token_s: Seconds | None = None
     """Time more per token of the cache (s). None: by the network of GPUs given by name, else 0."""
+    cache_tokens: Tokens | None = None
+    """Room of a prefill engine for caches of earlier turns, host memory included (tokens). None: its KV cache."""

@@ -110,10 +110,9 @@ def named_engine(hardware: HardwareConfig, gpu: Gpu, model: LanguageModel) -> tu
 
 def cache_transfer_s(config: RunConfig, generation: GenerationConfig) -> float:
     """Return the seconds per token in which a KV cache gets from a prefill to a decode engine, every GPU its part."""
-    if generation.transfer_token_s is not None:
-        return generation.transfer_token_s
-    if (named := named_hardware(config.hardware)) is None:
-        return 0.0
+    named = named_hardware(config.hardware)
+    if generation.transfer_token_s is not None or named is None:
+        return generation.transfer_token_s or 0.0
     gpu, model = named_engine(config.hardware, *named)
     size = config.cluster.tensor_parallel
     return model.cached_bytes(size) / (size * gpu.network)

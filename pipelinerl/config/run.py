@@ -550,22 +550,19 @@ class RunConfig(StrictModel):
             )
 
     def _check_generation(self) -> None:
-        given, engines = self.generation, self.generation_accelerators // self.cluster.tensor_parallel
-        if given is None:
+        if (given := self.generation) is None:
             return
+        engines = self.num_engines + self.num_prefill_engines
         if engines % (given.prefill + given.decode):
             raise ValueError(
                 f"generation.prefill + generation.decode must divide the run's {engines} engines, got "
                 f"prefill={given.prefill}, decode={given.decode}"
             )
-        others = {
-            "a [policy]": self.policy is not None,
-            "fleet.groups": self.fleet is not None and self.fleet.groups,
-            "[[faults]] of engines": any(one.hits_engine for one in self.faults or ()),
-            "partial_rollouts": self.scheduler.schedule.carries_over,
-        }
-        for name in (name for name, there in others.items() if there):
-            raise ValueError(f"generation must be left out with {name}, which know no engines that only prefill")
+        come_and_go = (self.fleet and self.fleet.groups) or any(one.hits_engine for one in self.faults or ())
+        if come_and_go or self.policy is not None or self.scheduler.schedule.carries_over:
+            raise ValueError(
+                "generation must be left out with a [policy], fleet.groups, [[faults]] of engines, or partial_rollouts"
+            )
 
     def _check_batches(self) -> None:
         scheduler, group = self.scheduler, self.workload.group_size

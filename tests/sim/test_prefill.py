@@ -25,11 +25,10 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightUpdate,
 )
-from sim.clock import Clock, to_ticks
-from sim.cluster import SimulatedCluster
+from sim.clock import to_ticks
+from sim.cluster import PrefillEngines, SimulatedCluster
 from sim.interface import Request
 from sim.planning.answer import plan
-from sim.prefill import PrefillEngines
 from sim.run import simulate
 
 TOGETHER = None
@@ -138,15 +137,12 @@ def test_caches_are_dropped_least_recently_used_first() -> None:
     [("salted", "keep", 0), ("kept", "keep", 8), ("kept", "recompute", 0), ("off", "keep", 0)],
 )
 def test_new_weights_are_loaded_after_what_came_before_them(caching, update, cached) -> None:
-    """8 s of prefill from 0 s on; weights come at 5 s and load from 8 to 10 s, once, though two decode engines say so.
-    The next turn of 9 tokens, which arrives at 6 s, begins at 10 s, with the cache or without."""
-    clock = Clock()
+    """8 s of prefill from 0 s on; weights come at 5 s and load from 8 to 10 s. The next turn of 9 tokens, which arrives
+    at 6 s, begins at 10 s, with the cache or without."""
     turns = environment(count=2, turns=3, prefix_cache=caching)
     engines = prefill_engines(pause_s=2.0, environment=turns)
-    for _ in range(2):
-        engines.update(clock, 1, WeightUpdate(update), to_ticks(5.0))
     assert done(engines, 0, 8, 0.0, goes_on=True) == 8.0
-    clock.run(until=to_ticks(6.0))
+    engines.load(WeightUpdate(update), to_ticks(5.0))
     assert done(engines, 0, 9, 6.0) == 10.0 + 9 - cached
 
 
@@ -209,8 +205,8 @@ def test_every_rollout_that_starts_ends_once_and_is_trained_on_once_at_most() ->
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_a_prefill_engine_is_an_m_d_1_queue_and_its_busy_time_adds_up(load) -> None:
-    """Mean wait load / (2 (1 - load)) services. Over 10^5 requests its standard error, from 40 queues of other seeds, is
-    0.0021 and 0.021 services; the bound is 5 of them: a false alarm in 1 of 10^6 seeds."""
+    """Mean wait load / (2 (1 - load)) services. Over 10^5 requests the standard error, from 40 queues of other seeds,
+    is 0.0021 and 0.021 services; the bound is 5 of them: a false alarm in 1 of 10^6 seeds."""
     engines, number = prefill_engines(), 100_000
     arrivals = np.random.default_rng(1).exponential(1 / load, number).cumsum()
     waits = [done(engines, one, 1, at) - 1 - at for one, at in enumerate(arrivals.tolist())]
@@ -269,14 +265,17 @@ def test_the_network_of_named_gpus_sends_the_caches() -> None:
     ("tables", "rule"),
     [
         ({"engines": 3}, "generation.prefill + generation.decode must divide the run's 3 engines, got prefill=1, dec"),
-        ({"policy": {"task": "reverse", "size": 4, "learning_rate": 1e-3}}, "generation must be left out with a [pol"),
-        ({"fleet": {"groups": [{"name": "a", "engines": 1}]}}, "generation must be left out with fleet.groups"),
+        (
+            {"policy": {"task": "reverse", "size": 4, "learning_rate": 1e-3}},
+            "generation must be left out with a [policy]",
+        ),
+        ({"fleet": {"groups": [{"name": "a", "engines": 1}]}}, "generation must be left out with a [policy]"),
         (
             {
                 "cluster": {"generation_accelerators": None, "accelerators": 2},
                 "scheduler": {"kind": "partial_rollouts"},
             },
-            "generation must be left out with partial_rollouts",
+            "generation must be left out with a [policy]",
         ),
     ],
 )
@@ -286,5 +285,7 @@ def test_what_knows_no_prefill_engines_is_refused_in_one_line(tables, rule) -> N
 
 def test_faults_of_engines_and_plans_are_refused() -> None:
     table = run_of(APART).model_dump(mode="json", exclude_none=True)
-    assert "with [[faults]] of engines" in message(parse_run, {**table, "faults": [{"kind": "kill", "second": 1.0}]})
+    assert "generation must be left out with a [policy]" in message(
+        parse_run, {**table, "faults": [{"kind": "kill", "second": 1.0}]}
+    )
     assert message(plan, run_of(APART)).startswith("plan knows no engines that only prefill")

@@ -82,7 +82,7 @@ EVERY_KEY: dict[str, Any] = {
             "draft_cost": 0.05, "off_above": 64, "model": "/somewhere/drafter",
         },
     },
-    "generation": {"prefill": 1, "decode": 3, "transfer_s": 0.01, "transfer_token_s": 1e-6},
+    "generation": {"prefill": 1, "decode": 3, "transfer_s": 0.01, "transfer_token_s": 1e-6, "cache_tokens": 9000},
     "fleet": {
         "start_s": 90.0, "keep_tokens": False, "stream_tokens": 128,
         "groups": [
