@@ -5,6 +5,8 @@ By default a decode step lasts 1 s with any batch, and all else takes no time.
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,10 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightUpdate,
 )
-from sim.clock import to_ticks
-from sim.cluster import PrefillEngines, SimulatedCluster
-from sim.interface import Request
+from sim.clock import Clock, to_ticks
+from sim.cluster import PrefilledEngine, PrefillEngines, SimulatedCluster
+from sim.engine import ClosedFormEngine
+from sim.interface import DecodeCost, EngineSettings, PrefillCost, Request
 from sim.planning.answer import plan
 from sim.run import simulate
 
@@ -159,6 +162,63 @@ def test_a_cache_on_its_way_is_prefilled_again_where_it_arrives_only_under_recom
         config = run_of({**APART, "transfer_s": 10.0}, **tables)
         assert times_of(config, WeightsLoaded)[0] == 12.0  # rollout 0: 1 s, 10 s, one step of 1 s
         assert times_of(config, RolloutFinished)[1] == 13.0 + more_s
+
+
+def test_a_cache_that_waits_for_admission_takes_no_room_of_its_decode_engine() -> None:
+    """Two prompts of 20 tokens, prefilled at the same time, 20 s; room for one beside its answer of 10: the second
+    rollout begins at 30 s, without a prefill."""
+    config = run_of(
+        {"prefill": 2, "decode": 1},
+        engines=3,
+        scheduler={"train_batch_size": 2, "generation_batch_size": 2},
+        workload={"prompt_tokens": 20, "length": fixed(10)},
+        hardware={"prefill": {"token_s": 1.0}, "kv_cache_tokens": 40},
+        environment=environment(count=2, turns=1, context_max=40),
+    )
+    assert times_of(config, RolloutFinished) == [30.0, 40.0]
+
+
+def test_a_request_that_comes_again_after_an_abort_arrives_at_its_own_time() -> None:
+    """Aborted on its way to arrive at 10 s, it is on its way again to arrive at 20 s: 5 s of prefill, one step."""
+    log: list[tuple[str, float]] = []
+    clock = Clock()
+    host = SimpleNamespace(
+        rollout_finished=lambda *_: log.append(("finished", clock.now / to_ticks(1.0))),
+        rollout_aborted=lambda *_: log.append(("aborted", clock.now / to_ticks(1.0))),
+    )
+    settings = EngineSettings(DecodeCost((0, to_ticks(1.0)), 0), PrefillCost(0, to_ticks(1.0), 0), None, 0)
+    make = partial(PrefilledEngine, make=ClosedFormEngine, prefill=prefill_engines())
+    engine, request = make(clock, host, 0, settings), Request(0, 5, 1)
+    engine.submit(request, to_ticks(10.0))
+    engine.abort(0)
+    clock.run(until=to_ticks(1.0))
+    engine.submit(request, to_ticks(20.0))
+    clock.run()
+    assert log == [("aborted", 0.0), ("finished", 26.0)]
+
+
+def test_aisimulate_finds_the_same_times() -> None:
+    """Duration of 1440 requests of 4096 + 512 tokens, 72 at a time, by `predict` of aisimulate 0.13 (development version
+    of 2026-10-27): `mode: disaggregated`, Qwen/Qwen3-8B on `h100_sxm`, `timing: {type: fixed, decode_ms: 20}`, prefill
+    workers with `max_sequences: 1`, no prefix caching, `kv_transfer` of 50 GB/s, `full_prompt`. With 3P1D it takes one
+    decode step more."""
+    published = {
+        (1, 3, 0.1): 214.31207959552, (2, 2, 0.1): 210.71207959552, (3, 1, 0.1): 209.53207959552 - 0.02,
+        (1, 3, 0.4): 586.27207959552, (2, 2, 0.4): 298.27207959552, (3, 1, 0.4): 222.43207959552 - 0.02,
+    }  # fmt: skip
+    for (prefill, decode, prompt_s), duration_s in published.items():
+        config = run_of(
+            {"prefill": prefill, "decode": decode},
+            engines=4,
+            steps=80,
+            scheduler={"train_batch_size": 18, "generation_batch_size": 72 // decode, "ready_queue_size": 288},
+            workload={"prompt_tokens": 4096, "length": fixed(512)},
+            hardware={
+                "gpu": "H100-SXM", "model": "Qwen3-8B", "decode": {"kind": "affine", "step_s": 0.02},
+                "prefill": {"sequence_s": prompt_s}, "weights": {},
+            },
+        )  # fmt: skip
+        assert simulate(config).duration_s == pytest.approx(duration_s, abs=1e-9)
 
 
 # -------------------------------------------------------------------------------------- identities
