@@ -207,6 +207,11 @@ class PrefillEngines:
     """
 
     def __init__(self, config: RunConfig, generation: GenerationConfig, hardware: ResolvedHardware) -> None:
+        come_and_go = (config.fleet and config.fleet.groups) or any(one.hits_engine for one in config.faults or ())
+        if come_and_go or config.policy is not None or config.scheduler.schedule.carries_over:
+            raise ConfigError(
+                "generation must be left out with a [policy], fleet.groups, [[faults]] of engines, or partial_rollouts"
+            )
         self._caching = PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache
         room = generation.cache_tokens or hardware.kv_cache_tokens or UNLIMITED
         self._caches = [PrefixCache(room) for _ in range(config.num_prefill_engines)]

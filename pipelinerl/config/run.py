@@ -550,18 +550,11 @@ class RunConfig(StrictModel):
             )
 
     def _check_generation(self) -> None:
-        if (given := self.generation) is None:
-            return
-        engines = self.num_engines + self.num_prefill_engines
-        if engines % (given.prefill + given.decode):
+        given, engines = self.generation, self.num_engines + self.num_prefill_engines
+        if given is not None and engines % (given.prefill + given.decode):
             raise ValueError(
                 f"generation.prefill + generation.decode must divide the run's {engines} engines, got "
                 f"prefill={given.prefill}, decode={given.decode}"
-            )
-        come_and_go = (self.fleet and self.fleet.groups) or any(one.hits_engine for one in self.faults or ())
-        if come_and_go or self.policy is not None or self.scheduler.schedule.carries_over:
-            raise ValueError(
-                "generation must be left out with a [policy], fleet.groups, [[faults]] of engines, or partial_rollouts"
             )
 
     def _check_batches(self) -> None:

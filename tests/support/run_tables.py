@@ -92,7 +92,7 @@ EVERY_KEY: dict[str, Any] = {
                 "capacity": None, "switch_s": None, "stragglers": 0.05, "slowdown": 1.5,
             },
             {
-                "name": "spot", "kind": "spot", "engines": 2, "reclaim_hours": 8.0, "away_s": 1800.0, "notice_s": 30.0,
+                "name": "spot", "kind": "spot", "engines": 1, "reclaim_hours": 8.0, "away_s": 1800.0, "notice_s": 30.0,
                 "repair_s": 0.0, "stragglers": 0.0,
             },
             {
