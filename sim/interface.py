@@ -322,7 +322,4 @@ class DecodeEngine(SimulatedEngine, Protocol):
     """An engine that takes requests with their KV cache, too."""
 
     def receive(self, request: Request, at: int) -> None:
-        """Have a request arrive at tick ``at`` whose KV cache is elsewhere, and comes when it is admitted.
-
-        ``recompute`` drops the cache if new weights come before.
-        """
+        """Have a request arrive at tick ``at`` whose KV cache, unless ``recompute`` drops it, comes on admission."""
