@@ -94,6 +94,8 @@ def backend_of(train: TrainConfig) -> RayBackend:
 
 
 def _check_settings(config: RunConfig, train: TrainConfig) -> None:
+    if config.generation is not None:
+        raise ConfigError("generation must be left out: engines that only prefill are simulated only")
     if train.trainer.row_tokens < config.room_tokens:
         raise ConfigError(
             "train.trainer.pack_tokens times sequence_parallel must hold the longest rollout, "

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from heapq import heapreplace
 from itertools import repeat
@@ -32,10 +33,11 @@ from typing import Protocol, assert_never
 
 from simpy.events import Event as SimPyEvent
 
+from pipelinerl.config.engine import GenerationConfig
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig
-from pipelinerl.config.resolve import named_hardware, new_scheduler, resolved_hardware
+from pipelinerl.config.resolve import cache_transfer_s, named_hardware, new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.catalogue import find_gpu
@@ -65,14 +67,16 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
     WeightsLoaded,
     WeightsPublished,
+    WeightUpdate,
 )
 from pipelinerl.scheduler.kinds import StallWatch, stalled
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
-from sim.engine import ClosedFormEngine
+from sim.engine import UNLIMITED, ClosedFormEngine, PrefixCache
 from sim.engines import EngineFleet, capacity_report
 from sim.episodes import Environments, Episodes, check_turns
 from sim.fleet import TrainerFaults
 from sim.interface import (
+    DecodeEngine,
     Drafting,
     EngineHost,
     EngineSettings,
@@ -123,6 +127,7 @@ class TrainerAccess(Protocol):
 
 
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
+DecodeEngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], DecodeEngine]
 
 
 class FrontEnd:
@@ -210,6 +215,102 @@ class RoomMeter:
         return share
 
 
+class PrefillEngines:
+    """The engines that only prefill (mutable).
+
+    A request is served where its prefill ends first, by what each engine was given before, and by the cache it has of
+    the rollout's last turn; there no request overtakes another. So on arrival it is known when the KV cache is at the
+    decode engine. Transfers do not wait for each other. Caches of turns are kept by ``environment.prefix_cache``, least
+    recently used dropped first; others have room. New weights are loaded after all that came before them.
+    """
+
+    def __init__(self, config: RunConfig, generation: GenerationConfig, hardware: ResolvedHardware) -> None:
+        come_and_go = (config.fleet and config.fleet.groups) or any(one.hits_engine for one in config.faults or ())
+        if come_and_go or config.policy is not None or config.scheduler.schedule.carries_over:
+            raise ConfigError(
+                "generation must be left out with a [policy], fleet.groups, [[faults]] of engines, or partial_rollouts"
+            )
+        self._caching = PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache
+        room = generation.cache_tokens or hardware.kv_cache_tokens or UNLIMITED
+        self._caches = [PrefixCache(room) for _ in range(config.num_prefill_engines)]
+        self._free = [0] * len(self._caches)  # tick from which each engine is
+        self._idle_ticks = 0  # of all engines, before that tick of each
+        self._cost, self._pause_ticks = prefill_cost(hardware.prefill), to_ticks(hardware.weights.pause_s)
+        self._transfer_ticks = to_ticks(generation.transfer_s)
+        self._transfer_token_ticks = to_ticks(cache_transfer_s(config, generation))
+
+    def serve(self, request: Request, now: int) -> int:
+        """Prefill a request that arrives now; return the tick at which its KV cache is at its decode engine."""
+        rollout_id, tokens, free = request.rollout_id, request.tokens_to_prefill, self._free
+        cached = [min(tokens, cache.kept.get(rollout_id, 0)) for cache in self._caches]
+        ticks = [self._cost.ticks(tokens, one) for one in cached]
+        chosen = min(range(len(free)), key=lambda engine: max(now, free[engine]) + ticks[engine])
+        self._work(chosen, now, ticks[chosen])
+        request.prefill_ticks += ticks[chosen]
+        if request.goes_on and self._caching is not PrefixCaching.OFF:
+            self._caches[chosen].keep(rollout_id, tokens)
+            self._caches[chosen].make_room(0)
+        return free[chosen] + self._transfer_ticks + self._transfer_token_ticks * tokens
+
+    def load(self, weight_update: WeightUpdate, now: int) -> None:
+        """Have new weights arrive now."""
+        for engine, cache in enumerate(self._caches):
+            self._work(engine, now, self._pause_ticks)
+            if self._caching is PrefixCaching.SALTED or weight_update is WeightUpdate.RECOMPUTE:
+                cache.clear()
+
+    def utilisation(self, now: int) -> float:
+        """Return the share of the time until now that the engines have prefilled or loaded weights."""
+        idle_ticks = self._idle_ticks + sum(max(0, now - free) for free in self._free)
+        return 1 - idle_ticks / (len(self._free) * now) if now else 0.0
+
+    def _work(self, engine: int, now: int, ticks: int) -> None:
+        self._idle_ticks += max(0, now - self._free[engine])
+        self._free[engine] = max(now, self._free[engine]) + ticks
+
+
+class PrefilledEngine:
+    """An engine that decodes what others have prefilled (mutable). It keeps no caches between turns, as in SGLang."""
+
+    def __init__(
+        self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings, *,
+        make: DecodeEngineFactory, prefill: PrefillEngines,
+    ) -> None:  # fmt: skip
+        self._clock, self._prefill = clock, prefill
+        self._engine = engine = make(clock, host, engine_id, replace(settings, prefix_cache=PrefixCaching.OFF))
+        self.update, self.suspend, self.disturb = engine.update, engine.suspend, engine.disturb
+        self.kv_cache_share = engine.kv_cache_share
+        self._coming: dict[int, tuple[Request, Wake]] = {}  # on their way to the prefill engines, by rollout
+
+    @property
+    def version(self) -> int:
+        """Version that the engine samples with."""
+        return self._engine.version
+
+    def submit(self, request: Request, at: int) -> None:
+        """Have a request arrive at the prefill engines at tick ``at``."""
+        rollout_id = request.rollout_id
+        wake = Wake(self._clock, at - self._clock.now, CLUSTER_PRIORITY, rollout_id, self._arrived)
+        self._coming[rollout_id] = request, wake
+
+    def abort(self, rollout_id: int) -> None:
+        """End a rollout early; a prefill is made to its end."""
+        if rollout_id in self._coming:
+            self._engine.submit(self._coming.pop(rollout_id)[0], self._clock.now)
+        self._engine.abort(rollout_id)
+
+    def end(self) -> list[tuple[Request, VersionSpans]]:
+        """Return the rollouts in progress, in order of id."""
+        coming = [(request, request.spans) for request, _ in self._coming.values()]
+        return sorted([*self._engine.end(), *coming], key=lambda pair: pair[0].rollout_id)
+
+    def _arrived(self, wake: Wake) -> None:
+        request, current = self._coming.get(wake.tag, (None, None))
+        if request is not None and wake is current:  # else it was aborted
+            del self._coming[wake.tag]
+            self._engine.receive(request, self._prefill.serve(request, self._clock.now))
+
+
 class GroupCache:
     """Cache of the last drawn group: its rollouts mostly start one after the other (mutable).
 
@@ -244,7 +345,7 @@ class SimulatedCluster:
         self,
         config: RunConfig,
         *,
-        engine_factory: EngineFactory = ClosedFormEngine,
+        engine_factory: DecodeEngineFactory = ClosedFormEngine,
         policy: LearningPolicy | None = None,
         trainer: TrainerAccess | None = None,
         warn: Callable[[str], None] = lambda _: None,
@@ -279,10 +380,11 @@ class SimulatedCluster:
         self._stall_watch = StallWatch(warn)
         self._drafting = None if config.speculation is None else Drafting(config.speculation, seed=config.seed)
         settings = self._engine_settings(config, hardware)
-        engine_factory = _with_its_surroundings(engine_factory, config, hardware)
+        self._prefill = None if config.generation is None else PrefillEngines(config, config.generation, hardware)
+        make = _with_its_surroundings(engine_factory, config, hardware, self._prefill)
         self._publish_ticks, self._transfer_ticks = _weight_ticks(hardware, colocated=config.colocated)
         self._engines: dict[int, SimulatedEngine] = {}  # by engine id
-        self._fleet = self._make_engines(partial(engine_factory, self._clock, self), settings)
+        self._fleet = self._make_engines(partial(make, self._clock, self), settings)
         # Colocated, all until then counts as work that a failure makes to be done again.
         self._faults, self._worked_until_s = _trainer_faults(config), 0.0
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
@@ -435,6 +537,7 @@ class SimulatedCluster:
         return RunMeasurements(
             capacity=capacity_report(self._config, self._fleet, self._faults) if comes_and_goes else None,
             cached_share=cached,
+            prefill_utilisation=None if self._prefill is None else self._prefill.utilisation(self._clock.now),
             tokens_per_step=drafting.num_tokens / drafting.num_steps if drafting and drafting.num_steps else None,
         )
 
@@ -656,6 +759,8 @@ class SimulatedCluster:
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
         self._after(self._publish_ticks, lambda _: self._trainer_is_free(published))
         arrival = self._now + self._transfer_ticks
+        if (prefill := self._prefill) is not None:
+            self._after(self._transfer_ticks, lambda _: prefill.load(command.weight_update, arrival))
         engines = self._engines.values() if self._fleet is None else self._fleet.publishes(command)
         for engine in engines:
             engine.update(command.version, command.weight_update, arrival)
@@ -671,7 +776,10 @@ class SimulatedCluster:
         Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, call)
 
 
-def _with_its_surroundings(make: EngineFactory, config: RunConfig, hardware: ResolvedHardware) -> EngineFactory:
+def _with_its_surroundings(
+    engine: DecodeEngineFactory, config: RunConfig, hardware: ResolvedHardware, prefill: PrefillEngines | None
+) -> EngineFactory:
+    make: EngineFactory = engine if prefill is None else partial(PrefilledEngine, make=engine, prefill=prefill)
     if config.scheduler.admission is not None:
         if hardware.kv_cache_tokens is None:
             raise ConfigError("scheduler.admission needs hardware.kv_cache_tokens, or hardware.gpu and hardware.model")

@@ -689,8 +689,8 @@ class ClosedFormEngine:
         else:
             batch = TimedBatch if settings.counts_time else DecodeBatch
             self._batch = batch(settings.decode, settings.kv_cache_tokens)
-        self._cache = PrefixCache(self._batch.capacity)
         self._keeps_caches = settings.prefix_cache is not PrefixCaching.OFF
+        self._cache = PrefixCache(self._batch.capacity if self._keeps_caches else UNLIMITED)
         self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
         self._waiting: deque[Request] = deque()
         self._chunked = ChunkedPrefill(self._batch, settings.prefill, self._row_tokens)
@@ -721,6 +721,11 @@ class ClosedFormEngine:
         self._num_arrivals += 1
         if not self._awake:
             self._plan_anew()
+
+    def receive(self, request: Request, at: int) -> None:
+        """Have a request arrive at tick ``at`` whose KV cache is elsewhere, and comes when it is admitted."""
+        self._cache.keep(request.rollout_id, request.tokens_to_prefill)
+        self.submit(request, at)
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""

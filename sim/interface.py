@@ -312,3 +312,10 @@ class SimulatedEngine(Protocol):
 
     def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
+
+
+class DecodeEngine(SimulatedEngine, Protocol):
+    """An engine that takes requests with their KV cache, too."""
+
+    def receive(self, request: Request, at: int) -> None:
+        """Have a request arrive at tick ``at`` whose KV cache, unless ``recompute`` drops it, comes on admission."""

@@ -1,4 +1,4 @@
-"""The table ``[engine]``: how engines generate, beside their speed."""
+"""The tables ``[engine]`` and ``[generation]``: how engines generate, beside their speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import Speculation, tokens_per_step
-from pipelinerl.util.strict_model import Count, Seconds, StrictModel
+from pipelinerl.util.strict_model import Count, Seconds, StrictModel, Tokens
 
 GRID = 2**20
 """Acceptances from 0 to 1 between which a mean one is looked for (count)."""
@@ -81,3 +81,18 @@ class EngineConfig(StrictModel):
 
     speculation: SpeculationConfig | None = None
     """Speculative decoding. None: a token per sequence and step."""
+
+
+class GenerationConfig(StrictModel):
+    """Simulated: prefill apart from decode (1 and 3: "1P3D"). Each request is prefilled on one engine for another."""
+
+    prefill: Count
+    """Engines that only prefill, of every ``prefill`` + ``decode`` engines of the run (count)."""
+    decode: Count
+    """Engines that decode, likewise; ``scheduler.generation_batch_size`` is that of each of these (count)."""
+    transfer_s: Seconds = 0.0
+    """Time to send a KV cache to its decode engine, whatever its length (s)."""
+    transfer_token_s: Seconds | None = None
+    """Time more per token of the cache (s). None: by the network of GPUs given by name, else 0."""
+    cache_tokens: Tokens | None = None
+    """Room of a prefill engine for caches of earlier turns, host memory included (tokens). None: its KV cache."""

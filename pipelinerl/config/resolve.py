@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipelinerl.config.engine import GenerationConfig
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -32,7 +33,8 @@ def new_scheduler(config: RunConfig) -> Scheduler:
     """Return a fresh scheduler; with environments it knows the KV cache, and raises as ``resolved_hardware``."""
     environments, kv_cache_tokens = config.environment, config.hardware.kv_cache_tokens
     if environments is not None:
-        if environments.prefix_cache is PrefixCaching.OFF or environments.turns.max == 1:
+        keeps = environments.prefix_cache is not PrefixCaching.OFF and environments.turns.max > 1
+        if not keeps or config.generation is not None:
             kv_cache_tokens = 0
         elif kv_cache_tokens is None:
             kv_cache_tokens = resolved_hardware(config).kv_cache_tokens
@@ -104,6 +106,16 @@ def named_engine(hardware: HardwareConfig, gpu: Gpu, model: LanguageModel) -> tu
     if hardware.generation_gpu is not None:
         gpu = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
     return in_engine(gpu, model, hardware.engine_weights, hardware.kv_cache)
+
+
+def cache_transfer_s(config: RunConfig, generation: GenerationConfig) -> float:
+    """Return the seconds per token in which a KV cache gets from a prefill to a decode engine, every GPU its part."""
+    named = named_hardware(config.hardware)
+    if generation.transfer_token_s is not None or named is None:
+        return generation.transfer_token_s or 0.0
+    gpu, model = named_engine(config.hardware, *named)
+    size = config.cluster.tensor_parallel
+    return model.cached_bytes(size) / (size * gpu.network)
 
 
 def transport_of(config: RunConfig, *, colocated: bool | None = None) -> WeightTransport:

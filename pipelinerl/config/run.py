@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from pipelinerl.config.engine import EngineConfig, SpeculationConfig
+from pipelinerl.config.engine import EngineConfig, GenerationConfig, SpeculationConfig
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
@@ -377,6 +377,8 @@ class RunConfig(StrictModel):
     """Environments, and the turns of rollouts. None: a rollout has one turn."""
     engine: EngineConfig | None = None
     """How engines generate. None: a token per sequence and step."""
+    generation: GenerationConfig | None = None
+    """Engines that prefill, apart from those that decode. None: all do both."""
     hardware: HardwareConfig
     """Speed of the cluster."""
     fleet: FleetConfig | None = None
@@ -401,8 +403,16 @@ class RunConfig(StrictModel):
 
     @property
     def num_engines(self) -> int:
-        """Engines that generate (count)."""
-        return self.generation_accelerators // self.cluster.tensor_parallel
+        """Engines that have rollouts (count): those that decode."""
+        return self.generation_accelerators // self.cluster.tensor_parallel - self.num_prefill_engines
+
+    @property
+    def num_prefill_engines(self) -> int:
+        """Engines that only prefill (count)."""
+        if self.generation is None:
+            return 0
+        engines = self.generation_accelerators // self.cluster.tensor_parallel
+        return engines * self.generation.prefill // (self.generation.prefill + self.generation.decode)
 
     @property
     def speculation(self) -> SpeculationConfig | None:
@@ -509,6 +519,7 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_cluster()
+        self._check_generation()
         self._check_batches()
         self._check_rollouts()
         self._check_max_lag()
@@ -542,6 +553,14 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"cluster.tensor_parallel must divide the {self.generation_accelerators} accelerators that generate, "
                 f"got tensor_parallel={cluster.tensor_parallel}"
+            )
+
+    def _check_generation(self) -> None:
+        given, engines = self.generation, self.num_engines + self.num_prefill_engines
+        if given is not None and engines % (given.prefill + given.decode):
+            raise ValueError(
+                f"generation.prefill + generation.decode must divide the run's {engines} engines, got "
+                f"prefill={given.prefill}, decode={given.decode}"
             )
 
     def _check_batches(self) -> None:

@@ -543,6 +543,8 @@ class RunMeasurements(Report):
     """Decode steps of all engines, binned by number of sequences. Absent in a simulation."""
     tokens_per_step: float | None = None
     """Tokens of a sequence per decode step, mean (count). Absent without speculative decoding."""
+    prefill_utilisation: float | None = None
+    """Time that engines which only prefill do so, or load weights / time (share). Absent without ``[generation]``."""
     capacity: CapacityReport | None = None
     """What a simulated fleet offers. Absent without ``[fleet]``."""
     cached_share: float | None = None

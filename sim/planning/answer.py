@@ -518,6 +518,8 @@ def searched(
         )
     if config.faults is not None:
         raise ConfigError(f"plan searches without [[faults]]: leave them out, got {len(config.faults)}")
+    if config.generation is not None:
+        raise ConfigError("plan knows no engines that only prefill: remove [generation], and `compare` such runs")
     if config.fleet is not None and config.fleet.groups:
         names = ", ".join(group.name for group in config.fleet.groups)
         raise ConfigError(f"plan searches the engines: give plan.spot in place of fleet.groups, got groups {names}")

@@ -62,6 +62,7 @@ NOT_SEARCHED = {
     "train.engine.gpu_memory_utilization": "set it as high as your engines bear",
     "hardware": "given, and drawn where it is not measured",
     "engine": "given",
+    "generation": "left out",
     "fleet": "given, without groups",
     "faults": "left out",
 }

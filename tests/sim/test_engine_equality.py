@@ -440,6 +440,41 @@ RUNS = {
             },
         }.items()
     },
+    **{
+        f"prefill apart, {what}": {
+            "generation": {"prefill": 1, "decode": 2, "transfer_s": 0.003, "transfer_token_s": 1e-4},
+            **tables,
+        }
+        for what, tables in {
+            **{f"weight update {kind}": {"scheduler": {"weight_update": kind}} for kind in WeightUpdate},
+            **{
+                f"turns, caches {caches}, weight update {kind}": {
+                    "scheduler": {"weight_update": kind, "max_lag": 3, "on_stale": "drop"},
+                    "environment": {**TURNS, "prefix_cache": caches},
+                    "hardware": {"kv_cache_tokens": 160},
+                }
+                for caches in PrefixCaching
+                for kind in WeightUpdate
+            },
+            "conventional": {
+                "cluster": {"accelerators": 6},
+                "scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 3},
+            },
+            "ties": {"workload": FIXED, "hardware": {**TIES, "weights": {}, "latency": {}, "prefill": {}}},
+            "drafts, chunks": {
+                "engine": {"speculation": SPECULATION},
+                "hardware": {"kv_cache_tokens": 90, "step_tokens": 24},
+            },
+            "admission, front end": {
+                "scheduler": {"admission": {"soft": 0.6, "hard": 0.8}, "max_lag": 1, "on_stale": "drop"},
+                "hardware": {"kv_cache_tokens": 90, "latency": {"request_s": 0.013, "report_s": 0.05}},
+            },
+            "stale rollouts dropped on their way": {
+                "scheduler": {"max_lag": 0, "on_stale": "drop"},
+                "hardware": {"latency": {"dispatch_s": 0.1, "dispatch_jitter_s": 0.1}},
+            },
+        }.items()
+    },
     "rollouts move to other engines": {
         "cluster": {"accelerators": 5, "generation_accelerators": 4},
         "scheduler": {"train_batch_size": 2, "generation_batch_size": 1, "weight_update": "abort"},

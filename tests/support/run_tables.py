@@ -84,6 +84,7 @@ EVERY_KEY: dict[str, Any] = {
     "engine": {
         "speculation": SPECULATION,
     },
+    "generation": {"prefill": 1, "decode": 3, "transfer_s": 0.01, "transfer_token_s": 1e-6, "cache_tokens": 9000},
     "fleet": {
         "start_s": 90.0, "keep_tokens": False, "stream_tokens": 128,
         "groups": [
@@ -93,7 +94,7 @@ EVERY_KEY: dict[str, Any] = {
                 "capacity": None, "switch_s": None, "stragglers": 0.05, "slowdown": 1.5,
             },
             {
-                "name": "spot", "kind": "spot", "engines": 2, "reclaim_hours": 8.0, "away_s": 1800.0, "notice_s": 30.0,
+                "name": "spot", "kind": "spot", "engines": 1, "reclaim_hours": 8.0, "away_s": 1800.0, "notice_s": 30.0,
                 "repair_s": 0.0, "stragglers": 0.0,
             },
             {

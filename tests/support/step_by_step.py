@@ -37,6 +37,7 @@ class StepByStepEngine:
         self._joined_with: dict[int, int] = {}  # by rollout, the tokens it had when it joined the batch
         self._steps: dict[int, int] = {}  # and its steps since
         self._idle: dict[int, int] = {}  # rollouts between two turns -> tokens they have in the KV cache
+        self._sent: dict[int, int] = {}  # rollouts that come with their KV cache -> tokens in it
         self._chunked: Request | None = None  # whose prefill is under way, in chunks
         self._chunked_tokens = 0  # of it that are in the KV cache
         self._prefill_ticks = 0  # charged to the next step
@@ -59,6 +60,11 @@ class StepByStepEngine:
         self._arrivals.append((at, request))
         self._arrivals.sort(key=lambda arrival: arrival[0])  # stable: in order of submission at the same tick
         self._wake_if_idle()
+
+    def receive(self, request: Request, at: int) -> None:
+        """Have a request arrive at tick ``at`` whose KV cache an engine that only prefills has."""
+        self._sent[request.rollout_id] = request.prompt_tokens + request.spans.num_tokens
+        self.submit(request, at)
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
@@ -230,7 +236,7 @@ class StepByStepEngine:
             left -= self._chunk(self._chunked, left)
         while self._chunked is None and self._waiting and self._fits(self._waiting[0]):
             self._chunked = request = self._waiting.pop(0)
-            self._chunked_tokens = self._idle.pop(request.rollout_id, 0)
+            self._chunked_tokens = self._idle.pop(request.rollout_id, 0) + self._sent.pop(request.rollout_id, 0)
             if self._chunked_tokens < self._cached(request):
                 self._prefill_ticks += self._settings.prefill.fixed_ticks
             left -= self._chunk(request, left)
@@ -288,6 +294,7 @@ class StepByStepEngine:
         self._recomputes = weight_update is WeightUpdate.RECOMPUTE
         if self._recomputes or self._settings.prefix_cache is PrefixCaching.SALTED:
             self._idle.clear()
+            self._sent.clear()
         if self._settings.tokens is not None and self._running:
             num_tokens = [len(self._tokens(one)) for one in self._running]
             self._settings.tokens.go_on(self._running, num_tokens, self.version, recompute=self._recomputes)

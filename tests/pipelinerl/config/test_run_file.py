@@ -88,15 +88,15 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def test_pipeline_splits_the_cluster_and_conventional_shares_it() -> None:
-    data = with_overrides(EVERY_KEY, ["cluster.accelerators=20"])
+    data = with_overrides(EVERY_KEY, ["cluster.accelerators=24"])
     pipeline = parse_run(data)
     assert not pipeline.colocated
-    assert (pipeline.generation_accelerators, pipeline.training_accelerators, pipeline.num_engines) == (8, 12, 4)
+    assert (pipeline.generation_accelerators, pipeline.training_accelerators, pipeline.num_engines) == (8, 16, 3)
     del data["hardware"]["generation_gpu"], data["fleet"]["groups"]
     conventional = parse_run(with_overrides(data, ["scheduler.kind=conventional"]))
     assert conventional.colocated
-    assert (conventional.generation_accelerators, conventional.training_accelerators) == (20, 20)
-    assert conventional.num_engines == 10
+    assert (conventional.generation_accelerators, conventional.training_accelerators) == (24, 24)
+    assert conventional.num_engines == 9
 
 
 # -------------------------------------------------------------------------------------- overrides
