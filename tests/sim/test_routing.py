@@ -129,7 +129,7 @@ def test_the_cached_share_is_that_of_all_tokens_at_the_starts_of_turns():
     keys = {"batch": 1, "slots": 1, "length": fixed(10), "prompt_tokens": 20}
     assert play(4, **keys, environment=turns).cluster.measured().cached_share == pytest.approx(30 / 70)
     assert play(4, **keys, environment=turns | {"prefix_cache": "off"}).cluster.measured().cached_share == 0.0
-    assert play(4, **keys).cluster.measured() is None
+    assert play(4, **keys).cluster.measured().cached_share is None
 
 
 # --------------------------------------------------------------------------------------- the collapse of hashing
