@@ -100,9 +100,7 @@ def compare(
     ``out``: folder of the runs and comparison.json. ``workers``: processes (count); None: one per core. ``on_done``
     gets each cell, with its error, if any. ``weights``: measured weight transfers, of runs apart (False) and colocated
     (True); arms that state theirs keep it.
-
-    Raises:
-        ConfigError: If the input is wrong; nothing is written.
+    Raises ConfigError if the input is wrong; nothing is written.
     """
     comparison = config.compare or default_comparison(config)
     cells = [_with_weights(cell, config, weights or {}) for cell in plan_cells(config)]

@@ -42,9 +42,7 @@ def simulate(
         RunFailedError: If the run could not reach its end; the folder holds the events until then.
         SchedulerError: If its lags break the promise of its kind of schedule.
     """
-    cluster = SimulatedCluster(
-        config, warn=LOG.warning
-    )  # before anything is written: it finds what is wrong with the input
+    cluster = SimulatedCluster(config, warn=LOG.warning)  # first: it finds what is wrong with the input
     if config.policy is not None:
         return _simulate_learning(config, out=out, trace=trace, on_step=on_step)
     recording = Recording(config, out=out, trace=trace, on_step=on_step)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.cli import options
+from pipelinerl.cli.options import argument, option
 from pipelinerl.cli.output import print_json, print_line, status
 from pipelinerl.errors import ConfigError
 
@@ -21,9 +22,7 @@ MOST_ADDED, LONGEST_NOTICE_S = 1000, 1e5
 
 
 def replay(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
-    ],
+    folder: Annotated[Path, argument("DIR", "Folder of a run made with --trace full.")],
 ) -> None:
     """Check that a fresh scheduler gives the recorded commands of a run, and a fresh ledger its recorded numbers.
 
@@ -62,13 +61,8 @@ def replay(
 
 
 def plot(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR", help="Folders of runs or comparisons.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Where the figures go; default: DIR/figures of the first."),
-    ] = None,
+    folders: Annotated[list[Path], argument("DIR", "Folders of runs or comparisons.")],
+    out: Annotated[Path | None, option("DIR", "Where the figures go; default: DIR/figures of the first.")] = None,
 ) -> None:
     """Draw the figures of runs, simulated or real, side by side."""
     from pipelinerl.records.run_folder import FIGURES_FOLDER
@@ -86,16 +80,10 @@ def plot(
 
 
 def timeline(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The JSON file to write.", show_default=False)],
-    begin_s: Annotated[
-        float, typer.Option("--begin", metavar="S", min=0.0, help="Start of the written part (s).")
-    ] = 0.0,
-    end_s: Annotated[
-        float, typer.Option("--end", metavar="S", help="End of the written part (s).", show_default="all")
-    ] = math.inf,
+    folder: Annotated[Path, argument("DIR", "Folder of a run made with --trace full.")],
+    out: Annotated[Path, option("FILE", "The JSON file to write.", show_default=False)],
+    begin_s: Annotated[float, option("S", "Start of the written part (s).", "--begin", min=0.0)] = 0.0,
+    end_s: Annotated[float, option("S", "End of the written part (s).", "--end", show_default="all")] = math.inf,
 ) -> None:
     """Write a timeline of a run; open the file at ui.perfetto.dev or in chrome://tracing."""
     from analysis.timeline import read_timeline, write_timeline
@@ -118,13 +106,8 @@ def timeline(
 
 
 def drift(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR", help="Folders of runs that learned, real or simulated.", show_default=False),
-    ],
-    check: Annotated[
-        list[Path], typer.Option("--check", metavar="DIR", help="A run to compare the fit with; repeatable.")
-    ] = [],  # noqa: B006 - typer copies it
+    folders: Annotated[list[Path], argument("DIR", "Folders of runs that learned, real or simulated.")],
+    check: Annotated[list[Path], option("DIR", "A run to compare the fit with; repeatable.")] = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
     """Fit how fast importance weights spread with lag, and print this as a [drift] table for a run file."""
@@ -151,26 +134,11 @@ def drift(
 
 
 def fleet(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a real run.", show_default=False)],
-    add: Annotated[
-        int,
-        typer.Option(
-            "--add", metavar="N", min=0, max=MOST_ADDED, help="Add engines; they wait until Ray has accelerators."
-        ),
-    ] = 0,
-    drain: Annotated[
-        list[str],
-        typer.Option("--drain", metavar="ENGINE|HOST", help="Remove an engine, or all of a machine; repeatable."),
-    ] = [],  # noqa: B006 - typer copies it
+    folder: Annotated[Path, argument("DIR", "Folder of a real run.")],
+    add: Annotated[int, option("N", "Add engines; they wait until Ray has accelerators.", min=0, max=MOST_ADDED)] = 0,
+    drain: Annotated[list[str], option("ENGINE|HOST", "Remove an engine, or all of a machine; repeatable.")] = [],  # noqa: B006 - typer copies it
     notice: Annotated[
-        float,
-        typer.Option(
-            "--notice",
-            metavar="SECONDS",
-            min=0,
-            max=LONGEST_NOTICE_S,
-            help="Time for rollouts of removed engines to end there.",
-        ),
+        float, option("SECONDS", "Time for rollouts of removed engines to end there.", min=0, max=LONGEST_NOTICE_S)
     ] = 30.0,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -195,16 +163,10 @@ def fleet(
 def export(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="CHECKPOINT|RUN",
-            help="DIR/checkpoints/step_N of a run; with --to: the folder of a run with a trace.",
-            show_default=False,
-        ),
+        argument("CHECKPOINT|RUN", "DIR/checkpoints/step_N of a run; with --to: the folder of a run with a trace."),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR|FILE", help="A new folder for the model, or a new file.")],
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="Write the requests of a run: mooncake or dynamo.")
-    ] = None,
+    out: Annotated[Path, option("DIR|FILE", "A new folder for the model, or a new file.")],
+    to: Annotated[str | None, option("FORMAT", "Write the requests of a run: mooncake or dynamo.")] = None,
 ) -> None:
     """Write the model of a checkpoint in Hugging Face format, or with --to a run's requests for another simulator."""
     if to is not None:

@@ -9,9 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from pipelinerl.cli.options import refuse_no_file
+from pipelinerl.cli.options import argument, option, refuse_no_file
 from pipelinerl.cli.output import print_line, status
 from pipelinerl.errors import ConfigError
 
@@ -26,17 +24,12 @@ LEAST_MB = 100_000
 def report(
     folders: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="DIR",
-            help="Folders of runs, simulated or real, of plans, or of one comparison, environments or validation.",
-            show_default=False,
+        argument(
+            "DIR", "Folders of runs, simulated or real, of plans, or of one comparison, environments or validation."
         ),
     ],
-    out: Annotated[
-        Path,
-        typer.Option("--out", metavar="FILE", help="page.html, or page.md for a pull request.", show_default=False),
-    ],
-    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    out: Annotated[Path, option("FILE", "page.html, or page.md for a pull request.", show_default=False)],
+    show: Annotated[bool, option(None, "Open the page in the browser.", "--open")] = False,
 ) -> None:
     """Write one page: question, answer, interactive figures, tables, run file."""
     if out.suffix not in (".html", ".md"):

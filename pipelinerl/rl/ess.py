@@ -34,10 +34,8 @@ def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf)
     ESS = (sum w)^2 / (N * sum w^2): 1 when all weights are equal, 1/N when one dominates. -inf is a weight of zero;
     ``truncation`` is the largest weight, paper symbol c (infinite: raw weights, the ESS of eq. 6).
     Source: Piche et al. 2025 (arXiv:2509.19128), eq. 6; Kong 1992.
-
-    Raises:
-        ValueError: If the array is empty, not one-dimensional, all -inf, or has an entry that is NaN or +inf; if
-            ``truncation`` is not above 0.
+    Raises ValueError if the array is empty, not one-dimensional, all -inf, or has an entry that is NaN or +inf; if
+    ``truncation`` is not above 0.
     """
     if not truncation > 0:
         raise ValueError(f"truncation must be above 0, got {truncation}")

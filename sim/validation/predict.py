@@ -355,14 +355,6 @@ def _simulated(
     return (rows[-1].time_s - before.time_s) / num, max(waited_s / num, 1e-3), trained_s / num
 
 
-def central_seconds(run: ReconstructedRun) -> float:
-    """Return the seconds of a row's RL step by the hardware model's central values; colocated, without the rest.
-
-    Raises PipelineRLError if the row cannot be simulated.
-    """
-    return _simulated(run, ratio=0.0, log_mean=0.0, training_given=False, weights=True)[STEP]
-
-
 def simulation_grid(run: ReconstructedRun, *, training_given: bool) -> SimulationGrid:
     """Return the simulations of a row on all nodes, made in seconds; PipelineRLError if it cannot be simulated."""
 
@@ -853,7 +845,7 @@ def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
 
 def alone_run(run: ReconstructedRun) -> AloneRun:
     """Simulate a row with the central coefficients; PipelineRLError if it cannot be simulated."""
-    seconds = central_seconds(run)
+    seconds = _simulated(run, ratio=0.0, log_mean=0.0, training_given=False, weights=True)[STEP]
     if run.schedule.colocated:
         seconds += rest_s(run.published, Level.CENTRAL)
     measured_s = measured_seconds(run.published)
