@@ -175,8 +175,7 @@ class RayTrainer:
             await self._transfer("send", "send", weights.version)
 
     async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
-        fault = await self._beside_training(TRANSFER_THREAD, phase, method, *arguments)
-        if fault is not None:
+        if (fault := await self._beside_training(TRANSFER_THREAD, phase, method, *arguments)) is not None:
             raise TransferError(fault)
 
     async def _beside_training(self, thread: str, phase: str, method: str, *arguments: Any) -> Any:

@@ -377,8 +377,7 @@ def _remedy(
 
 
 def _gpu_memory(config: RunConfig) -> tuple[float, str]:
-    named = named_hardware(config.hardware)
-    if named is not None:
+    if (named := named_hardware(config.hardware)) is not None:
         return named[0].memory_bytes, f"hardware.gpu={config.hardware.gpu!r}"
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)

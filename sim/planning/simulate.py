@@ -107,8 +107,7 @@ class Outcome:
 
     def rejected(self, limits: Limits) -> Rejected | None:
         """Return the first limit that it breaks, and the value that it would keep to; None: it keeps to all."""
-        reason = self.breaks(limits)
-        if reason is not None:
+        if (reason := self.breaks(limits)) is not None:
             values = limits.at(self.candidate.rented).values(self.lag_mean, self.gpu_hours)
             return Rejected(self.candidate.choice, reason, values[reason])
         if limits.lag is not None and self.lag_max > limits.lag:
