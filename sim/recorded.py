@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, TraceError
-from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.run_folder import TRACE_FILE, write_whole
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
     ObservationReady,
@@ -33,7 +33,7 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
 )
 from pipelinerl.util.arrays import grouped
-from pipelinerl.util.explain import explain, shown, writing
+from pipelinerl.util.explain import explain, shown
 from pipelinerl.util.read import parse_json, read_json, read_lines
 from pipelinerl.util.strict_model import LONGEST_S, MOST_TOKENS, StrictModel
 
@@ -521,10 +521,8 @@ def write_foreign(run: Path, out: Path, name: str) -> list[str]:
     if out.exists():
         raise ConfigError(f"--out must be a new file, got {out}, which exists")
     (write, lacks), groups = writers[name], read_trace(str(run), key="RUN", group_size=1)
-    partial, rows = out.with_name(f"{out.name}.partial"), [f"{json.dumps(row)}\n" for row in write(groups)]
-    with writing(out):
-        partial.write_text("".join(rows), encoding="utf-8")
-        partial.replace(out)
+    rows = [f"{json.dumps(row)}\n" for row in write(groups)]
+    write_whole(out, "".join(rows))
     rollouts = f"{len(rows)} requests of {sum(map(len, groups))} rollouts in {len(groups)} groups"
     left_out = "left out: rollouts that were not scored, or not in a whole group"
     return [f"{rollouts}, blocks of {BLOCK_TOKENS} tokens; {left_out}", f"{name} does not have: {lacks}"]

@@ -65,16 +65,13 @@ def plot(
     out: Annotated[Path | None, option("DIR", "Where the figures go; default: DIR/figures of the first.")] = None,
 ) -> None:
     """Draw the figures of runs, simulated or real, side by side."""
-    from pipelinerl.records.run_folder import FIGURES_FOLDER
+    from pipelinerl.records.run_folder import FIGURES_FOLDER, writable
 
     figures = out if out is not None else folders[0] / FIGURES_FOLDER
-    try:
-        with status("drawing figures"):
-            from analysis.plot import draw
+    with writable(figures), status("drawing figures"):
+        from analysis.plot import draw
 
-            paths = draw(folders, figures)
-    except OSError as error:
-        raise ConfigError(f"--out must be a folder that can be written, got {figures}: {error.strerror}") from None
+        paths = draw(folders, figures)
     for path in paths:
         print_line(path)
 

@@ -32,6 +32,8 @@ def report(
     show: Annotated[bool, option(None, "Open the page in the browser.", "--open")] = False,
 ) -> None:
     """Write one page: question, answer, interactive figures, tables, run file."""
+    from pipelinerl.records.run_folder import writable
+
     if out.suffix not in (".html", ".md"):
         raise ConfigError(f"--out must end in .html or .md, got {out}")
     refuse_no_file(out)
@@ -49,10 +51,8 @@ def report(
             except ModuleNotFoundError as error:
                 name = error.name
                 raise ConfigError(f"{name} is not installed; pip install {name}, or --out page.md") from None
-    try:
+    with writable(out, "file"):
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out must be a file that can be written, got {out}: {error.strerror}") from None
     size = len(text.encode())
     print_line(f"{out}: {size / 1e6:.2f} MB" if size >= LEAST_MB else f"{out}: {size / 1e3:.1f} kB")
     if show:
