@@ -198,7 +198,7 @@ class RayTrainer:
         await self._call("export", "export", folder)
 
     async def self_test(self, num_bytes: int) -> tuple[RankFacts, ...]:
-        """Have all ranks measure their devices and links; see ``self_test.py``."""
+        """Have all ranks measure their devices and links; see ``rank.self_test``."""
         return tuple(await self._call("self_test", "self_test", num_bytes))
 
     async def offload(self) -> None:

@@ -16,10 +16,9 @@ import typer
 
 import pipelinerl
 from pipelinerl.cli.calibrate import calibrate, diagnose, measure
-from pipelinerl.cli.folders import drift, export, fleet, plot, replay, timeline
+from pipelinerl.cli.folders import drift, export, fleet, plot, replay, report, timeline
 from pipelinerl.cli.output import complain, print_line
 from pipelinerl.cli.plan import plan
-from pipelinerl.cli.report import report
 from pipelinerl.cli.simulate import compare, environments, simulate, validate
 from pipelinerl.cli.train import train
 from pipelinerl.errors import ConfigError, PipelineRLError

@@ -823,11 +823,6 @@ class AloneRun:
     spread_factor: float = 1.0
     """Factor on the deviation of its own band."""
 
-    @property
-    def log_error(self) -> float:
-        """Log of predicted over measured seconds."""
-        return math.log(self.predicted_s / self.measured_s)
-
 
 def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
     """Return a row as it is predicted alone, from its own inputs; None if they do not decide its seconds.
@@ -859,7 +854,7 @@ def unseen_bands(runs: Iterable[AloneRun], judges: Sequence[AloneRun] | None = N
     rows, bands = list(runs), {}
     for row in rows:
         others = (one for one in (rows if judges is None else judges) if one.family != row.family)
-        spread = spread_of(grouped((one.family, one.log_error) for one in others))
+        spread = spread_of(grouped((one.family, math.log(one.predicted_s / one.measured_s)) for one in others))
         factor = math.exp(prior.END_SDS * spread.sd * row.spread_factor)
         middle_s = row.predicted_s / math.exp(spread.centre)
         bands[row.id] = Band(middle_s / factor, middle_s, middle_s * factor)
