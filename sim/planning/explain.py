@@ -246,8 +246,7 @@ def stages_of(space: SearchSpace, candidate: Candidate, screener: Screener) -> d
     """Return the seconds that are charged for a candidate, by stage, at central values.
 
     A decode step of full slots, over its tokens per sequence; training and log-probabilities of an optimizer step; a
-    weight update until engines have
-    it, and their pause; both phase switches of an RL step.
+    weight update until engines have it, and their pause; both phase switches of an RL step.
     """
     config, answers = candidate.config, space.answers
     hardware = screener.resolved(config)
