@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import Bottleneck, steady_part
 from pipelinerl.records.step_ledger import Admission, Step, find_bottleneck
 from pipelinerl.rl.drift import modelled_ess
-from sim.parallel import run_all, run_all_on_ray
+from sim.parallel import on_interrupt, run_all, run_all_on_ray
 from sim.planning.screen import Candidate, Rejected
 from sim.planning.space import Limits, Reason
 from sim.run import simulate_steps
@@ -134,15 +132,8 @@ class Runner:
                 raise KeyboardInterrupt
             self.interrupted = True
 
-        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if ignored or threading.current_thread() is not threading.main_thread():
+        with on_interrupt(press):
             yield
-            return
-        before = signal.signal(signal.SIGINT, press)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def run(self, jobs: Sequence[Job], *, before: int = 0, total: int | None = None) -> list[Outcome]:
         """Return the outcomes of the simulations that ended, by label.
