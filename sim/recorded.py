@@ -145,22 +145,18 @@ def _scored(trace: Trace, *, key: str) -> dict[int, TracedRollout]:
         if one_turn and isinstance(record.command, StartRollout):
             one = recorded[record.command.rollout_id]
             one.begins_s = one.begins_s or [record.time_s]
-        match record.event:
-            case ObservationReady(rollout_id=number, read_tokens=tokens):
-                if tokens is None:
-                    raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
-                one = recorded[number]
-                one.read = tokens
-                one.begins_s.append(record.time_s)
-            case TurnFinished(rollout_id=number, spans=spans):
-                recorded[number].end_turn(record.time_s, spans)
-            case RolloutFinished(rollout_id=number, engine=engine, spans=spans, reward=reward):
-                if engine is not None:
-                    recorded[number].end_turn(record.time_s, spans)
-                if reward is not None:
-                    scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
-            case RolloutScored(rollout_id=number, reward=reward):
-                scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
+        event = record.event
+        if isinstance(event, ObservationReady):
+            if event.read_tokens is None:
+                raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
+            one = recorded[event.rollout_id]
+            one.read = event.read_tokens
+            one.begins_s.append(record.time_s)
+        if isinstance(event, TurnFinished | RolloutFinished) and event.engine is not None:  # else it has ended
+            recorded[event.rollout_id].end_turn(record.time_s, event.spans)
+        if isinstance(event, RolloutFinished | RolloutScored) and event.reward is not None:
+            number = event.rollout_id
+            scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=event.reward)
     return scored
 
 
