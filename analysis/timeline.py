@@ -260,8 +260,7 @@ class Timeline:
         if engine is None:
             return
         self._moved(engine, -1, now_s)
-        stay = self._engines[engine].leave(rollout_id)
-        if stay is not None:
+        if (stay := self._engines[engine].leave(rollout_id)) is not None:
             args: dict[str, Any] = {"end": end}
             if spans is not None and spans.ends:
                 args |= {"tokens": spans.num_tokens, "versions": f"{spans.versions[0]}-{spans.versions[-1]}"}
@@ -269,8 +268,7 @@ class Timeline:
 
     def _left_environment(self, rollout_id: int, now_s: float) -> None:
         self._acts_since.pop(rollout_id, None)
-        stay = self._sandboxes.leave(rollout_id)
-        if stay is not None:
+        if (stay := self._sandboxes.leave(rollout_id)) is not None:
             self._slice((SANDBOXES, stay[0]), f"rollout {rollout_id}", stay[1], now_s)
 
     def _acted(self, rollout_id: int, now_s: float) -> None:

@@ -164,8 +164,7 @@ class EngineContract:
 
     async def seconds_of_an_answer_are_some_of_those_that_it_took(self) -> None:
         begin_s = time.monotonic()
-        seconds = (await self.engine.generate(request(0, 30))).seconds
-        if seconds is not None:
+        if (seconds := (await self.engine.generate(request(0, 30))).seconds) is not None:
             assert seconds.decode > 0
             assert 0 <= seconds.prefill <= time.monotonic() - begin_s - seconds.decode
 

@@ -156,8 +156,7 @@ class FakeEngine:
 
     async def abort(self, rollout_id: int) -> None:
         self._check()
-        sequence = self._sequences.pop(rollout_id, None)
-        if sequence is not None:
+        if (sequence := self._sequences.pop(rollout_id, None)) is not None:
             sequence.end(aborted=True)
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
@@ -320,8 +319,7 @@ class FakeTrainer:
 
     async def send(self, weights: Weights) -> None:
         """Send by the transport, if there is one."""
-        fault = self._sender and self._sender.send(weights.version)
-        if fault:
+        if fault := self._sender and self._sender.send(weights.version):
             raise TransferError(fault)
 
     async def snapshot(self) -> None:

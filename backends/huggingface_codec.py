@@ -44,9 +44,8 @@ class HuggingFaceCodec:
 def load_codec(config: RunConfig) -> HuggingFaceCodec:
     """Load the tokenizer of a run's model, which is a folder. Environments make their prompts themselves.
 
-    Raises:
-        ConfigError: If it cannot be loaded, its files are not there or know no text (transformers makes up an empty
-            one then), it has no end token among the model's embeddings, or its chat template takes no message.
+    Raises ConfigError if it cannot be loaded, its files are not there or know no text (transformers makes up an empty
+    one then), it has no end token among the model's embeddings, or its chat template takes no message.
     """
     from transformers import AutoConfig, AutoTokenizer
 

@@ -54,8 +54,7 @@ class RayBackend:
     def check(self, config: RunConfig) -> None:
         """Check packages, settings and model; see ``interface.Backend``."""
         train = config.train_table
-        missing = self.missing()
-        if missing:
+        if missing := self.missing():
             raise ConfigError(f"train needs {', '.join(missing)}, not installed: {install(f'train-{train.device}')}")
         if train.device == "gpu" and train.ray_address is None and (fault := driver_fault()):
             raise ConfigError(f"train.device='gpu' needs a newer driver on this machine, or another torch: {fault}")

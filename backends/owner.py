@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.records.run_folder import make_folder, unwritable
+from pipelinerl.records.run_folder import make_folder, writable
 from pipelinerl.util.read import read_json
 
 LOG = logging.getLogger("pipelinerl")
@@ -106,7 +106,7 @@ class DriverLock:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.id, self._me = folder, secrets.token_hex(4), this_process()
-        try:
+        with writable(folder):
             self._number = self._taken()
             self.own = _numbered(self.folder, self._number)
             self.unfinished = self.own / self.id
@@ -116,8 +116,6 @@ class DriverLock:
                     if number < self._number:
                         _numbered(self.folder, number).rename(self.unfinished / f"{number}")
                         shutil.rmtree(self.unfinished / f"{number}", ignore_errors=True)
-        except OSError as error:
-            raise unwritable(folder, error) from None
         self._closed = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 

@@ -51,28 +51,10 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "ComparisonReport",
-    "ConfigError",
-    "PipelineRLError",
-    "PlanReport",
-    "ReplayResult",
-    "RunConfig",
-    "RunFailedError",
-    "RunReport",
-    "ScheduleKind",
-    "Scheduler",
-    "SchedulerError",
-    "TraceError",
-    "__version__",
-    "compare",
-    "events",
-    "load_run",
-    "make_scheduler",
-    "plan",
-    "plot",
-    "replay",
-    "simulate",
-]
+    "ComparisonReport", "ConfigError", "PipelineRLError", "PlanReport", "ReplayResult", "RunConfig", "RunFailedError",
+    "RunReport", "ScheduleKind", "Scheduler", "SchedulerError", "TraceError", "__version__", "compare", "events",
+    "load_run", "make_scheduler", "plan", "plot", "replay", "simulate",
+]  # fmt: skip
 
 _HOMES = {
     "pipelinerl.api": ("compare", "plan", "plot", "replay", "simulate"),

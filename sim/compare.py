@@ -15,6 +15,7 @@ from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, RepeatReport, ScenarioReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
+from pipelinerl.util.arrays import grouped
 from sim.cluster import SimulatedCluster
 from sim.parallel import run_all
 from sim.run import check_installed, simulate
@@ -100,9 +101,7 @@ def compare(
     ``out``: folder of the runs and comparison.json. ``workers``: processes (count); None: one per core. ``on_done``
     gets each cell, with its error, if any. ``weights``: measured weight transfers, of runs apart (False) and colocated
     (True); arms that state theirs keep it.
-
-    Raises:
-        ConfigError: If the input is wrong; nothing is written.
+    Raises ConfigError if the input is wrong; nothing is written.
     """
     comparison = config.compare or default_comparison(config)
     cells = [_with_weights(cell, config, weights or {}) for cell in plan_cells(config)]
@@ -126,7 +125,10 @@ def compare(
         pass  # cells that have ended are kept
     result = ComparisonReport(
         baseline=comparison.baseline,
-        scenarios=_side_by_side(cells, reports, comparison.baseline),
+        scenarios=[
+            ScenarioReport(name=name, arms=_arms(some, reports, comparison.baseline))
+            for name, some in grouped((cell.scenario, cell) for cell in cells).items()
+        ],
         failures=sorted(failures),
         complete=complete,
     )
@@ -164,18 +166,9 @@ def _run_cell(cell: Cell, out: Path | None) -> CellResult:
         return cell, None, str(error)
 
 
-def _side_by_side(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> list[ScenarioReport]:
-    return [
-        ScenarioReport(
-            name=name,
-            arms=_arms([cell for cell in cells if cell.scenario == name and cell.folder in reports], reports, baseline),
-        )
-        for name in dict.fromkeys(cell.scenario for cell in cells)
-    ]
-
-
 def _arms(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> list[ArmReport]:
     """Return the arms of one scenario with their speed-up in tokens/s over the baseline of the same seed."""
+    cells = [cell for cell in cells if cell.folder in reports]
     rates = {(cell.arm, cell.seed): reports[cell.folder].tokens_per_s for cell in cells}
 
     def speedup(cell: Cell) -> float | None:
@@ -193,8 +186,7 @@ def _arms(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> li
         )
 
     arms = []
-    for name in dict.fromkeys(cell.arm for cell in cells):
-        own = [cell for cell in cells if cell.arm == name]
+    for name, own in grouped((cell.arm, cell) for cell in cells).items():
         repeats = [repeat(cell, cell.seed) for cell in own if cell.seed is not None]
         first = own[0]
         arms.append(

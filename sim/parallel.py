@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import spawn
+from types import FrameType
 from typing import TypeVar
 
 from pipelinerl.errors import ConfigError, RunFailedError
@@ -39,7 +40,7 @@ def run_all(
     _end_if_this_is_a_worker_that_imports_the_script()
     others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
-    with _interrupts_ignored():  # by the workers: Ctrl-C is for this process alone
+    with on_interrupt(signal.SIG_IGN):  # by the workers: Ctrl-C is for this process alone
         futures = [executor.submit(function, job) for job in jobs]
     processes = set(multiprocessing.active_children()) - others
     died = False
@@ -116,12 +117,16 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C, where this thread may; processes started meanwhile inherit that for good."""
-    if threading.current_thread() is not threading.main_thread():
+def on_interrupt(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Handle Ctrl-C, where this thread may and the process does not ignore it.
+
+    Processes that are started meanwhile inherit for good that it is ignored.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, TraceError
-from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.run_folder import TRACE_FILE, write_whole
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
     ObservationReady,
@@ -32,7 +32,8 @@ from pipelinerl.scheduler.events import (
     TurnFinished,
     VersionSpans,
 )
-from pipelinerl.util.explain import explain, shown, writing
+from pipelinerl.util.arrays import grouped
+from pipelinerl.util.explain import explain, shown
 from pipelinerl.util.read import parse_json, read_json, read_lines
 from pipelinerl.util.strict_model import LONGEST_S, MOST_TOKENS, StrictModel
 
@@ -60,16 +61,12 @@ class RecordedEpisode(StrictModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        turns = len(self.out_lens)
-        for name, values in (("obs_lens", self.obs_lens), ("tool_times", self.tool_times)):
-            if len(values) != turns - 1:
-                raise ValueError(f"{name} must have one value less than out_lens, {turns - 1}, got {len(values)}")
-        for name, values, most in (
-            ("out_lens", self.out_lens, MOST_TOKENS),
-            ("obs_lens", self.obs_lens, MOST_TOKENS),
-            ("tool_times", self.tool_times, LONGEST_S),
-        ):
-            for value in values:
+        pauses = len(self.out_lens) - 1
+        for name in ("obs_lens", "tool_times"):
+            if (found := len(getattr(self, name))) != pauses:
+                raise ValueError(f"{name} must have one value less than out_lens, {pauses}, got {found}")
+        for name, most in (("out_lens", MOST_TOKENS), ("obs_lens", MOST_TOKENS), ("tool_times", LONGEST_S)):
+            for value in getattr(self, name):
                 if not 0 <= value <= most:
                     raise ValueError(f"{name} must be from 0 to {most:g}, got {value:g}")
         return self
@@ -106,11 +103,10 @@ class _Recorded:
 
     def rollout(self, rollout_id: int, *, group_size: int, reward: float) -> TracedRollout:
         group, member = divmod(rollout_id, group_size)
-        observed = [after - before for before, after in zip(self.read_L, self.read_L[1:], strict=False)]
+        observed = [after - before for before, after in pairwise(self.read_L)]
+        acted_s = [begin - end for end, begin in zip(self.ends_s, self.begins_s[1:], strict=False)][: len(observed)]
         content = {"group": group, "stream": member, "prompt_len": self.read_L[0], "out_lens": self.out_lens}
-        acted_s = [begin - end for end, begin in zip(self.ends_s, self.begins_s[1:], strict=False)]
-        tools = {"obs_lens": observed, "tool_times": acted_s[: len(observed)]}
-        episode = RecordedEpisode.model_validate({**content, **tools})
+        episode = RecordedEpisode.model_validate({**content, "obs_lens": observed, "tool_times": acted_s})
         return TracedRollout(episode, reward, tuple(self.begins_s), tuple(self.ends_s))
 
 
@@ -130,9 +126,7 @@ def read_trace(source: str, *, key: str, group_size: int) -> list[list[TracedRol
         raise ConfigError(f"{key}: {error}") from None
     except ValidationError as error:
         raise ConfigError(f"{key}: {path}: {explain(error, RecordedEpisode)[0]}") from None
-    groups: dict[int, list[TracedRollout]] = defaultdict(list)
-    for rollout_id in sorted(scored):
-        groups[rollout_id // size].append(scored[rollout_id])
+    groups = grouped((rollout_id // size, scored[rollout_id]) for rollout_id in sorted(scored))
     whole = [group for group in groups.values() if len(group) == size]
     if size < group_size or not whole:
         raise ConfigError(
@@ -151,22 +145,18 @@ def _scored(trace: Trace, *, key: str) -> dict[int, TracedRollout]:
         if one_turn and isinstance(record.command, StartRollout):
             one = recorded[record.command.rollout_id]
             one.begins_s = one.begins_s or [record.time_s]
-        match record.event:
-            case ObservationReady(rollout_id=number, read_tokens=tokens):
-                if tokens is None:
-                    raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
-                one = recorded[number]
-                one.read = tokens
-                one.begins_s.append(record.time_s)
-            case TurnFinished(rollout_id=number, spans=spans):
-                recorded[number].end_turn(record.time_s, spans)
-            case RolloutFinished(rollout_id=number, engine=engine, spans=spans, reward=reward):
-                if engine is not None:
-                    recorded[number].end_turn(record.time_s, spans)
-                if reward is not None:
-                    scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
-            case RolloutScored(rollout_id=number, reward=reward):
-                scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=reward)
+        event = record.event
+        if isinstance(event, ObservationReady):
+            if event.read_tokens is None:
+                raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
+            one = recorded[event.rollout_id]
+            one.read = event.read_tokens
+            one.begins_s.append(record.time_s)
+        if isinstance(event, TurnFinished | RolloutFinished) and event.engine is not None:  # else it has ended
+            recorded[event.rollout_id].end_turn(record.time_s, event.spans)
+        if isinstance(event, RolloutFinished | RolloutScored) and event.reward is not None:
+            number = event.rollout_id
+            scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=event.reward)
     return scored
 
 
@@ -298,12 +288,9 @@ def read_groups(source: str, *, key: str, group_size: int) -> list[list[tuple[Re
         recorded = read_trace(source, key=key, group_size=group_size)
         return [[(one.episode, one.reward) for one in group] for group in recorded]
     episodes = read_foreign(source, key=key).episodes
-    prompts: dict[int | str, list[int]] = defaultdict(list)
-    for place, one in enumerate(episodes):
-        prompts[one.group].append(place)
-    left = [place for places in prompts.values() for place in places[len(places) // group_size * group_size :]]
+    alike = grouped((one.group, place) for place, one in enumerate(episodes)).values()
+    left = [place for places in alike for place in places[len(places) // group_size * group_size :]]
     left.sort(key=lambda place: (episodes[place].prompt_len, place))
-    alike = [places[: len(places) // group_size * group_size] for places in prompts.values()]
     chunks = [
         places[start : start + group_size]
         for places in (*alike, left)
@@ -506,10 +493,6 @@ def _requests(groups: Groups) -> list[tuple[dict[str, Any], float]]:
     return sorted(rows, key=lambda one: one[0]["timestamp"])
 
 
-def _write_mooncake(groups: Groups) -> Iterator[dict[str, Any]]:
-    return (row for row, _ in _requests(groups))
-
-
 def _write_dynamo(groups: Groups) -> Iterator[dict[str, Any]]:
     for number, (row, end_ms) in enumerate(_requests(groups)):
         begin_ms, read, ids = round(row["timestamp"]), row["input_length"], row["hash_ids"]
@@ -534,10 +517,8 @@ def write_foreign(run: Path, out: Path, name: str) -> list[str]:
     if out.exists():
         raise ConfigError(f"--out must be a new file, got {out}, which exists")
     (write, lacks), groups = writers[name], read_trace(str(run), key="RUN", group_size=1)
-    partial, rows = out.with_name(f"{out.name}.partial"), [f"{json.dumps(row)}\n" for row in write(groups)]
-    with writing(out):
-        partial.write_text("".join(rows), encoding="utf-8")
-        partial.replace(out)
+    rows = [f"{json.dumps(row)}\n" for row in write(groups)]
+    write_whole(out, "".join(rows))
     rollouts = f"{len(rows)} requests of {sum(map(len, groups))} rollouts in {len(groups)} groups"
     left_out = "left out: rollouts that were not scored, or not in a whole group"
     return [f"{rollouts}, blocks of {BLOCK_TOKENS} tokens; {left_out}", f"{name} does not have: {lacks}"]
@@ -545,22 +526,17 @@ def write_foreign(run: Path, out: Path, name: str) -> list[str]:
 
 # ----------------------------------------------------------------------------------------- formats
 
-_LOST = "groups but by equal prompts, rewards, versions of weights"
+_NEITHER, _LOST = "groups, rewards, arrivals", "groups but by equal prompts, rewards, versions of weights"
 FORMATS = (
     Format("dynamo", lambda row: _event(row).get("schema") == DYNAMO, _read_dynamo, _LOST, _write_dynamo),
     Format("unirl", lambda row: row.get("schema_version") == "unirl.rollout.trace.v1", _read_unirl, "rewards"),
-    Format(
-        "applied-compute",
-        lambda row: "assistant_response_length" in row,
-        _read_applied_compute,
-        "groups, rewards, arrivals",
-    ),
+    Format("applied-compute", lambda row: "assistant_response_length" in row, _read_applied_compute, _NEITHER),
     Format(
         "mooncake",
         lambda row: row.get("schema") == "dynamo.agentic_mooncake" or not {"hash_ids", "output_length"}.isdisjoint(row),
         _read_mooncake,
         f"ends of answers, {_LOST}",
-        _write_mooncake,
+        lambda groups: (row for row, _ in _requests(groups)),
     ),
 )
 """All formats; the first that knows a file reads it."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +21,7 @@ from pipelinerl.records.step_ledger import Step, StepLedger
 from pipelinerl.records.steps import StepRow
 from pipelinerl.scheduler.kinds import check_lags
 from sim.cluster import SimulatedCluster
+from sim.parallel import on_interrupt
 from sim.workload import Workload
 
 LOG = logging.getLogger("pipelinerl")
@@ -42,14 +41,12 @@ def simulate(
         RunFailedError: If the run could not reach its end; the folder holds the events until then.
         SchedulerError: If its lags break the promise of its kind of schedule.
     """
-    cluster = SimulatedCluster(
-        config, warn=LOG.warning
-    )  # before anything is written: it finds what is wrong with the input
+    cluster = SimulatedCluster(config, warn=LOG.warning)  # first: it finds what is wrong with the input
     if config.policy is not None:
         return _simulate_learning(config, out=out, trace=trace, on_step=on_step)
     recording = Recording(config, out=out, trace=trace, on_step=on_step)
     try:
-        with _interruptible(cluster), no_garbage_collection():
+        with on_interrupt(lambda *_: cluster.interrupt()), no_garbage_collection():
             cluster.run(recording.recorder)
     finally:
         report = recording.finish(cluster.measured())
@@ -103,26 +100,12 @@ def _simulate_learning(
 
         recording = Recording(config, out=out, trace=trace, on_step=step_done)
         try:
-            with _interruptible(cluster):
+            with on_interrupt(lambda *_: cluster.interrupt()):
                 cluster.run(recording.recorder)
         finally:
             drafted = {"tokens_per_step": cluster.measured().tokens_per_step}
             report = recording.finish(learner.summary().model_copy(update=drafted))
     return report
-
-
-@contextmanager
-def _interruptible(cluster: SimulatedCluster) -> Iterator[None]:
-    """Turn Ctrl-C into a clean end of the run, where this thread may and the process does not ignore it."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda _signal, _frame: cluster.interrupt())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -171,9 +171,8 @@ class CheckpointKeeper:
 def read_newest(out: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint that is not broken; warn of broken ones by name.
 
-    Raises:
-        ConfigError: If there is none, all are broken, it is one of another configuration or format, or the run's files
-            do not reach up to it.
+    Raises ConfigError if there is none, all are broken, it is one of another configuration or format, or the run's
+    files do not reach up to it.
     """
     faults = []
     for folder in reversed(_whole(out / FOLDER)):

@@ -329,8 +329,7 @@ class EnginePool:
     def add(self) -> None:
         """Start one more engine, which joins once it has accelerators and the newest weights."""
         assert self._more is not None
-        vacant = self._more.vacant - {one.place for one in self._others}
-        if vacant:
+        if vacant := self._more.vacant - {one.place for one in self._others}:
             self._more.vacant.remove(place := min(vacant))
         else:
             self._engines[place := len(self._engines)] = self._more.make(len(self._engines))

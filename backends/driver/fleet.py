@@ -124,8 +124,7 @@ class FleetRequests:
         leaving: dict[int, None] = {}
         for name in request.drain:
             named = [one for one, handle in there.items() if name in (str(one), _host(handle))]
-            starting = [one for one in self._pool if one.engine_id is None and name == _host(one)]
-            if starting:
+            if starting := [one for one in self._pool if one.engine_id is None and name == _host(one)]:
                 return f"--drain {name}: an engine starts there, place {starting[0].place}; ask again when it is up"
             if not named:
                 known = ", ".join(map(str, there))

@@ -46,8 +46,7 @@ class MetricsLog:
         self._out, self._recording = out, recording
         self._board: Any = SummaryWriter(out / TENSORBOARD_FOLDER, purge_step=go_on_after + 1 if go_on_after else None)
         self._wandb: Any = None
-        project = config.train_table.logging.wandb_project
-        if project is not None:
+        if (project := config.train_table.logging.wandb_project) is not None:
             import wandb
 
             self._wandb = wandb.init(

@@ -92,6 +92,5 @@ class RunTasks:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
+        if (error := None if task.cancelled() else task.exception()) is not None:
             self.fail(error)

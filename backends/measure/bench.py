@@ -256,10 +256,8 @@ def measure(
 
     ``model``: folder in Hugging Face format, whose shape is measured, and itself if vLLM is installed; None:
     ``SHAPES``. ``sizes`` None: as fit the device.
-
-    Raises:
-        ConfigError: If there is no GPU where one is asked for, the model has no config.json that can be read, or the
-            folder holds a table already.
+    Raises ConfigError if there is no GPU where one is asked for, the model has no config.json that can be read, or the
+    folder holds a table already.
     """
     chosen = _chosen(device)
     shape = SHAPES[chosen] if model is None else PlainShape.of(model)

@@ -175,8 +175,7 @@ class RayTrainer:
             await self._transfer("send", "send", weights.version)
 
     async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
-        fault = await self._beside_training(TRANSFER_THREAD, phase, method, *arguments)
-        if fault is not None:
+        if (fault := await self._beside_training(TRANSFER_THREAD, phase, method, *arguments)) is not None:
             raise TransferError(fault)
 
     async def _beside_training(self, thread: str, phase: str, method: str, *arguments: Any) -> Any:
@@ -199,7 +198,7 @@ class RayTrainer:
         await self._call("export", "export", folder)
 
     async def self_test(self, num_bytes: int) -> tuple[RankFacts, ...]:
-        """Have all ranks measure their devices and links; see ``self_test.py``."""
+        """Have all ranks measure their devices and links; see ``rank.self_test``."""
         return tuple(await self._call("self_test", "self_test", num_bytes))
 
     async def offload(self) -> None:

@@ -86,8 +86,7 @@ def packed_attention(
     ``value``: [1, K, N, D]. ``scaling`` None: D^-1/2. ``sliding_window``: tokens that a token sees, itself included.
     ``ConfigError`` if the kernel lacks a feature of the model.
     """
-    asked = [name for name in NOT_SUPPORTED if others.get(name) is not None]
-    if asked:
+    if asked := [name for name in NOT_SUPPORTED if others.get(name) is not None]:
         raise ConfigError(f"train.model.path: the attention of {type(module).__name__} needs {asked[0]}, not supported")
     flash_3 = hopper_kernel(query.device)
     if query.device.type == "cpu" and flash_3 is None:

@@ -287,12 +287,15 @@ Own = Callable[[Any, TrainerConfig, int], Footprint]
 
 def footprint(config: RunConfig, model_config: Any, own: Own = of_deepspeed, **changed: Any) -> Footprint:
     """Return a rank's GPU memory, with some keys of ``train.trainer`` changed; see the head of this file."""
-    assert config.train is not None
-    trainer, loss, ranks = config.train.trainer.model_copy(update=changed), config.train.loss, config.trainer_ranks
+    trainer, loss, ranks = (
+        config.train_table.trainer.model_copy(update=changed),
+        config.train_table.loss,
+        config.trainer_ranks,
+    )
     policy = on_meta(model_config, torch.bfloat16)
-    if config.train.lora is not None:
-        add_adapters(policy, config.train.lora)
-    workspace, fused = 0.0, trainer.fuses(config.train.device)
+    if config.train_table.lora is not None:
+        add_adapters(policy, config.train_table.lora)
+    workspace, fused = 0.0, trainer.fuses(config.train_table.device)
     if loss.needs_reference:  # a replica of the reference model, which keeps what its forward passes have taken
         teacher = None if loss.teacher is None else AutoConfig.from_pretrained(loss.teacher)
         reference = on_meta(teacher or model_config, torch.bfloat16)
@@ -307,7 +310,7 @@ def footprint(config: RunConfig, model_config: Any, own: Own = of_deepspeed, **c
         fused=fused,
     )
     share = own(policy, trainer, ranks)  # after ``pack_activations`` has chosen the layers to recompute
-    transport = config.train.chosen_transport(colocated=config.colocated)
+    transport = config.train_table.chosen_transport(colocated=config.colocated)
     trained = sum(parameter.numel() for _, parameter in trained_parameters(policy))
     sharded = transport.keeps_shards / ranks
     bucket = max(sum(one.nbytes for one in part.values()) for part in buckets(dict(trained_parameters(policy))))
@@ -329,8 +332,7 @@ def recomputed_layers(config: RunConfig, model_config: Any, memory: float, own: 
 
 def check_memory(config: RunConfig, model_config: Any, own: Own = of_deepspeed) -> None:
     """Check that a rank fits into the memory of its GPU; the ``ConfigError`` names the key to change first."""
-    assert config.train is not None
-    trainer, memory, whose = config.train.trainer, *_gpu_memory(config)
+    trainer, memory, whose = config.train_table.trainer, *_gpu_memory(config)
     usable = coefficients(config.hardware.level).memory_share * memory
 
     needs = partial(footprint, config, model_config, own)
@@ -350,8 +352,7 @@ def check_memory(config: RunConfig, model_config: Any, own: Own = of_deepspeed) 
 def _remedy(
     config: RunConfig, needs: Callable[..., Footprint], usable: float, shares: Callable[[int], bool]
 ) -> tuple[str, str, str]:
-    assert config.train is not None
-    trainer, best = config.train.trainer, {"activation_checkpointing": True, "zero_stage": 3}
+    trainer, best = config.train_table.trainer, {"activation_checkpointing": True, "zero_stage": 3}
     if trainer.activation_checkpointing is not True:
         total = needs(activation_checkpointing=True).total
         if total <= usable:
@@ -377,8 +378,7 @@ def _remedy(
 
 
 def _gpu_memory(config: RunConfig) -> tuple[float, str]:
-    named = named_hardware(config.hardware)
-    if named is not None:
+    if (named := named_hardware(config.hardware)) is not None:
         return named[0].memory_bytes, f"hardware.gpu={config.hardware.gpu!r}"
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
@@ -419,23 +419,22 @@ def shape_of(model_config: Any) -> PolicyModel:
 
 def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemory:
     """Return the host memory of a machine with this share of a run in bfloat16; ``model`` is from ``shape_of``."""
-    assert config.train is not None
     shapes = {name: tuple(weight.shape) for name, weight in saved_shapes(model).items()}
     trained = sum(parameter.numel() for parameter in model.parameters())
-    if config.train.lora is not None:
-        shapes = adapter_shapes(shapes, config.train.lora.rank)
+    if config.train_table.lora is not None:
+        shapes = adapter_shapes(shapes, config.train_table.lora.rank)
         trained = sum(map(math.prod, shapes.values()))
     transfer = HostShare(
         num_bytes=BF16_BYTES * sum(map(math.prod, shapes.values())),
         sends=share.leads,
         workers=share.workers,
-        folder_in_memory=config.train.weights_folder.startswith(SHARED_MEMORY),
+        folder_in_memory=config.train_table.weights_folder.startswith(SHARED_MEMORY),
     )
-    transport = config.train.chosen_transport(colocated=config.colocated)
-    readers = int(share.leads) if config.train.trainer.zero_stage == 3 else share.ranks
+    transport = config.train_table.chosen_transport(colocated=config.colocated)
+    readers = int(share.leads) if config.train_table.trainer.zero_stage == 3 else share.ranks
     fused = readers * _fused_bytes(model)
-    if config.train.loss.needs_reference:
-        teacher = config.train.loss.teacher
+    if config.train_table.loss.needs_reference:
+        teacher = config.train_table.loss.teacher
         other = model if teacher is None else shape_of(AutoConfig.from_pretrained(teacher))
         fused += share.ranks * _fused_bytes(other)
     state = STATE_BYTES * trained
@@ -450,7 +449,6 @@ def _fused_bytes(model: PolicyModel) -> int:
 
 def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Share] | None = None) -> None:
     """Check the machines' host memory (``shares`` None: this one, in a private Ray); ``ConfigError`` names a key."""
-    assert config.train is not None
     if shares is None:
         engines, ranks = config.generation_accelerators, config.trainer_ranks
         shares = [Share("this machine", memory_bytes(), engines, ranks, leads=True)]
@@ -467,14 +465,14 @@ def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Sha
             f"(weights on their way {needs.weights / 1e9:.1f}, a checkpoint's copy {needs.checkpoint / 1e9:.1f}; "
             f"before, fused experts while they are loaded {needs.loading / 1e9:.1f})"
         )
-        split = config.train.trainer.model_copy(update={"zero_stage": 3})
+        split = config.train_table.trainer.model_copy(update={"zero_stage": 3})
         remedies: dict[str, dict[str, Any]] = {"train.trainer.zero_stage must be 3": {"trainer": split}}
         if not config.colocated:
             remedies[f"train.transport must be {BROADCAST.name!r}"] = {"transport": BROADCAST.name}
         on_disk = f"train.transport must be {FILE.name!r} and train.weights_folder on a disk"
         remedies[on_disk] = {"transport": FILE.name, "weights_folder": "on a disk"}
         for remedy, changed in remedies.items():
-            other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
+            other = config.model_copy(update={"train": config.train_table.model_copy(update=changed)})
             if host_memory(other, model, share).total <= share.memory:
                 raise ConfigError(f"{remedy}: {what}")
         raise ConfigError(f"{otherwise}: {what}")

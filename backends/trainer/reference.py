@@ -109,13 +109,11 @@ class RayReference:
         await asyncio.wait(futures, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         seconds = f"after {time.monotonic() - begin_s:.1f} s"
         for replica, future in enumerate(futures):
-            fault = future.exception() if future.done() else None
-            if fault is not None:
+            if (fault := future.exception() if future.done() else None) is not None:
                 what, reason = explain_fault(fault)
                 raise ReferenceLostError(
                     f"reference model {what}: phase={phase} replica={replica} {seconds}: {reason}"
                 ) from fault
-        silent = [replica for replica, future in enumerate(futures) if not future.done()]
-        if silent:
+        if silent := [replica for replica, future in enumerate(futures) if not future.done()]:
             raise ReferenceLostError(f"reference model hangs: phase={phase} replicas={silent} {seconds}")
         return [future.result() for future in futures]

@@ -84,8 +84,7 @@ def checksum64(tensor: torch.Tensor, *, computed_on: torch.device | None = None)
 
 def _words(part: torch.Tensor) -> torch.Tensor:
     """Return bytes as words, the last one filled up with zeros; a copy only where they cannot be seen as words."""
-    missing = -part.numel() % WORD_BYTES
-    if missing:
+    if missing := -part.numel() % WORD_BYTES:
         part = torch.nn.functional.pad(part, (0, missing))
     elif part.storage_offset() % WORD_BYTES:
         part = part.clone()

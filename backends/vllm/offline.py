@@ -58,8 +58,7 @@ class OfflineEngine:
 
     def shutdown(self) -> None:
         """End the engine."""
-        core = getattr(self._llm.llm_engine, "engine_core", None)
-        if core is not None:
+        if (core := getattr(self._llm.llm_engine, "engine_core", None)) is not None:
             core.shutdown()
         del self._llm
 

@@ -58,8 +58,7 @@ class EnvironmentPool:
 
     def release(self, rollout_id: int) -> None:
         """Take a rollout's environment back, if it has one; it is not asked anything just now."""
-        one = self._of.pop(rollout_id, None)
-        if one is not None:
+        if (one := self._of.pop(rollout_id, None)) is not None:
             self._workers.give_back(one)
 
     async def shutdown(self) -> None:

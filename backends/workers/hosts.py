@@ -46,8 +46,7 @@ class Host:
 
     async def end(self, number: int, *, at_once: bool) -> None:
         """End a process and its children, if that has not been done; unless ``at_once``, its object is closed first."""
-        worker = self._workers.pop(number, None)
-        if worker is not None:
+        if (worker := self._workers.pop(number, None)) is not None:
             if at_once:
                 worker.kill()
             await worker.end()

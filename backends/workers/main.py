@@ -100,8 +100,7 @@ async def _answer(environment: Environment, request: dict[str, Any]) -> dict[str
             answer = await environment.step(Turn(tuple(request["tokens"]), request["text"]))
     except (Exception, SystemExit) as error:
         return {"fault": f"raised {kind_and_line(error)}"}
-    fault = _fault(answer)
-    if fault is not None:
+    if (fault := _fault(answer)) is not None:
         return {"fault": f"gave no observation: {fault}"}
     content = answer.content if isinstance(answer.content, str) else [int(one) for one in answer.content]
     return {"content": content, "reward": float(answer.reward), "done": answer.done}

@@ -297,9 +297,7 @@ def described_run(
 
     ``run``: the run file of the job; None: made from the log, with ``overrides`` (``a.b=value``). ``named``: ``gpu``,
     ``model`` and ``accelerators`` as the user names them; None where not.
-
-    Raises:
-        ConfigError: If GPU, model, accelerators, lengths or batch are known from nowhere, or a key is wrong.
+    Raises ConfigError if GPU, model, accelerators, lengths or batch are known from nowhere, or a key is wrong.
     """
     mean, workload = log.mean, dict[str, Any]()
     assumed = list[str]()

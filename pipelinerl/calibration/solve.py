@@ -598,9 +598,7 @@ def calibrate_numbers(
     ``train_step_s``: of an optimizer step. ``rollout_batch_s``: for the rollouts of an RL step, from empty engines to
     the last token. ``weight_sync_s``: from the end of an optimizer step to engines with its weights. ``model_train_s``
     and ``model_rollout_s`` return the first two as simulated.
-
-    Raises:
-        ConfigError: If no number is given, or for the reasons of ``fit_factor`` and ``take_weight_sync``.
+    Raises ConfigError if no number is given, or for the reasons of ``fit_factor`` and ``take_weight_sync``.
     """
     if train_step_s is None and rollout_batch_s is None and weight_sync_s is None:
         raise ConfigError(

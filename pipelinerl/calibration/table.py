@@ -115,9 +115,8 @@ class StepTimes:
 def read_step_times(path: Path, *, named: tuple[Gpu, LanguageModel] | None = None) -> StepTimes:
     """Read a CSV table of step times; of several series the one of ``named`` is taken.
 
-    Raises:
-        ConfigError: If it cannot be read, a column or kind is unknown, a cell is missing or impossible, a kind has too
-            few rows, or the seconds cannot be seconds.
+    Raises ConfigError if it cannot be read, a column or kind is unknown, a cell is missing or impossible, a kind has
+    too few rows, or the seconds cannot be seconds.
     """
     table = read_table(path, "the table of step times")
     if "_step" in table.header.cells:

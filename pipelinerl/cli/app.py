@@ -15,15 +15,12 @@ from typing import Annotated, Any
 import typer
 
 import pipelinerl
-from pipelinerl.cli.calibrate import calibrate, diagnose
-from pipelinerl.cli.folders import drift, export, fleet, plot, replay, timeline
-from pipelinerl.cli.measure import measure
+from pipelinerl.cli.calibrate import calibrate, diagnose, measure
+from pipelinerl.cli.folders import drift, export, fleet, plot, replay, report, timeline
 from pipelinerl.cli.output import complain, print_line
 from pipelinerl.cli.plan import plan
-from pipelinerl.cli.report import report
-from pipelinerl.cli.simulate import compare, environments, share, simulate
+from pipelinerl.cli.simulate import compare, environments, share, simulate, validate
 from pipelinerl.cli.train import train
-from pipelinerl.cli.validate import validate
 from pipelinerl.errors import ConfigError, PipelineRLError
 
 app = typer.Typer(

@@ -1,14 +1,16 @@
-"""``pipelinerl calibrate``: the hardware model fitted to measured times. ``diagnose``: where a job's GPU time goes."""
+"""``pipelinerl measure``: step times. ``calibrate``: the model fitted to them. ``diagnose``: where GPU time goes."""
 
 from __future__ import annotations
 
 import shlex
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipelinerl.cli import options
+from pipelinerl.cli.options import argument, option
 from pipelinerl.cli.output import complain, print_json, print_line, print_report, stage_bars, status
 from pipelinerl.errors import ConfigError
 
@@ -21,10 +23,9 @@ if TYPE_CHECKING:
 def calibrate(
     sources: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Run with a trace, CSV table of step times, trace of requests, or with --from logs; without: numbers.",
-            show_default=False,
+        argument(
+            "SOURCE",
+            "Run with a trace, CSV table of step times, trace of requests, or with --from logs; without: numbers.",
         ),
     ] = None,
     format_: options.FromOption = None,
@@ -34,21 +35,14 @@ def calibrate(
     accelerators: options.AcceleratorsOption = None,
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it
     hardware: options.HardwareOption = None,
-    train_step_s: Annotated[
-        float | None, typer.Option("--train-step-s", metavar="S", help="Seconds of an optimizer step.")
-    ] = None,
-    rollout_batch_s: Annotated[
-        float | None, typer.Option("--rollout-batch-s", metavar="S", help="Seconds to generate one batch of rollouts.")
-    ] = None,
-    weight_sync_s: Annotated[
-        float | None, typer.Option("--weight-sync-s", metavar="S", help="Seconds of one weight synchronization.")
-    ] = None,
+    train_step_s: Annotated[float | None, option("S", "Seconds of an optimizer step.")] = None,
+    rollout_batch_s: Annotated[float | None, option("S", "Seconds to generate one batch of rollouts.")] = None,
+    weight_sync_s: Annotated[float | None, option("S", "Seconds of one weight synchronization.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Write hardware.toml (of a log also run.toml) into this folder; or the hardware to NAME.toml.",
+        option(
+            "DIR",
+            "Write hardware.toml (of a log also run.toml) into this folder; or the hardware to NAME.toml.",
         ),
     ] = None,
     as_json: options.JsonOption = False,
@@ -57,6 +51,7 @@ def calibrate(
     from pipelinerl.calibration.calibrate import as_json as fit_as_json
     from pipelinerl.calibration.calibrate import doubts, hardware_toml, write_hardware
     from pipelinerl.config.run import load_run
+    from sim.recorded import format_of
 
     numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
     given = {name: value for name, value in numbers.items() if value is not None}
@@ -67,7 +62,7 @@ def calibrate(
         raise ConfigError(f"--run {number} is a run of a log: it needs --from FORMAT")
     if run is None and hardware is not None:
         raise ConfigError("--hardware takes the place of a table of --run RUN.toml, which is missing")
-    if format_ is None and sources and _is_foreign(sources[0]):
+    if format_ is None and sources and format_of(str(sources[0])) is not None:
         if runs or given or described or overrides or hardware is not None or len(sources) > 1:
             raise ConfigError(f"{sources[0]} is a trace of requests: calibrate takes only --out and --json with it")
         _print_workload(sources[0], out, as_json=as_json)
@@ -99,12 +94,6 @@ def calibrate(
         print_line(text, nl=False)
     else:
         _print_log(log, name, text, out)
-
-
-def _is_foreign(source: Path) -> bool:
-    from sim.recorded import format_of
-
-    return format_of(str(source)) is not None
 
 
 def _print_workload(source: Path, out: Path | None, *, as_json: bool) -> None:
@@ -210,10 +199,7 @@ def _log_as_json(result: CalibratedLog) -> dict[str, Any]:
 
 
 def diagnose(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(metavar="LOG", help="Run folder with a trace, or with --from logs.", show_default=False),
-    ],
+    sources: Annotated[list[Path], argument("LOG", "Run folder with a trace, or with --from logs.")],
     format_: options.FromOption = None,
     runs: options.LogRunOption = [],  # noqa: B006 - typer copies it
     model: options.ModelOption = None,
@@ -254,3 +240,37 @@ def diagnose(
         write_json(out / DIAGNOSIS_FILE, report.to_dict())
         (out / RUN_FILE).write_text(run_file(job, f"{name} by pipelinerl diagnose"), encoding="utf-8")
     print_report(report, lambda: diagnosis_page(report), name, as_json=as_json)
+
+
+class Device(StrEnum):
+    """The device that is measured."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+def measure(
+    out: Annotated[Path, option("DIR", "Write the tables into this new folder.")],
+    device: Annotated[Device, option(None, "auto: the GPU if there is one.")] = Device.AUTO,
+    model: Annotated[
+        Path | None, option("DIR", "Model in Hugging Face format; without it: a small random one.")
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Measure matrix products, decode, prefill and training steps of this machine, as input of calibrate."""
+    with status("measuring"):
+        with options.needs_extra("train-cpu"):
+            from backends.measure.bench import measure as measure_times
+
+        done = measure_times(
+            out, device=device.value, model=model, on_progress=lambda text: print_line(f"pipelinerl: {text}", err=True)
+        )
+    if as_json:
+        print_json(done)
+    else:
+        rows = ", ".join(f"{count} of {kind}" for kind, count in done["rows"].items())
+        print_line(f"{done['device']}: {rows} in {done['seconds']:.0f} s; next: calibrate {out / 'step_times.csv'}")
+    if not done["complete"]:
+        complain("interrupted; what was measured is kept")
+        raise typer.Exit(1)

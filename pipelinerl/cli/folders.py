@@ -1,29 +1,35 @@
-"""Commands on the folders of runs: ``replay``, ``plot``, ``timeline``, ``drift``, ``fleet``, ``export``."""
+"""Commands on folders: ``replay``, ``plot``, ``report``, ``timeline``, ``drift``, ``fleet``, ``export``."""
 
 from __future__ import annotations
 
 import math
 import os
+import webbrowser
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelinerl.cli import options
+from pipelinerl.cli.options import argument, option
 from pipelinerl.cli.output import print_json, print_line, status
 from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from analysis.chart import Chart
     from analysis.read import Run
+    from pipelinerl.pages.page import Page
 
 MOST_ADDED, LONGEST_NOTICE_S = 1000, 1e5
 """In a request."""
+LEAST_MB = 100_000
+"""Size from which on it is in MB, and below in kB (bytes)."""
 
 
 def replay(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
-    ],
+    folder: Annotated[Path, argument("DIR", "Folder of a run made with --trace full.")],
 ) -> None:
     """Check that a fresh scheduler gives the recorded commands of a run, and a fresh ledger its recorded numbers.
 
@@ -62,40 +68,124 @@ def replay(
 
 
 def plot(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR", help="Folders of runs or comparisons.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Where the figures go; default: DIR/figures of the first."),
-    ] = None,
+    folders: Annotated[list[Path], argument("DIR", "Folders of runs or comparisons.")],
+    out: Annotated[Path | None, option("DIR", "Where the figures go; default: DIR/figures of the first.")] = None,
 ) -> None:
     """Draw the figures of runs, simulated or real, side by side."""
-    from pipelinerl.records.run_folder import FIGURES_FOLDER
+    from pipelinerl.records.run_folder import FIGURES_FOLDER, writable
 
     figures = out if out is not None else folders[0] / FIGURES_FOLDER
-    try:
-        with status("drawing figures"):
-            from analysis.plot import draw
+    with writable(figures), status("drawing figures"):
+        from analysis.plot import draw
 
-            paths = draw(folders, figures)
-    except OSError as error:
-        raise ConfigError(f"--out must be a folder that can be written, got {figures}: {error.strerror}") from None
+        paths = draw(folders, figures)
     for path in paths:
         print_line(path)
 
 
-def timeline(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
+def report(
+    folders: Annotated[
+        list[Path],
+        argument(
+            "DIR", "Folders of runs, simulated or real, of plans, or of one comparison, environments or validation."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The JSON file to write.", show_default=False)],
-    begin_s: Annotated[
-        float, typer.Option("--begin", metavar="S", min=0.0, help="Start of the written part (s).")
-    ] = 0.0,
-    end_s: Annotated[
-        float, typer.Option("--end", metavar="S", help="End of the written part (s).", show_default="all")
-    ] = math.inf,
+    out: Annotated[Path, option("FILE", "page.html, or page.md for a pull request.", show_default=False)],
+    show: Annotated[bool, option(None, "Open the page in the browser.", "--open")] = False,
+) -> None:
+    """Write one page: question, answer, interactive figures, tables, run file."""
+    from pipelinerl.records.run_folder import writable
+
+    if out.suffix not in (".html", ".md"):
+        raise ConfigError(f"--out must end in .html or .md, got {out}")
+    options.refuse_no_file(out)
+    with status("making the page"):
+        page, figures = _content(folders)
+        if out.suffix == ".md":
+            from pipelinerl.pages.page import page_markdown
+
+            text = page_markdown(page)
+        else:
+            try:
+                from analysis.page import page_html
+
+                text = page_html(page, figures())
+            except ModuleNotFoundError as error:
+                name = error.name
+                raise ConfigError(f"{name} is not installed; pip install {name}, or --out page.md") from None
+    with writable(out, "file"):
+        out.write_text(text, encoding="utf-8")
+    size = len(text.encode())
+    print_line(f"{out}: {size / 1e6:.2f} MB" if size >= LEAST_MB else f"{out}: {size / 1e3:.1f} kB")
+    if show:
+        webbrowser.open(out.resolve().as_uri())
+
+
+def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Chart]]]:
+    from analysis.read import read_comparison, read_run, read_runs
+    from pipelinerl.pages import plans, runs
+    from pipelinerl.records.comparison_report import EnvironmentsReport
+    from pipelinerl.records.plan_report import PlanReport
+    from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, PLAN_FILE, VALIDATION_FILE
+    from pipelinerl.records.validation_report import ValidationReport
+
+    kinds = (PLAN_FILE, ENVIRONMENTS_FILE, COMPARISON_FILE, VALIDATION_FILE)
+    cases = _plans_in(folders)
+    if len(cases) > 1:
+        found = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
+        return plans.cases_page(found, cases), lambda: _figures().cases_charts(found)
+    held = [(one, name) for one in folders for name in kinds if os.path.exists(one / name)]
+    if not held:
+        read = read_runs(folders)
+        return runs.run_page({run.name: run.report for run in read}, folders), lambda: _page().run_charts(read)
+    folder, file = held[0]
+    if len(folders) > 1:
+        raise ConfigError(f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {folder}")
+    if file == PLAN_FILE:
+        plan = PlanReport.read(folder / file)
+        return plans.plan_page(plan, folder), lambda: [*_figures().plan_charts(plan).values()]
+    if file == ENVIRONMENTS_FILE:
+        numbers = EnvironmentsReport.read(folder / file)
+        return runs.environments_page(numbers, folder), lambda: _figures().environments_charts(numbers)
+    if file == VALIDATION_FILE:
+        from pipelinerl.pages.evidence import validation_page
+
+        validation = ValidationReport.read(folder / file)
+        return validation_page(validation), lambda: [one for one in [_figures().validation_chart(validation)] if one]
+    comparison = read_comparison(folder)
+    arms = next(one.arms for one in comparison.scenarios if one.arms)
+    shown = [read_run(folder / arm.folder, arm.name) for arm in arms]
+    return runs.comparison_page(comparison, folder), lambda: _page().run_charts(shown, comparison)
+
+
+def _plans_in(folders: list[Path]) -> list[Path]:
+    """Return the folders of several plans, given or inside one folder, smallest cluster first."""
+    from pipelinerl.records.run_folder import PLAN_FILE
+
+    within = sorted(folders[0].glob(f"*/{PLAN_FILE}")) if len(folders) == 1 else []
+    plans = [path.parent for path in within] or folders
+    if not all(os.path.exists(one / PLAN_FILE) for one in plans):
+        return []
+    return sorted(plans, key=lambda one: [int(word) for word in one.name.split("_") if word.isdigit()])
+
+
+def _page() -> ModuleType:
+    from analysis import page
+
+    return page
+
+
+def _figures() -> ModuleType:
+    from analysis import figures
+
+    return figures
+
+
+def timeline(
+    folder: Annotated[Path, argument("DIR", "Folder of a run made with --trace full.")],
+    out: Annotated[Path, option("FILE", "The JSON file to write.", show_default=False)],
+    begin_s: Annotated[float, option("S", "Start of the written part (s).", "--begin", min=0.0)] = 0.0,
+    end_s: Annotated[float, option("S", "End of the written part (s).", "--end", show_default="all")] = math.inf,
 ) -> None:
     """Write a timeline of a run; open the file at ui.perfetto.dev or in chrome://tracing."""
     from analysis.timeline import read_timeline, write_timeline
@@ -118,13 +208,8 @@ def timeline(
 
 
 def drift(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR", help="Folders of runs that learned, real or simulated.", show_default=False),
-    ],
-    check: Annotated[
-        list[Path], typer.Option("--check", metavar="DIR", help="A run to compare the fit with; repeatable.")
-    ] = [],  # noqa: B006 - typer copies it
+    folders: Annotated[list[Path], argument("DIR", "Folders of runs that learned, real or simulated.")],
+    check: Annotated[list[Path], option("DIR", "A run to compare the fit with; repeatable.")] = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
     """Fit how fast importance weights spread with lag, and print this as a [drift] table for a run file."""
@@ -151,26 +236,11 @@ def drift(
 
 
 def fleet(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a real run.", show_default=False)],
-    add: Annotated[
-        int,
-        typer.Option(
-            "--add", metavar="N", min=0, max=MOST_ADDED, help="Add engines; they wait until Ray has accelerators."
-        ),
-    ] = 0,
-    drain: Annotated[
-        list[str],
-        typer.Option("--drain", metavar="ENGINE|HOST", help="Remove an engine, or all of a machine; repeatable."),
-    ] = [],  # noqa: B006 - typer copies it
+    folder: Annotated[Path, argument("DIR", "Folder of a real run.")],
+    add: Annotated[int, option("N", "Add engines; they wait until Ray has accelerators.", min=0, max=MOST_ADDED)] = 0,
+    drain: Annotated[list[str], option("ENGINE|HOST", "Remove an engine, or all of a machine; repeatable.")] = [],  # noqa: B006 - typer copies it
     notice: Annotated[
-        float,
-        typer.Option(
-            "--notice",
-            metavar="SECONDS",
-            min=0,
-            max=LONGEST_NOTICE_S,
-            help="Time for rollouts of removed engines to end there.",
-        ),
+        float, option("SECONDS", "Time for rollouts of removed engines to end there.", min=0, max=LONGEST_NOTICE_S)
     ] = 30.0,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -195,16 +265,10 @@ def fleet(
 def export(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="CHECKPOINT|RUN",
-            help="DIR/checkpoints/step_N of a run; with --to: the folder of a run with a trace.",
-            show_default=False,
-        ),
+        argument("CHECKPOINT|RUN", "DIR/checkpoints/step_N of a run; with --to: the folder of a run with a trace."),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR|FILE", help="A new folder for the model, or a new file.")],
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="Write the requests of a run: mooncake or dynamo.")
-    ] = None,
+    out: Annotated[Path, option("DIR|FILE", "A new folder for the model, or a new file.")],
+    to: Annotated[str | None, option("FORMAT", "Write the requests of a run: mooncake or dynamo.")] = None,
 ) -> None:
     """Write the model of a checkpoint in Hugging Face format, or with --to a run's requests for another simulator."""
     if to is not None:

@@ -5,60 +5,58 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pipelinerl.errors import ConfigError, install
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
+
+def option(metavar: str | None, text: str, *names: str, **others: Any) -> Any:
+    """Return typer's option with a help text; without ``names`` it has its parameter's."""
+    return typer.Option(*names, metavar=metavar, help=text, **others)
+
+
+def argument(metavar: str, text: str) -> Any:
+    """Return typer's argument, with a help text without its default."""
+    return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
+RunArgument = Annotated[Path, argument("RUN.toml", "The run file.")]
 SetOption = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of the run file, e.g. scheduler.max_lag=8; repeatable."
-    ),
+    list[str], option("KEY=VALUE", "Override a key of the run file, e.g. scheduler.max_lag=8; repeatable.", "--set")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Replace the seed of the run file.")]
-OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep the results in this new folder.")]
+SeedOption = Annotated[int | None, option(None, "Replace the seed of the run file.", "--seed")]
+OutOption = Annotated[Path | None, option("DIR", "Keep the results in this new folder.", "--out")]
 MeasuredOption = Annotated[
-    list[Path],
-    typer.Option(
-        "--measured", metavar="PATH", help="Merge results of measure, train --check or calibrate; repeatable."
-    ),
+    list[Path], option("PATH", "Merge results of measure, train --check or calibrate; repeatable.", "--measured")
 ]
-HardwareOption = Annotated[
-    Path | None, typer.Option("--hardware", metavar="FILE.toml", help="Use the [hardware] table of this file.")
-]
-FaultsOption = Annotated[
-    Path | None, typer.Option("--faults", metavar="FILE.toml", help="Use the [[faults]] of this file.")
-]
-WorkersOption = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Number of processes; default: one per core.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+HardwareOption = Annotated[Path | None, option("FILE.toml", "Use the [hardware] table of this file.", "--hardware")]
+FaultsOption = Annotated[Path | None, option("FILE.toml", "Use the [[faults]] of this file.", "--faults")]
+WorkersOption = Annotated[int | None, option(None, "Number of processes; default: one per core.", "--workers", min=1)]
+JsonOption = Annotated[bool, option(None, "Print the results as JSON.", "--json")]
 
 FromOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "FORMAT",
+        "Read SOURCE as logs of verl, nemo-rl, prime-rl, slime or areal, or as csv: a table of logged steps.",
         "--from",
-        metavar="FORMAT",
-        help="Read SOURCE as logs of verl, nemo-rl, prime-rl, slime or areal, or as csv: a table of logged steps.",
     ),
 ]
 LogRunOption = Annotated[
     list[str],
-    typer.Option(
+    option(
+        "RUN.toml|N",
+        "Run file; if it names gpu and model: fit coefficients, else tables. N: Nth run of a log; else the last.",
         "--run",
         "--run-file",
-        metavar="RUN.toml|N",
-        help="Run file; if it names gpu and model: fit coefficients, else tables. N: Nth run of a log; else the last.",
     ),
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Model of the logged job.")]
-GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="GPU of the logged job.")]
+ModelOption = Annotated[str | None, option("NAME", "Model of the logged job.", "--model")]
+GpuOption = Annotated[str | None, option("NAME", "GPU of the logged job.", "--gpu")]
 AcceleratorsOption = Annotated[
-    int | None,
-    typer.Option("--accelerators", metavar="N", min=1, help="Number of GPUs of the logged job, if not in the log."),
+    int | None, option("N", "Number of GPUs of the logged job, if not in the log.", "--accelerators", min=1)
 ]
 
 

@@ -13,6 +13,7 @@ import typer
 
 import pipelinerl
 from pipelinerl.cli import options
+from pipelinerl.cli.options import argument, option
 from pipelinerl.cli.output import complain, draw_kept, print_json, print_line, stage_bars
 
 if TYPE_CHECKING:
@@ -23,69 +24,44 @@ INTERRUPTED = "interrupted; the simulations that had ended are kept"
 
 
 def plan(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)] = None,
-    model: Annotated[str | None, typer.Option(help="Model: name of the catalogue, or a file.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU: name of the catalogue, or a file; several: H100,H200.")] = None,
-    accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs: 64,96, or H100=64,GB200=36.")] = None,
-    engine: Annotated[str | None, typer.Option(metavar="NAME", help="Engine: vllm-0.32, sglang-0.5; several.")] = None,
-    software: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Software of training: verl, verl-0.6, ours; several.")
-    ] = None,
-    sync: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="Weight synchronization method; several: refit,reshard.")
-    ] = None,
-    train_batch_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per optimizer step.")] = None,
-    group_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per prompt.")] = None,
-    mean_length: Annotated[str | None, typer.Option(metavar="N", help="Mean answer (tokens), or 2000..10000.")] = None,
-    max_length: Annotated[str | None, typer.Option(metavar="N", help="Longest answer (tokens).")] = None,
-    max_lag: Annotated[
-        str | None, typer.Option(metavar="N", help="Largest lag allowed of any token (optimizer steps).")
-    ] = None,
-    max_mean_lag: Annotated[
-        str | None, typer.Option(metavar="X", help="Largest mean lag allowed (optimizer steps).")
-    ] = None,
-    price: Annotated[
-        str | None, typer.Option(metavar="USD", help="Price of a GPU-hour; per kind: H100=2.5,GB200=6.")
-    ] = None,
-    risk: Annotated[
-        str | None, typer.Option(metavar="KIND", help="neutral: rank by mean throughput; averse: by the worst tenth.")
-    ] = None,
-    spot_price: Annotated[
-        str | None, typer.Option(metavar="USD", help="Price of a spot GPU-hour: compare with spot engines.")
-    ] = None,
-    spot_mtbf: Annotated[
-        str | None, typer.Option(metavar="HOURS", help="Mean time until a spot engine is reclaimed: 8h.")
-    ] = None,
-    mtbf: Annotated[
-        str | None, typer.Option(metavar="HOURS", help="Mean time between failures of a GPU: 50000h.")
-    ] = None,
+    run: Annotated[Path | None, argument("RUN.toml", "The run file.")] = None,
+    model: Annotated[str | None, option(None, "Model: name of the catalogue, or a file.")] = None,
+    gpu: Annotated[str | None, option(None, "GPU: name of the catalogue, or a file; several: H100,H200.")] = None,
+    accelerators: Annotated[str | None, option("N", "GPUs: 64,96, or H100=64,GB200=36.")] = None,
+    engine: Annotated[str | None, option("NAME", "Engine: vllm-0.32, sglang-0.5; several.")] = None,
+    software: Annotated[str | None, option("NAME", "Software of training: verl, verl-0.6, ours; several.")] = None,
+    sync: Annotated[str | None, option("METHOD", "Weight synchronization method; several: refit,reshard.")] = None,
+    train_batch_size: Annotated[str | None, option("N", "Answers per optimizer step.")] = None,
+    group_size: Annotated[str | None, option("N", "Answers per prompt.")] = None,
+    mean_length: Annotated[str | None, option("N", "Mean answer (tokens), or 2000..10000.")] = None,
+    max_length: Annotated[str | None, option("N", "Longest answer (tokens).")] = None,
+    max_lag: Annotated[str | None, option("N", "Largest lag allowed of any token (optimizer steps).")] = None,
+    max_mean_lag: Annotated[str | None, option("X", "Largest mean lag allowed (optimizer steps).")] = None,
+    price: Annotated[str | None, option("USD", "Price of a GPU-hour; per kind: H100=2.5,GB200=6.")] = None,
+    risk: Annotated[str | None, option("KIND", "neutral: rank by mean throughput; averse: by the worst tenth.")] = None,
+    spot_price: Annotated[str | None, option("USD", "Price of a spot GPU-hour: compare with spot engines.")] = None,
+    spot_mtbf: Annotated[str | None, option("HOURS", "Mean time until a spot engine is reclaimed: 8h.")] = None,
+    mtbf: Annotated[str | None, option("HOURS", "Mean time between failures of a GPU: 50000h.")] = None,
     lend: Annotated[
-        str | None,
-        typer.Option(metavar="SECONDS", help="Lend the waiting trainer's GPUs; a switch takes so long: 20s."),
+        str | None, option("SECONDS", "Lend the waiting trainer's GPUs; a switch takes so long: 20s.")
     ] = None,
     speculate: Annotated[
         str | None,
         typer.Option(metavar="DRAFTER", help="Compare with speculative decoding: ngram:k=3,accept=0.6."),
     ] = None,
     against: Annotated[
-        Path | None,
-        typer.Option(metavar="OTHER", help="Explain the differences to another run file, plan.json or folder."),
+        Path | None, option("OTHER", "Explain the differences to another run file, plan.json or folder.")
     ] = None,
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it
     seed: options.SeedOption = None,
     out: options.OutOption = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the question as a run file, to change and ask again.")
-    ] = None,
+    save: Annotated[Path | None, option("FILE", "Save the question as a run file, to change and ask again.")] = None,
     workers: options.WorkersOption = None,
-    ray: Annotated[
-        str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
-    ] = None,
+    ray: Annotated[str | None, option("ADDRESS", "Simulate on this Ray cluster, or 'auto'.")] = None,
     hardware: options.HardwareOption = None,
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     decode_table: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Decode steps by batch and context, as AIConfigurator exports them."),
+        Path | None, option("FILE", "Decode steps by batch and context, as AIConfigurator exports them.")
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""``pipelinerl simulate``, ``compare``, ``environments``: runs in simulated time."""
+"""``pipelinerl simulate``, ``compare``, ``environments``: runs in simulated time. ``validate``: published ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli import options
-from pipelinerl.cli.output import complain, draw_kept, end_of_runs, print_line, print_report, progress_bar
+from pipelinerl.cli.options import option
+from pipelinerl.cli.output import (
+    complain,
+    draw_kept,
+    end_of_runs,
+    print_line,
+    print_report,
+    progress_bar,
+    stage_bars,
+    without_matplotlib_a_line,
+)
 from pipelinerl.errors import ConfigError
 
 
@@ -25,12 +35,10 @@ def simulate(
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it
     seed: options.SeedOption = None,
     out: options.OutOption = None,
-    trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
+    trace: Annotated[TraceLevel, option(None, "full: keep every event, for replay.")] = TraceLevel.NONE,
     hardware: options.HardwareOption = None,
     faults: options.FaultsOption = None,
-    workload: Annotated[
-        Path | None, typer.Option(metavar="TRACE", help="Play the requests of another system's trace.")
-    ] = None,
+    workload: Annotated[Path | None, option("TRACE", "Play the requests of another system's trace.")] = None,
     measured: options.MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: options.JsonOption = False,
 ) -> None:
@@ -128,3 +136,44 @@ def environments(
     with progress_bar("runs", total) as advance:
         report = try_environments(config, out=out, workers=workers, on_done=advance, weights=found.weights)
     end_of_runs(report, lambda: environments_page(report), run.name, out=out, as_json=as_json)
+
+
+def validate(
+    rows: Annotated[
+        Path | None, typer.Argument(metavar="ROWS.csv", help="Published runs of your own; default: the shipped ones.")
+    ] = None,
+    shipped_only: Annotated[
+        bool,
+        option(None, "Take the errors of other systems from the shipped rows alone, not from yours.", "--shipped-only"),
+    ] = False,
+    out: options.OutOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Predict published runs, each from its own inputs and from other runs, and print the errors."""
+    from pipelinerl.pages.evidence import TABLE_FILE, validation_markdown, validation_page
+    from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, check_vacant, make_folder, write_json
+    from sim.validation.predict import shipped_runs
+    from sim.validation.predict import validate as predict_runs
+    from sim.validation.rows import read_published_runs
+
+    if out is not None:
+        check_vacant(out)
+    shipped = shipped_runs()
+    runs = shipped if rows is None else read_published_runs(rows)
+    stage = "simulations" if rows is None else "simulations, of the shipped rows that yours are compared with, too"
+    with stage_bars() as on_progress:
+        report = predict_runs(
+            runs,
+            others=shipped,
+            others_only=shipped_only or rows is None,
+            on_progress=lambda done, total: on_progress(stage, done, total),
+        )
+    print_report(report, lambda: validation_page(report), "Published runs", as_json=as_json)
+    if out is not None:
+        make_folder(out)
+        write_json(out / VALIDATION_FILE, report.to_dict())
+        (out / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
+        with without_matplotlib_a_line(out):
+            from analysis.plot import save_validation
+
+            save_validation(report, out / FIGURES_FOLDER)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.cli import options
+from pipelinerl.cli.options import option
 from pipelinerl.cli.output import draw_kept, print_report, training_bar
 from pipelinerl.errors import ConfigError, PipelineRLError, RunInterruptedError
 
@@ -53,9 +54,9 @@ def train(
     overrides: options.SetOption = [],  # noqa: B006 - typer copies it
     seed: options.SeedOption = None,
     out: options.OutOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in --out DIR.")] = False,
+    resume: Annotated[bool, option(None, "Resume from the newest checkpoint in --out DIR.", "--resume")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Check task, machines and links, and make a few optimizer steps.")
+        bool, option(None, "Check task, machines and links, and make a few optimizer steps.", "--check")
     ] = False,
     hardware: options.HardwareOption = None,
     faults: options.FaultsOption = None,

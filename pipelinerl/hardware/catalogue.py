@@ -145,8 +145,7 @@ def _mixer_kinds(read: _Reader, config: Mapping[str, Any], layers: int, name: st
 
 
 def _refuse_other_kinds(kinds: Counter[str], known: Iterable[str], name: str) -> None:
-    others = sorted(set(kinds) - set(known))
-    if others:
+    if others := sorted(set(kinds) - set(known)):
         raise ConfigError(
             f"model {name}: layers of type {', '.join(others)} cannot be counted from config.json; give its parameters "
             "and KV cache in a TOML file"

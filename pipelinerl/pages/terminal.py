@@ -78,8 +78,7 @@ def _print_answers(console: Console, answers: list[Section]) -> None:
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
     for one in answers:
-        words = [line for line in one.lines if not line.startswith(COMMAND)]
-        if words:
+        if words := [line for line in one.lines if not line.startswith(COMMAND)]:
             grid.add_row(one.title, "\n".join(words))
     console.print(grid)
     for line in (line for one in answers for line in one.lines if line.startswith(COMMAND)):

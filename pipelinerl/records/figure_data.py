@@ -82,13 +82,8 @@ class FigureRecorder:
                 self._window[rollout_id] = [time_s, -1.0, 0.0]
         self.turn_ended(time_s, engine, in_progress)
 
-    def rollout_left(self, time_s: float, rollout_id: int, engine: int, in_progress: int, num_tokens: int) -> None:
-        """Note that a rollout left its engine with ``num_tokens`` tokens, and is in progress no more."""
-        self.rollout_ended(time_s, rollout_id, num_tokens)
-        self.turn_ended(time_s, engine, in_progress)
-
     def turn_ended(self, time_s: float, engine: int, in_progress: int) -> None:
-        """Note that a rollout left its engine, and is still in progress."""
+        """Note that a rollout left its engine, which has so many others in progress."""
         if self._timeline_end_s is None and engine in self._occupancy:
             points = self._occupancy[engine]
             if points and points[-1][0] == time_s:

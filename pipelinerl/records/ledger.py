@@ -172,10 +172,9 @@ class RunLedger:
             end_s = self._time_s if self._stop is None else self._busy_until_s()
             self._busy_s[engine] += end_s - self._busy_since_s[engine]
         if self.profile.watching:
-            if goes_on:
-                self.profile.turn_ended(self._time_s, engine, in_progress)
-            else:
-                self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
+            if not goes_on:
+                self.profile.rollout_ended(self._time_s, rollout_id, num_tokens)
+            self.profile.turn_ended(self._time_s, engine, in_progress)
 
     def _turn_finished(self, event: events.TurnFinished) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]

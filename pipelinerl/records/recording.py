@@ -29,7 +29,7 @@ from pipelinerl.records.run_folder import (
     TRACE_FILE,
     check_vacant,
     make_folder,
-    unwritable,
+    writable,
     write_json,
 )
 from pipelinerl.records.step_ledger import Admission
@@ -138,14 +138,12 @@ class Recording:
             check_vacant(out)
             make_folder(out)
         partial = self._partial(RUN_FILE)
-        try:
+        with writable(out):
             partial.write_text(dump_run(self._config), encoding="utf-8")
             partial.rename(out / RUN_FILE)
             for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
                 with contextlib.suppress(FileNotFoundError):
                     (out / report).rename(self._partial(report))
-        except OSError as error:
-            raise unwritable(out, error) from None
         for name in self._kept:
             self._opened(name)
         steps = self._opened(STEPS_FILE)

@@ -7,6 +7,8 @@ recommended.toml; ``environments`` adds environments.json, ``train --check`` che
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,40 +46,43 @@ def check_vacant(folder: Path) -> None:
     ConfigError if it is no folder, cannot be read, or holds a file of a run or a comparison already, or if its nearest
     parent is no folder or not writable.
     """
-    try:
+    with writable(folder):
         is_file = folder.exists() and not folder.is_dir()
         held = [name for name in _FILES if (folder / name).exists()]
         there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    except OSError as error:
-        raise unwritable(folder, error) from None
     if is_file:
         raise ConfigError(f"--out must be a folder, got the file {folder}")
     if held:
         raise ConfigError(f"--out must be a folder without a run, got {folder}, which holds {held[0]}")
-    try:
+    with writable(folder):
         TemporaryDirectory(dir=there).cleanup()  # permissions alone do not tell: root, quotas, read-only disks
-    except OSError as error:
-        raise unwritable(folder, error) from None
 
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, if they do not exist; ConfigError if that cannot be done."""
-    try:
+    with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def writable(path: Path, what: str = "folder") -> Iterator[None]:
+    """Raise ConfigError if ``--out`` cannot be written inside this block."""
+    try:
+        yield
     except OSError as error:
-        raise unwritable(folder, error) from None
-
-
-def unwritable(folder: Path, error: OSError) -> ConfigError:
-    """Return the error of a folder that cannot be written."""
-    return ConfigError(f"--out must be a folder that can be written, got {folder}: {error.strerror}")
+        raise ConfigError(f"--out must be a {what} that can be written, got {path}: {error.strerror}") from None
 
 
 def write_json(path: Path, data: Any, *, unfinished: Path | None = None) -> None:
-    """Write plain values as JSON, whole or not at all: moved from the folder ``unfinished`` (None: its own)."""
+    """Write plain values as JSON; see ``write_whole``."""
+    write_whole(path, json_text(data) + "\n", unfinished=unfinished)
+
+
+def write_whole(path: Path, text: str, *, unfinished: Path | None = None) -> None:
+    """Write a text, whole or not at all: moved from the folder ``unfinished`` (None: its own)."""
     partial = (unfinished or path.parent) / f"{path.name}.partial"
     with writing(path):
-        partial.write_text(json_text(data) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
 
 

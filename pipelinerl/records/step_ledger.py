@@ -280,10 +280,7 @@ class StepLedger:
 
     def event(self, time_s: float, event: events.Event) -> None:
         """Record an event."""
-        if (
-            isinstance(event, events.RolloutFinished | events.TurnFinished | events.RolloutAborted)
-            and event.seconds is not None
-        ):
+        if isinstance(event, _TIMED) and event.seconds is not None:
             self._step.prefill_s += event.seconds.prefill
             self._step.decode_s += event.seconds.decode
         if isinstance(event, events.RolloutFinished):

@@ -66,8 +66,7 @@ def read_steps(path: Path) -> np.recarray[Any, Any]:
     """
     lines = read_rows(path)
     _, header = next(lines, (0, list[str]()))
-    missing = [column for column in COLUMNS if column not in header]
-    if missing:
+    if missing := [column for column in COLUMNS if column not in header]:
         raise ConfigError(f"{path} lacks the columns {', '.join(missing)}")
     blocks = [np.empty(0, _DTYPE)]
     while block := list(islice(lines, BLOCK)):

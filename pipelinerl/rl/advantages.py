@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipelinerl.rl.ess import finite
+
 # Legend of shapes: G rollouts of one group.
 
 
@@ -18,11 +20,7 @@ def leave_one_out(reward_G: ArrayLike) -> NDArray[np.float64]:
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free".
     Raises ValueError if the array is empty, not one-dimensional, or has a non-finite entry.
     """
-    reward = np.asarray(reward_G, dtype=np.float64)
-    if reward.ndim != 1 or reward.size == 0:
-        raise ValueError(f"reward_G must be one-dimensional and not empty, got shape {reward.shape}")
-    if not np.isfinite(reward).all():
-        raise ValueError(f"reward_G must be finite, got {reward[~np.isfinite(reward)][0]}")
+    reward = finite("reward_G", reward_G)
     num = reward.size
     if num == 1:
         return reward.copy()

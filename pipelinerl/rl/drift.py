@@ -29,6 +29,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.ess import ess_by_lag
+from pipelinerl.util.arrays import check
 from pipelinerl.util.strict_model import Report, StrictModel
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -51,8 +52,7 @@ class DriftModel(StrictModel):
 
     @model_validator(mode="after")
     def _rates_rise(self) -> Self:
-        if self.rates != sorted(self.rates):
-            raise ValueError(f"rates must rise, got {self.rates}")
+        check(self.rates == sorted(self.rates), "rates must rise", self.rates)
         return self
 
 
@@ -113,8 +113,8 @@ def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
     Raises ValueError if there are no tokens, or a count is negative.
     """
     tokens_G = np.asarray(tokens_by_lag, dtype=float)
-    if tokens_G.ndim != 1 or not tokens_G.sum() > 0 or (tokens_G < 0).any():
-        raise ValueError(f"tokens_by_lag must hold tokens, none of them below 0, got shape {tokens_G.shape}")
+    right = tokens_G.ndim == 1 and tokens_G.sum() > 0 and not (tokens_G < 0).any()
+    check(right, "tokens_by_lag must hold tokens, none of them below 0", f"shape {tokens_G.shape}")
     there_G = np.flatnonzero(tokens_G)  # a weight may be infinite at a lag that no token has
     share_G = tokens_G[there_G] / tokens_G.sum()
     growth_G = there_G**model.exponent

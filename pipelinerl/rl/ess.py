@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict
 
 from pipelinerl.rl.config import LossConfig
-from pipelinerl.util.arrays import RunningMean
+from pipelinerl.util.arrays import RunningMean, check
 from pipelinerl.util.strict_model import Report
 
 # Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
@@ -34,19 +34,15 @@ def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf)
     ESS = (sum w)^2 / (N * sum w^2): 1 when all weights are equal, 1/N when one dominates. -inf is a weight of zero;
     ``truncation`` is the largest weight, paper symbol c (infinite: raw weights, the ESS of eq. 6).
     Source: Piche et al. 2025 (arXiv:2509.19128), eq. 6; Kong 1992.
-
-    Raises:
-        ValueError: If the array is empty, not one-dimensional, all -inf, or has an entry that is NaN or +inf; if
-            ``truncation`` is not above 0.
+    Raises ValueError if the array is empty, not one-dimensional, all -inf, or has an entry that is NaN or +inf; if
+    ``truncation`` is not above 0.
     """
-    if not truncation > 0:
-        raise ValueError(f"truncation must be above 0, got {truncation}")
+    check(truncation > 0, "truncation must be above 0", truncation)
     log_weight = _flat("log_weight_N", log_weight_N)
     _check_all(log_weight < math.inf, log_weight, "log_weight_N must be below infinity")
     sums = _WeightSums()
     sums.add(np.minimum(log_weight, math.log(truncation)))
-    if sums.sum == 0:
-        raise ValueError(f"log_weight_N must have a weight above 0, got none of {sums.num}")
+    check(sums.sum != 0, "log_weight_N must have a weight above 0", f"none of {sums.num}")
     return sums.ess
 
 
@@ -58,7 +54,7 @@ def kl_estimate(log_ratio_N: ArrayLike) -> float:
     Source: Schulman 2020, "Approximating KL divergence", estimator k3.
     Raises ValueError if the array is empty, not one-dimensional, or has a non-finite entry.
     """
-    log_ratio = _finite("log_ratio_N", log_ratio_N)
+    log_ratio = finite("log_ratio_N", log_ratio_N)
     return _k3_sum(log_ratio) / log_ratio.size
 
 
@@ -83,12 +79,10 @@ class RatioStats:
         Raises ValueError, with nothing added, if the answer has no token, the shapes differ, a log ratio is not finite,
         or a lag is not a whole number of at least 0.
         """
-        log_ratio = _finite("log_ratio_T", log_ratio_T)
+        log_ratio = finite("log_ratio_T", log_ratio_T)
         lag = np.asarray(lag_T)
-        if lag.shape != log_ratio.shape:
-            raise ValueError(f"lag_T must have the shape of log_ratio_T, {log_ratio.shape}, got {lag.shape}")
-        if not np.issubdtype(lag.dtype, np.integer):
-            raise ValueError(f"lag_T must be whole numbers, got {lag.dtype}")
+        check(lag.shape == log_ratio.shape, f"lag_T must have the shape of log_ratio_T, {log_ratio.shape}", lag.shape)
+        check(np.issubdtype(lag.dtype, np.integer), "lag_T must be whole numbers", lag.dtype)
         _check_all(lag >= 0, lag, "lag_T must be at least 0")
 
         self._raw.add(log_ratio)
@@ -278,12 +272,12 @@ def _k3_sum(log_ratio_N: NDArray[np.float64]) -> float:
 
 def _flat(name: str, value_N: ArrayLike) -> NDArray[np.float64]:
     value = np.asarray(value_N, dtype=np.float64)
-    if value.ndim != 1 or value.size == 0:
-        raise ValueError(f"{name} must be one-dimensional and not empty, got shape {value.shape}")
+    check(value.ndim == 1 and value.size > 0, f"{name} must be one-dimensional and not empty", f"shape {value.shape}")
     return value
 
 
-def _finite(name: str, value_N: ArrayLike) -> NDArray[np.float64]:
+def finite(name: str, value_N: ArrayLike) -> NDArray[np.float64]:
+    """Return numbers as an array; ``ValueError``, with its name, if it is empty, not flat, or one is not finite."""
     value = _flat(name, value_N)
     _check_all(np.isfinite(value), value, f"{name} must be finite")
     return value

@@ -49,20 +49,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.rl.config import LossConfig
-
-
-def _check(holds: bool, rule: str, got: object) -> None:
-    """Raise ``ValueError`` with the rule and the value, unless it holds."""
-    if not holds:
-        raise ValueError(f"{rule}, got {got}")
+from pipelinerl.util.arrays import check
 
 
 def _check_shapes(like: str, tensor_N: torch.Tensor, **others: torch.Tensor) -> None:
     """Check that a tensor, named ``like``, has one dimension, and that the others have its shape."""
     shape = tuple(tensor_N.shape)
-    _check(len(shape) == 1, f"{like} must be one-dimensional", f"shape {shape}")
+    check(len(shape) == 1, f"{like} must be one-dimensional", f"shape {shape}")
     for name, other in others.items():
-        _check(tuple(other.shape) == shape, f"{name} must have the shape of {like}, {shape}", tuple(other.shape))
+        check(tuple(other.shape) == shape, f"{name} must have the shape of {like}, {shape}", tuple(other.shape))
 
 
 # Log-probabilities and entropies from hidden states, the output layer in chunks: the logits of a whole pack, and their
@@ -109,17 +104,17 @@ def token_logprobs(
     Raises:
         ValueError: If shapes do not fit, ``token_N`` is not int64, or ``temperature`` is not above 0.
     """
-    _check(hidden_NH.dim() == 2, "hidden_NH must be two-dimensional", f"shape {tuple(hidden_NH.shape)}")
+    check(hidden_NH.dim() == 2, "hidden_NH must be two-dimensional", f"shape {tuple(hidden_NH.shape)}")
     width = hidden_NH.shape[1]
-    _check(
+    check(
         weight_VH.dim() == 2 and weight_VH.shape[1] == width,
         f"weight_VH must have shape (V, {width})",
         tuple(weight_VH.shape),
     )
     rows = tuple(hidden_NH.shape[:1])
-    _check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", tuple(token_N.shape))
-    _check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
-    _check(temperature > 0, "temperature must be above 0", temperature)
+    check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", tuple(token_N.shape))
+    check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
+    check(temperature > 0, "temperature must be above 0", temperature)
     softmax = softmax or Softmax(_logprobs, _gradient, CHUNK_TOKENS)
     logprob_N, entropy_N = _OutputLayer.apply(hidden_NH, weight_VH, token_N, (temperature, softmax))
     return logprob_N, entropy_N
@@ -216,8 +211,8 @@ def policy_loss(
     """
     tokens = {"behaviour_logprob_N": behaviour_logprob_N, "advantage_N": advantage_N, "sequence_N": sequence_N}
     _check_shapes("logprob_N", logprob_N, **tokens)
-    _check(sequence_N.dtype == torch.int64, "sequence_N must be int64", sequence_N.dtype)
-    _check(num_sequences >= 0, "num_sequences must be at least 0", num_sequences)
+    check(sequence_N.dtype == torch.int64, "sequence_N must be int64", sequence_N.dtype)
+    check(num_sequences >= 0, "num_sequences must be at least 0", num_sequences)
 
     def sequence_sum(value_N: torch.Tensor) -> torch.Tensor:
         return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)

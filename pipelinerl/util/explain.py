@@ -134,8 +134,7 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, lis
     key: list[str] = []
     models, in_dict = [model], False
     for part in loc:
-        tagged = [one for one in models if len(models) > 1 and _tag(one) == part]
-        if tagged:
+        if tagged := [one for one in models if len(models) > 1 and _tag(one) == part]:
             models = tagged
             continue
         key.append(str(part))

@@ -37,8 +37,7 @@ def named_value(name: str, shipped: Mapping[str, T], kind: type[T], *, key: str)
     if name in shipped:
         return shipped[name]
     allowed = f"{', '.join(shipped)} or package.module:ATTRIBUTE"
-    near = difflib.get_close_matches(name, list(shipped), n=1)
-    if near:
+    if near := difflib.get_close_matches(name, list(shipped), n=1):
         raise ConfigError(f"{key} must be {allowed}, got {name!r}; did you mean {near[0]}?")
     found = named_attribute(name, key=key, allowed=allowed)
     if not isinstance(found, kind):

@@ -83,21 +83,6 @@ class Draft:
     An answer of several turns also holds the observations between them.
     """
 
-    __slots__ = (
-        "cache",
-        "generated_L",
-        "length",
-        "limit",
-        "logprob_L",
-        "num_kept",
-        "num_observed",
-        "num_turns",
-        "prompt",
-        "rollout_id",
-        "turn_start",
-        "word_L",
-    )
-
     def __init__(
         self, rollout_id: int, prompt: tuple[int, ...], max_tokens: int, longest_turn: int | None = None
     ) -> None:

@@ -8,7 +8,7 @@ with ``END``, or without it where generation is cut. An answer of several turns 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import numpy as np
 
@@ -30,29 +30,12 @@ BREAKS = 0.04
 """Chance, per step of a demonstration of ``chain``, that its sum so far is given as the result."""
 
 
-class TokenTask(Protocol):
-    """The interface of a task."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of every prompt (tokens)."""
-
-    @property
-    def longest_answer(self) -> int:
-        """Longest right answer, ``END`` included (tokens)."""
-
-    def draw(self, stream: np.random.Generator) -> tuple[int, ...]:
-        """Return the prompt of a random problem."""
-
-    def demonstrate(self, prompt: Sequence[int], stream: np.random.Generator) -> list[int]:
-        """Return a demonstration for the base model, mistakes included."""
-
-    def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Return whether an answer is right."""
-
-
 class _Written:
-    """A task with one right answer, every word of which counts."""
+    """A task with one right answer, every word of which counts.
+
+    As of all tasks, every prompt has ``prompt_tokens``, and the longest right answer, ``END`` included, has
+    ``longest_answer`` tokens.
+    """
 
     def _answer(self, prompt: Sequence[int]) -> list[int]:
         raise NotImplementedError
@@ -146,12 +129,12 @@ class Chain:
         return [*steps, RESULT, total, END]
 
     def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Return whether the answer ends with the right result."""
-        total = sum(word for word in prompt if word < NUM_DIGITS) % CHAIN_MODULUS
+        """Return whether the answer, or its last turn, ends with the right result."""
+        total = sum(word for word in prompt if word < NUM_DIGITS) % self._modulus
         return list(answer[-3:]) == [RESULT, total, END]
 
 
-class Calculator:
+class Calculator(Chain):
     """The sum, modulo 10, of 2 to ``size`` digits, with an environment that adds two: a task of several turns.
 
     A turn of two digits is a call, answered by their sum modulo 10. Any other turn is the last, and right if it is
@@ -163,13 +146,8 @@ class Calculator:
     """Longest turn of a right answer (tokens)."""
 
     def __init__(self, size: int) -> None:
-        self._draw_terms = Chain(size, NUM_DIGITS).draw
-        self.prompt_tokens = size + 1
+        super().__init__(size, NUM_DIGITS)
         self.longest_answer = 4 * size - 1  # a call has three words and an answer of one
-
-    def draw(self, stream: np.random.Generator) -> tuple[int, ...]:
-        """Return the prompt of a random problem, as that of ``Chain``."""
-        return self._draw_terms(stream)
 
     def observe(self, turn: Sequence[int]) -> list[int] | None:
         """Return the words that a turn is answered with; None: it is no call, and the episode is over."""
@@ -192,10 +170,8 @@ class Calculator:
                 break
         return [*words, *_with_mistakes([RESULT, total, END], stream)]
 
-    def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Return whether the last turn is the right result."""
-        total = sum(word for word in prompt if word < NUM_DIGITS) % NUM_DIGITS
-        return list(answer[-3:]) == [RESULT, total, END]
+
+TokenTask = Addition | Reverse | Chain
 
 
 def _with_mistakes(answer: list[int], stream: np.random.Generator) -> list[int]:

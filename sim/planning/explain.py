@@ -383,8 +383,7 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> st
             there = f", and there are {accelerators}" if size is not None and size > accelerators else ""
             return f"fits from tensor_parallel={size} on{there}" if size else "no tensor_parallel would do"
         case Reason.TRAINER_MEMORY:
-            fewest = next((n for n in range(1, MOST_ACCELERATORS + 1) if memory.trainer_fits(n)), None)
-            if fewest:
+            if fewest := next((n for n in range(1, MOST_ACCELERATORS + 1) if memory.trainer_fits(n)), None):
                 colocated = schedule_of(mine[0].choice).colocated
                 engine = min(one.choice[ENGINE.name] for one in mine)
                 least = engine * (math.ceil(fewest / engine) + (not colocated))

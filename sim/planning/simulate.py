@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import Bottleneck, steady_part
 from pipelinerl.records.step_ledger import Admission, Step, find_bottleneck
 from pipelinerl.rl.drift import modelled_ess
-from sim.parallel import run_all, run_all_on_ray
+from sim.parallel import on_interrupt, run_all, run_all_on_ray
 from sim.planning.screen import Candidate, Rejected
 from sim.planning.space import Limits, Reason
 from sim.run import simulate_steps
@@ -112,8 +110,7 @@ class Outcome:
 
     def rejected(self, limits: Limits) -> Rejected | None:
         """Return the first limit that it breaks, and the value that it would keep to; None: it keeps to all."""
-        reason = self.breaks(limits)
-        if reason is not None:
+        if (reason := self.breaks(limits)) is not None:
             values = limits.at(self.candidate.rented).values(self.lag_mean, self.gpu_hours)
             return Rejected(self.candidate.choice, reason, values[reason])
         if limits.lag is not None and self.lag_max > limits.lag:
@@ -140,15 +137,8 @@ class Runner:
                 raise KeyboardInterrupt
             self.interrupted = True
 
-        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if ignored or threading.current_thread() is not threading.main_thread():
+        with on_interrupt(press):
             yield
-            return
-        before = signal.signal(signal.SIGINT, press)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def run(self, jobs: Sequence[Job], *, before: int = 0, total: int | None = None) -> list[Outcome]:
         """Return the outcomes of the simulations that ended, by label.

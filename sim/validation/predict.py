@@ -355,14 +355,6 @@ def _simulated(
     return (rows[-1].time_s - before.time_s) / num, max(waited_s / num, 1e-3), trained_s / num
 
 
-def central_seconds(run: ReconstructedRun) -> float:
-    """Return the seconds of a row's RL step by the hardware model's central values; colocated, without the rest.
-
-    Raises PipelineRLError if the row cannot be simulated.
-    """
-    return _simulated(run, ratio=0.0, log_mean=0.0, training_given=False, weights=True)[STEP]
-
-
 def simulation_grid(run: ReconstructedRun, *, training_given: bool) -> SimulationGrid:
     """Return the simulations of a row on all nodes, made in seconds; PipelineRLError if it cannot be simulated."""
 
@@ -831,11 +823,6 @@ class AloneRun:
     spread_factor: float = 1.0
     """Factor on the deviation of its own band."""
 
-    @property
-    def log_error(self) -> float:
-        """Log of predicted over measured seconds."""
-        return math.log(self.predicted_s / self.measured_s)
-
 
 def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
     """Return a row as it is predicted alone, from its own inputs; None if they do not decide its seconds.
@@ -853,7 +840,7 @@ def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
 
 def alone_run(run: ReconstructedRun) -> AloneRun:
     """Simulate a row with the central coefficients; PipelineRLError if it cannot be simulated."""
-    seconds = central_seconds(run)
+    seconds = _simulated(run, ratio=0.0, log_mean=0.0, training_given=False, weights=True)[STEP]
     if run.schedule.colocated:
         seconds += rest_s(run.published, Level.CENTRAL)
     measured_s = measured_seconds(run.published)
@@ -867,7 +854,7 @@ def unseen_bands(runs: Iterable[AloneRun], judges: Sequence[AloneRun] | None = N
     rows, bands = list(runs), {}
     for row in rows:
         others = (one for one in (rows if judges is None else judges) if one.family != row.family)
-        spread = spread_of(grouped((one.family, one.log_error) for one in others))
+        spread = spread_of(grouped((one.family, math.log(one.predicted_s / one.measured_s)) for one in others))
         factor = math.exp(prior.END_SDS * spread.sd * row.spread_factor)
         middle_s = row.predicted_s / math.exp(spread.centre)
         bands[row.id] = Band(middle_s / factor, middle_s, middle_s * factor)
