@@ -25,13 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from tiny_model import make_tokenizer
 
 from backends.fake import FakeBackend, FakeEngine, FakeTrainer
 from backends.huggingface_codec import HuggingFaceCodec
 from backends.interface import Generated, GenerateRequest, Parts, Weights
 from backends.owner import driving
 from backends.run import drive
-from backends.tiny_model import make_tokenizer
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.sums import Arithmetic
 from pipelinerl.scheduler.events import VersionSpans

@@ -28,11 +28,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers
+from tiny_model import make_tiny_model, make_tokenizer
 from trainer_traffic import Counted
 
 from backends.interface import Sample
 from backends.measure import bench
-from backends.tiny_model import make_tiny_model, make_tokenizer
 from backends.trainer.attention import register_packed_attention
 from backends.trainer.fused import compiled
 from backends.trainer.model import PolicyModel, recompute

@@ -4,7 +4,7 @@
     python scripts/make_tiny_model.py models/tiny_chain chain
     python scripts/make_tiny_model.py models/tiny_calculator calculator
 
-``backends/tiny_model.py`` describes the model and its training.
+``scripts/tiny_model.py`` describes the model and its training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"Fitting a tiny model for {task}, about a minute on one core\n")
     sys.stdout.flush()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from backends.tiny_model import make_tiny_model  # noqa: PLC0415  # torch is slow to load
+    from tiny_model import make_tiny_model  # noqa: PLC0415  # torch is slow to load
 
     rate = make_tiny_model(folder, task=task)
     sys.stdout.write(f"{folder}: {100 * rate:.1f} % of held-out problems answered right at temperature 1\n")

@@ -266,12 +266,6 @@ class AdmissionConfig(StrictModel):
     hard: float = Field(default=0.9, gt=0, le=1)
     """Share from which on nothing starts until something has ended (no unit)."""
 
-    @model_validator(mode="after")
-    def _soft_is_below_hard(self) -> Self:
-        if self.soft > self.hard:
-            raise ValueError(f"soft must be at most hard={self.hard:g}, got {self.soft:g}")
-        return self
-
 
 class SchedulerConfig(StrictModel):
     """Settings of the scheduler; no hardware, no paths."""

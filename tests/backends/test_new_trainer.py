@@ -157,7 +157,7 @@ def test_a_wrong_name_is_one_line(model_path, part, kind, rule):
 
 @pytest.mark.real
 def test_it_trains_under_the_engines_of_vllm(tmp_path):
-    from backends.tiny_model import make_tiny_model
+    from tiny_model import make_tiny_model
 
     make_tiny_model(tmp_path / "model", fit_steps=0)
     changed = [f"train.model.path={str(tmp_path / 'model')!r}", f"train.trainer.kind={KIND!r}", "optimizer_steps=2"]

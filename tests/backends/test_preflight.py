@@ -13,12 +13,12 @@ need("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray")
 
 from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
 from model_configs import ARCHITECTURES  # noqa: E402
+from tiny_model import make_tiny_model  # noqa: E402
 
 from backends import kinds  # noqa: E402
 from backends.driver import metrics as metrics_log  # noqa: E402
 from backends.interface import Place  # noqa: E402
 from backends.preflight import check_run, evaluation_task, task_of  # noqa: E402
-from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer import footprint  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
 

@@ -17,10 +17,10 @@ from ledger_check import check_ledger, metrics_of, records  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process, cached_model, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from tiny_model import make_tiny_model  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from backends.driver.fleet import FleetRequest, ask  # noqa: E402
-from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.verify import checkpoint_shapes  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.scheduler.events import EngineJoined, EngineLeaving  # noqa: E402

@@ -12,12 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
 from tokenizers import Tokenizer, decoders  # noqa: E402
 from tokenizers.models import WordPiece  # noqa: E402
 from tokenizers.pre_tokenizers import Whitespace  # noqa: E402
 
 from backends.huggingface_codec import HuggingFaceCodec  # noqa: E402
-from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
 from pipelinerl.rl.sums import Arithmetic  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -92,8 +92,6 @@ def test_the_script_says_that_it_takes_a_while_before_it_does(
     said: list[str] = []
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(
-        "backends.tiny_model.make_tiny_model", lambda *_, **__: said.append(capsys.readouterr().out) or 0.5
-    )
+    monkeypatch.setattr("tiny_model.make_tiny_model", lambda *_, **__: said.append(capsys.readouterr().out) or 0.5)
     assert script["main"](["m", "chain"]) == 0
     assert said == ["Fitting a tiny model for chain, about a minute on one core\n"]

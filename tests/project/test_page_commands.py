@@ -25,9 +25,9 @@ need("torch")
 need("tensorboard")
 
 from tiny_measure import TINY, measure_little  # noqa: E402 - needs torch
+from tiny_model import RECIPES  # noqa: E402
 
 from backends.fake import FakeBackend  # noqa: E402
-from backends.tiny_model import RECIPES  # noqa: E402
 from sim.planning.certainty import make_draws  # noqa: E402
 from sim.validation.predict import shipped_runs  # noqa: E402
 
@@ -150,7 +150,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
     monkeypatch.setitem(make_draws.__kwdefaults__, "number", 8)
     monkeypatch.setattr("sim.validation.predict.shipped_runs", lambda: PUBLISHED[:3])
     recipes = {name: replace(one, fit_steps=1, batch=8) for name, one in RECIPES.items()}
-    monkeypatch.setattr("backends.tiny_model.RECIPES", recipes)
+    monkeypatch.setattr("tiny_model.RECIPES", recipes)
     monkeypatch.setattr("analysis.plot.save_figures", lambda *_, **__: [])
 
 

@@ -11,8 +11,7 @@ def make_model(folder: Path, *, seed: int = 0, end_token: str | None = None, tie
     import tokenizers
     import torch
     import transformers
-
-    from backends.tiny_model import SHAPE
+    from tiny_model import SHAPE
 
     torch.manual_seed(seed)
     dropout = 0.5  # would show if a trainer left it on

@@ -146,7 +146,8 @@ def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_decode_steps_are_measured_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM generates; the times are those of a steady machine, since differences of real ones may be negative."""
     pytest.importorskip("vllm")
-    from backends.tiny_model import make_tiny_model
+    from tiny_model import make_tiny_model
+
     from backends.vllm.offline import OfflineEngine
 
     generate_s, forgets = OfflineEngine.generate_s, []

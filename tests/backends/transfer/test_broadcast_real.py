@@ -31,6 +31,7 @@ from probes import check_probes, probed, started_with, told  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from tiny_model import make_tiny_model  # noqa: E402
 from tiny_trainer import OPTIMIZER, samples, settings  # noqa: E402
 from transfer_group import digest_of  # noqa: E402
 from vllm_engine import settings as engine_settings  # noqa: E402
@@ -39,7 +40,6 @@ import backends.transfer.group  # noqa: E402
 from backends.driver.weight_sync import WeightSyncGroup  # noqa: E402
 from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
 from backends.ray.actors import RayEngine, RayTrainer  # noqa: E402
-from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.trainer.deepspeed.rank import DeepSpeedRank  # noqa: E402
 from pipelinerl.config.run import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402

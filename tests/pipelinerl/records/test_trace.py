@@ -43,6 +43,7 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
     (ev.RolloutScored(7, 0.5), '"event":"RolloutScored","rollout_id":7,"reward":0.5'),
     (ev.RolloutAborted(8, 1, ev.NO_TOKENS), '"event":"RolloutAborted","rollout_id":8,"engine":1,"spans":[]'),
     (ev.RolloutPreempted(8, 1, 5), '"event":"RolloutPreempted","rollout_id":8,"engine":1,"num_tokens":5'),
+    (ev.KVCacheUsed(1, 0.75), '"event":"KVCacheUsed","engine":1,"share":0.75'),
     (ev.RolloutFailed(9), '"event":"RolloutFailed","rollout_id":9,"engine":null'),
     (ev.RolloutFailed(9, 1), '"event":"RolloutFailed","rollout_id":9,"engine":1'),
     (ev.StepsRaised(9), '"event":"StepsRaised","optimizer_steps":9'),
