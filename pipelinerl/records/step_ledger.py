@@ -426,7 +426,8 @@ class Admission:
         scheduler = config.scheduler
         if scheduler.schedule.has_rl_steps:
             return None
-        lag_gate = scheduler.max_lag is not None and scheduler.on_stale is events.OnStale.TRAIN
+        waits = scheduler.max_lag is not None and scheduler.on_stale is events.OnStale.TRAIN
+        lag_gate = waits and scheduler.admission is None  # else KV caches keep slots free
         environments = None if config.environment is None else config.environment.count
         return cls(config.num_engines * scheduler.generation_batch_size, lag_gate, environments)
 

@@ -30,7 +30,7 @@ class AdmissionControl:
     follows answers that grow, with the delay of one answer, and needs no search. From u = ``hard`` on nothing starts
     until something has ended. An engine that had to preempt reports u = 1.
 
-    The first answers begin together and are short at first, so the limit is the slots until the room is in use.
+    The limit begins at slots / ``FIRST`` and rises by one a report at most: answers that begin together are short at first.
     """
 
     def __init__(self, settings: AdmissionSettings, engines: range, *, slots_per_engine: int) -> None:
@@ -42,11 +42,12 @@ class AdmissionControl:
     def reported(self, engine: int, used: float, num: int) -> int:
         """Take a report of an engine with ``num`` sequences in progress; return its limit (count)."""
         if num:
-            share = self._share.get(engine, used / num)
-            self._share[engine] = share = share + (used / num - share) / num
-            most = self._slots if share * self._slots <= self._settings.soft else int(self._settings.soft / share)
-            limit = min(most, self.limits[engine] + 1)
-            self.limits[engine] = max(1, min(limit, num) if used >= self._settings.hard else limit)
+            before = self._share.get(engine, used / num)
+            self._share[engine] = before + (used / num - before) / num
+        share, soft = self._share.get(engine, 0.0), self._settings.soft
+        most = self._slots if share * self._slots <= soft else int(soft / share)
+        limit = min(most, self.limits[engine] + 1)
+        self.limits[engine] = max(1, min(limit, num) if used >= self._settings.hard else limit)
         return self.limits[engine]
 
     def join(self, engine: int) -> int:

@@ -180,6 +180,8 @@ class Scheduler(ABC):
             self._admission = AdmissionControl(
                 settings.admission, range(num_engines), slots_per_engine=slots_per_engine
             )
+            for engine, most in self._admission.limits.items():
+                slots.limit(engine, most)
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine, not leaving, has reported
         self.joining: set[int] = set()
         self.newest_engine = num_engines - 1

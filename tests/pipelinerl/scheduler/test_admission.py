@@ -28,6 +28,13 @@ def test_the_limit_goes_to_what_would_use_the_share_aimed_at() -> None:
     assert one.limits[1] == 8  # each engine has its own
 
 
+def test_a_limit_of_one_rises_too() -> None:
+    """A sequence that ends alone leaves none whose share could be known."""
+    one = control(slots=4)
+    assert one.limits[0] == 1
+    assert [one.reported(0, 0.0, 0) for _ in range(4)] == [2, 3, 4, 4]
+
+
 def test_the_limit_falls_at_once_where_sequences_have_grown() -> None:
     """The mean of 0.01 a sequence and, with weight 1 / 16, 0.05 is 0.0125."""
     one = control(soft=0.5)
