@@ -30,7 +30,7 @@ class AdmissionControl:
     follows answers that grow, with the delay of one answer, and needs no search. From u = ``hard`` on nothing starts
     until something has ended. An engine that had to preempt reports u = 1.
 
-    The limit begins at slots / ``FIRST`` and rises by one a report at most: answers that begin together are short at first.
+    It begins at slots / ``FIRST`` and rises by one a report at most: answers that begin together are short at first.
     """
 
     def __init__(self, settings: AdmissionSettings, engines: range, *, slots_per_engine: int) -> None:
