@@ -59,7 +59,7 @@ def simulated(folder: Path, fit: HardwareFit) -> RunReport:
         data = trace.config.model_dump(mode="json", exclude_none=True)
         data["hardware"] = fit.table
         if fit.acceptance is not None and "speculation" in data.get("engine", {}):
-            data["engine"]["speculation"]["acceptance"] = fit.acceptance
+            data["engine"]["speculation"] |= {"acceptance": fit.acceptance, "decay": 1.0}
         length = {"kind": "empirical", "source": str(source), "max": trace.config.workload.length.max}
         data["workload"] = data["workload"] | {"length": length}
         return simulate(RunConfig.model_validate(data, strict=False))

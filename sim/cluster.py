@@ -119,8 +119,8 @@ class TrainerAccess(Protocol):
     def clock(self) -> Clock:
         """The clock of all."""
 
-    def ask(self, train: Callable[[], None]) -> None:
-        """Call once they are this run's."""
+    def ask(self, work: Callable[[], None], *, holds: bool = False) -> None:
+        """Call once they are this run's; at once if they are and it ``holds`` them for this, too."""
 
     def release(self) -> None:
         """Give them back."""
@@ -247,6 +247,7 @@ class PrefillEngines:
         chosen = min(range(len(free)), key=lambda engine: max(now, free[engine]) + ticks[engine])
         self._work(chosen, now, ticks[chosen])
         request.prefill_ticks += ticks[chosen]
+        request.cached_tokens -= tokens - cached[chosen]  # the decode engine finds and counts all of them
         if request.goes_on and self._caching is not PrefixCaching.OFF:
             self._caches[chosen].keep(rollout_id, tokens)
             self._caches[chosen].make_room(0)
@@ -646,7 +647,10 @@ class SimulatedCluster:
                 else:
                     self._trainer.ask(partial(self._start_training, command))
             case PublishWeights():
-                self._publish(command)
+                if self._trainer is None:
+                    self._publish(command)
+                else:
+                    self._trainer.ask(partial(self._publish, command), holds=True)
             case DiscardRollouts():
                 for rollout_id in command.rollout_ids:
                     self._forget(rollout_id)
@@ -758,7 +762,7 @@ class SimulatedCluster:
             self._policy.publish(command.version, oldest=min(engine.version for engine in self._engines.values()))
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
         self._after(self._publish_ticks, lambda _: self._trainer_is_free(published))
-        arrival = self._now + self._transfer_ticks
+        arrival = self._clock.now + self._transfer_ticks
         if (prefill := self._prefill) is not None:
             self._after(self._transfer_ticks, lambda _: prefill.load(command.weight_update, arrival))
         engines = self._engines.values() if self._fleet is None else self._fleet.publishes(command)

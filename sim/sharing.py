@@ -27,40 +27,45 @@ class SharedTrainer:
     def __init__(self, clock: Clock, switch_s: float) -> None:
         self.clock, self._switch_ticks = clock, to_ticks(switch_s)
         self._queue: deque[tuple[str, int, Callable[[], None]]] = deque()  # job, tick at which it asked, what to do
-        self._taken, self._last = False, ""
+        self._holder, self._last = "", ""  # jobs; none has an empty name
         self.num_switches = 0
         self.waited_ticks: dict[str, int] = {}
         """Ticks between asking and training, by job: for other jobs, and for the switch to it."""
 
-    def ask(self, job: str, train: Callable[[], None]) -> None:
-        """Call once the accelerators are this job's."""
-        self._queue.append((job, self.clock.now, train))
+    def ask(self, job: str, work: Callable[[], None], *, holds: bool = False) -> None:
+        """Call once the accelerators are this job's; at once if they are and it ``holds`` them for this, too."""
+        if holds and self._holder == job:
+            work()
+            return
+        self._queue.append((job, self.clock.now, work))
         self._next()
 
-    def release(self) -> None:
-        """Let the next job have them."""
-        self._taken = False
+    def release(self, job: str) -> None:
+        """Let the next job have them; this one must."""
+        assert self._holder == job
+        self._holder = ""
         self._next()
 
     def _next(self) -> None:
-        if self._taken or not self._queue:
+        if self._holder or not self._queue:
             return
-        job, asked, train = self._queue.popleft()
-        switch_ticks = self._switch_ticks if self._last not in ("", job) else 0
-        self._taken, self._last, self.num_switches = True, job, self.num_switches + (self._last not in ("", job))
+        job, asked, work = self._queue.popleft()
+        switches = self._last not in ("", job)
+        switch_ticks = self._switch_ticks if switches else 0
+        self._holder, self._last, self.num_switches = job, job, self.num_switches + switches
         self.waited_ticks[job] = self.waited_ticks.get(job, 0) + self.clock.now - asked + switch_ticks
         if switch_ticks:
-            Wake(self.clock, switch_ticks, CLUSTER_PRIORITY, 0, lambda _: train())
+            Wake(self.clock, switch_ticks, CLUSTER_PRIORITY, 0, lambda _: work())
         else:
-            train()
+            work()
 
 
 class _OneJob:
     """A job's access to the shared accelerators."""
 
     def __init__(self, shared: SharedTrainer, job: str) -> None:
-        self.clock, self.release = shared.clock, shared.release
-        self.ask = partial(shared.ask, job)
+        self.clock = shared.clock
+        self.ask, self.release = partial(shared.ask, job), partial(shared.release, job)
 
 
 def share(configs: Mapping[str, RunConfig], *, switch_s: float) -> SharingReport:

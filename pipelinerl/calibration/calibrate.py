@@ -311,6 +311,8 @@ FAR = 2.0
 def hardware_toml(result: HardwareFit, source: str) -> str:
     """Return the table ``[hardware]`` as TOML, its notes as comments."""
     lines = [f"# Calibrated from {source}. Replaces the table [hardware] of a run file."]
+    if result.acceptance is not None:
+        lines.append("# A run file that drafts takes the mean acceptance.")
     for part in result.parts:
         lines.append(f"# {part.what}: fitted to {part.data}; {error_text(part.fit)}")
         lines += [f"#   {name} is not determined: {reason}" for name, reason in part.fit.undetermined.items()]

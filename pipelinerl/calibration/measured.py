@@ -125,7 +125,7 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
 def _with_acceptance(config: RunConfig, acceptance: float | None) -> RunConfig:
     if acceptance is None or config.speculation is None:
         return config
-    speculation = config.speculation.model_copy(update={"acceptance": acceptance})
+    speculation = config.speculation.model_copy(update={"acceptance": acceptance, "decay": 1.0})
     return config.model_copy(update={"engine": EngineConfig(speculation=speculation)})
 
 

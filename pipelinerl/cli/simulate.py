@@ -86,7 +86,8 @@ def share(
     from pipelinerl.pages.runs import sharing_page
     from sim.sharing import share as share_trainer
 
-    names = [f"{run.stem} {number}" if runs.count(run) > 1 else run.stem for number, run in enumerate(runs, start=1)]
+    stems = [run.stem for run in runs]
+    names = [f"{one} {number}" if stems.count(one) > 1 else one for number, one in enumerate(stems, start=1)]
     report = share_trainer(
         {name: load_run(run, overrides) for name, run in zip(names, runs, strict=True)}, switch_s=switch_s
     )

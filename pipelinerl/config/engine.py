@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.costs import Speculation, tokens_per_step
+from pipelinerl.hardware.costs import Speculation, acceptance_of
 from pipelinerl.util.strict_model import Count, Seconds, StrictModel, Tokens
-
-GRID = 2**20
-"""Acceptances from 0 to 1 between which a mean one is looked for (count)."""
 
 
 class SpeculationConfig(StrictModel):
@@ -65,7 +61,7 @@ class SpeculationConfig(StrictModel):
         if self.decay == 1.0 and not self.refresh_s:
             return self
         steps, every = self.law(optimizer_steps).mean_steps, self.refresh_every
-        mean = bisect_left(range(GRID), -steps, key=lambda one: -1 / tokens_per_step(one / GRID, self.tokens)) / GRID
+        mean = acceptance_of(1 / steps, self.tokens)
         refresh = {"refresh_every": every and 1, "refresh_s": self.refresh_s / (every or 1)}
         return self.model_copy(update={"acceptance": mean, "decay": 1.0, **refresh})
 

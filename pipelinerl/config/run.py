@@ -748,7 +748,7 @@ def read_hardware(path: Path, option: str) -> dict[str, Any]:
 
 
 def measured_acceptance(path: Path, option: str) -> Any:
-    """Return the acceptance of drafted tokens that `calibrate` has written into a file; None: it has none."""
+    """Return the mean acceptance of a run, decay included, that `calibrate` has written; None: it has none."""
     return flat(read_toml(path, option)).get("engine.speculation.acceptance")
 
 
@@ -769,7 +769,7 @@ def completed(
         data["hardware"] = read_hardware(hardware, "--hardware")
         measured, engine = measured_acceptance(hardware, "--hardware"), data.get("engine")
         if measured is not None and isinstance(engine, dict) and isinstance(given := engine.get("speculation"), dict):
-            data["engine"] = {**engine, "speculation": {**given, "acceptance": measured}}
+            data["engine"] = {**engine, "speculation": {**given, "acceptance": measured, "decay": 1.0}}
     data = with_overrides(data, overrides)
     make_paths_absolute(data, folder)
     return data

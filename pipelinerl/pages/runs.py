@@ -300,7 +300,8 @@ def sharing_page(report: SharingReport) -> Page:
             *(f"{one.tokens_per_s:,.0f}" for one in (job.alone, job.together)),
             f"{job.together.duration_s / job.alone.duration_s - 1:+.0%}",
             *(f"{one.lag.mean:.2f}" for one in (job.alone, job.together)),
-            *(f"{one.seconds.waiting_for_data / one.duration_s:.0%}" for one in (job.alone, job.together)),
+            f"{job.alone.seconds.waiting_for_data / job.alone.duration_s:.0%}",
+            f"{max(0.0, job.together.seconds.waiting_for_data - job.waited_s) / job.together.duration_s:.0%}",
             duration(job.waited_s),
         ]
         for job in report.jobs

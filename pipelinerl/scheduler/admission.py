@@ -18,17 +18,18 @@ class AdmissionSettings(Protocol):
 
 
 FIRST = 8
-"""Slots over the first limit."""
+"""Slots / first limit (ratio)."""
 
 
 class AdmissionControl:
     """The limit of each engine, from 1 to its slots (mutable, can be pickled).
 
     Theory of operation. Whenever a sequence ends, its engine reports the share u of its KV cache that is in use, by n
-    other sequences in progress. A mean of u / n over the last n reports, which is about the time that a sequence takes,
-    is the share s of one sequence. The limit is ``soft`` / s: as many sequences as would use the share aimed at. So it
-    follows answers that grow, with the delay of one answer, and needs no search. From u = ``hard`` on nothing starts
-    until something has ended. An engine that had to preempt reports u = 1.
+    other sequences in progress. The share s of one sequence is a mean of u / n over about as many reports as the limit,
+    or n if it is more: so the last ones of a round count little. With n = 0 it is forgotten. The limit is ``soft`` / s:
+    as many sequences as would use the share aimed at. So it follows answers that grow, with the delay of one answer,
+    and needs no search. From u = ``hard`` on nothing starts until something has ended. An engine that had to preempt
+    reports u = 1.
 
     It begins at slots / ``FIRST`` and rises by one a report at most: answers that begin together are short at first.
     """
@@ -43,7 +44,9 @@ class AdmissionControl:
         """Take a report of an engine with ``num`` sequences in progress; return its limit (count)."""
         if num:
             before = self._share.get(engine, used / num)
-            self._share[engine] = before + (used / num - before) / num
+            self._share[engine] = before + (used / num - before) / max(num, self.limits[engine])
+        else:
+            self._share.pop(engine, None)
         share, soft = self._share.get(engine, 0.0), self._settings.soft
         most = self._slots if share * self._slots <= soft else int(soft / share)
         limit = min(most, self.limits[engine] + 1)

@@ -90,15 +90,15 @@ class Routing(StrEnum):
     """Where its context fits beside the others', fewest tokens first; later turns wait for that engine. Where no KV
     cache outlasts a turn: the last engine if it has a free slot, else that with most of them."""
     MOST_FREE = "most_free"
-    """That with most free slots, anew in every turn."""
+    """The engine with most free slots, anew in every turn."""
     LEAST_LOADED = "least_loaded"
-    """That with fewest tokens of context in progress, anew in every turn."""
+    """The engine with fewest tokens of context in progress, anew in every turn."""
     STICKY = "sticky"
-    """That with fewest open rollouts; later turns wait for it."""
+    """The engine with fewest open rollouts; later turns wait for it."""
     HASH = "hash"
-    """That which a consistent hash of the rollout names; every turn waits for it, whatever its load."""
+    """The engine that a consistent hash of the rollout names; every turn waits for it, whatever its load."""
     CACHE_AWARE = "cache_aware"
-    """That with fewest tokens to prefill, expected in no cache there, and tokens of context in progress, together."""
+    """The engine with the least sum of tokens to prefill, sixteen times each, and tokens of context in progress."""
 
 
 class DiscardReason(StrEnum):

@@ -5,8 +5,8 @@ on* after a turn. ``begin`` is asked while some engine has a free slot. The engi
 for it, first come first served. An engine that leaves gives back the rollouts that wait for it, and these begin again.
 
 Nobody waits for ever. A rollout that waits for an engine starts when as many turns have ended there as rollouts waited
-before it; those have slots and end. A rollout that no engine is named for is asked again when a slot is free, and an
-engine without rollouts is always named.
+before it; those have slots and end. A rollout that no engine is named for is asked again when a slot is free; an engine
+that gives slots and has no rollouts is named.
 
 ``most_free`` needs no router, nor do rollouts with one turn, except under ``hash``: ``EngineSlots`` has the answer.
 """

@@ -376,13 +376,13 @@ def speculation_plan(
 ) -> SpeculationPlan:
     """Return the comparison of engines that draft with such that do not; ``gain``: as simulated."""
     gains_B = gains_by_batch(candidate, speculation, screener)
-    losses = np.flatnonzero(gains_B < 1) + 1
+    batches = len(gains_B) - np.argmax(gains_B[::-1] >= 1) if (gains_B >= 1).any() else 0  # up to the last that gains
     every, faster = best_refresh(candidate, speculation, screener) if speculation.decay < 1 else (None, None)
     return SpeculationPlan(
         speculation=speculation,
         gain=gain,
         tokens_per_step=1 / speculation.law(candidate.config.optimizer_steps).mean_steps,
-        loses_from=int(losses[0]) if losses.size else None,
+        loses_from=int(batches) + 1 if batches < len(gains_B) else None,
         tail_gain=float(gains_B[0]),
         refresh_every=every,
         refresh_gain=faster,

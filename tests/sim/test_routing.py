@@ -129,6 +129,10 @@ def test_the_cached_share_is_that_of_all_tokens_at_the_starts_of_turns():
     keys = {"batch": 1, "slots": 1, "length": fixed(10), "prompt_tokens": 20}
     assert play(4, **keys, environment=turns).cluster.measured().cached_share == pytest.approx(30 / 70)
     assert play(4, **keys, environment=turns | {"prefix_cache": "off"}).cluster.measured().cached_share == 0.0
+    # Prefilled elsewhere: found there, where the engine had the cache of the first turn.
+    apart = {"engines": 2, "generation": {"prefill": 1, "decode": 1}}
+    shares = [play(4, **keys, **apart, environment=turns | {"prefix_cache": one}).cluster for one in ("kept", "off")]
+    assert [one.measured().cached_share for one in shares] == pytest.approx([20 / 70, 0.0])
     assert play(4, **keys).cluster.measured().cached_share is None
 
 

@@ -47,7 +47,7 @@ def test_turns_go_first_come_first_served_and_another_job_pays_the_switch() -> N
         def ends(_: Wake) -> None:
             if then:
                 shared.ask(job, lambda: trains(then, 1.0))
-            shared.release()
+            shared.release(job.split(maxsplit=1)[0])
 
         Wake(clock, round(seconds * TICKS_PER_S), CLUSTER_PRIORITY, 0, ends)
 
@@ -72,6 +72,18 @@ def test_jobs_that_always_train_get_half_each() -> None:
     report = share({"a": run(*SLOW), "b": run(*SLOW, "seed=1")}, switch_s=0.0)
     alone_s = sum(job.alone.duration_s for job in report.jobs)
     assert max(job.together.duration_s for job in report.jobs) == pytest.approx(alone_s, rel=0.05)
+
+
+def test_a_publication_that_comes_late_waits_for_the_accelerators() -> None:
+    """Weights take longer to arrive than a batch to come: they are published while another job trains, or after it.
+
+    ``SharedTrainer.release`` asserts that a job gives back its own turn.
+    """
+    slow_weights = "hardware.weights={ publish_s = 1.0, transfer_s = 6.0, pause_s = 0.1 }"
+    report = share({"a": run(slow_weights), "b": run(*SLOW)}, switch_s=0.0)
+    last_s = max(job.together.duration_s for job in report.jobs)
+    busy_s = sum(job.together.seconds.training + job.together.seconds.publishing for job in report.jobs)
+    assert busy_s <= last_s
 
 
 @pytest.mark.parametrize("switch_s", [0.0, 3.0])

@@ -63,7 +63,7 @@ class Played(Keeping):
 
 def play(
     steps, *, batch, slots, length, engines=1, group_size=1, prompt_tokens=0, success_rate=0.5, hardware=None, seed=0,
-    environment=None, fleet=None, faults=None, make=ClosedFormEngine, **scheduler,
+    environment=None, fleet=None, faults=None, generation=None, make=ClosedFormEngine, **scheduler,
 ):  # fmt: skip
     """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both.
 
@@ -84,6 +84,8 @@ def play(
     }
     if environment is not None:
         tables["environment"] = environment
+    if generation is not None:
+        tables["generation"] = generation
     if fleet is not None:
         tables["fleet"] = fleet
     if faults is not None:

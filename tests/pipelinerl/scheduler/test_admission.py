@@ -33,15 +33,17 @@ def test_a_limit_of_one_rises_too() -> None:
     one = control(slots=4)
     assert one.limits[0] == 1
     assert [one.reported(0, 0.0, 0) for _ in range(4)] == [2, 3, 4, 4]
+    assert one.reported(0, 0.95, 1) == 1
+    assert [one.reported(0, 0.0, 0) for _ in range(2)] == [2, 3]  # what one sequence used tells nothing of others
 
 
 def test_the_limit_falls_at_once_where_sequences_have_grown() -> None:
-    """The mean of 0.01 a sequence and, with weight 1 / 16, 0.05 is 0.0125."""
+    """The mean of 0.01 a sequence and, with weight 1 / 50, 0.05 is 0.0108: 0.5 / 0.0108 = 46.3."""
     one = control(soft=0.5)
     for _ in range(64):
         one.reported(0, 0.16, 16)
     assert one.limits[0] == 50
-    assert one.reported(0, 0.8, 16) == 40
+    assert one.reported(0, 0.8, 16) == 46
 
 
 def test_from_the_hard_share_on_nothing_starts() -> None:
