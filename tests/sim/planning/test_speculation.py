@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from refusals import message
 from tiny_plan import planned
@@ -16,6 +17,7 @@ from pipelinerl.hardware.costs import tokens_per_step
 from pipelinerl.pages.plans import plan_page, speculation_answer
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.run_folder import PLAN_FILE
+from sim.planning import answer
 from sim.planning.answer import best_refresh, gains_by_batch, speculating, speculation_plan
 from sim.planning.screen import Screener, own_candidate
 from sim.planning.simulate import Job
@@ -56,6 +58,19 @@ def test_drafts_lose_from_where_verification_costs_more_than_its_tokens():
     assert plan.tokens_per_step == pytest.approx(tokens)
     off = THREE.model_copy(update={"off_above": 2})
     assert speculation_plan(candidate, off, screener, gain=1.0).loses_from == math.ceil(flip)
+
+
+@pytest.mark.parametrize(
+    ("gains", "loses_from"),
+    [([1.08, 0.96, 0.97, 1.14, 2.15], None), ([1.1, 0.9, 1.2, 0.8, 0.9], 4), ([0.9, 0.9], 1)],
+)
+def test_small_batches_that_read_more_experts_are_not_where_drafts_begin_to_lose(
+    monkeypatch: pytest.MonkeyPatch, gains: list[float], loses_from: int | None
+) -> None:
+    """From that batch on every larger one loses."""
+    candidate, screener = searched(run_of())
+    monkeypatch.setattr(answer, "gains_by_batch", lambda *_: np.array(gains))
+    assert speculation_plan(candidate, THREE, screener, gain=1.0).loses_from == loses_from
 
 
 def test_drafts_that_cost_nothing_lose_nowhere_and_useless_ones_everywhere():
