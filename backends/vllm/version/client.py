@@ -283,7 +283,8 @@ class Client:
             decode_steps=self._steps.take(),
             seconds=seconds,
             cached_tokens=output.num_cached_tokens,
-            kv_cache_share=None if self._kv_cache is None else self._kv_cache.take(),
+            # An evaluation's answer, of a negative id, must not take the report of a preemption.
+            kv_cache_share=self._kv_cache.take() if self._kv_cache is not None and request.rollout_id >= 0 else None,
         )
 
     def so_far(self, rollout_id: int) -> Generated | None:

@@ -65,6 +65,8 @@ def test_answers_carry_the_room_in_the_kv_cache(subject: Subject, run: Any) -> N
     blocks = [one.kv_cache_share * (cache.num_gpu_blocks - 1) for one in some]
     assert all(abs(one - round(one)) < 1e-3 and round(one) in range(0, 2 * OFF_ABOVE + 1, 2) for one in blocks)
     assert run(answers(subject.engine, 1, 5, temperature=1.0))[0].kv_cache_share == pytest.approx(0.0, abs=1e-9)
+    of_an_evaluation = GenerateRequest(-1, PROMPT, 5, seed=0, temperature=1.0)
+    assert run(subject.engine.generate(of_an_evaluation)).kv_cache_share is None
 
 
 def test_nothing_is_drafted_in_larger_batches(subject: Subject, run: Any) -> None:
