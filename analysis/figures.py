@@ -588,7 +588,7 @@ def speedup_by_scenario(comparison: ComparisonReport) -> Chart:
             series.append(Series(label=name, mark=Mark.POINTS, x=x, y=y, color=style.color, marker=style.marker))
     return Chart(
         title="Speed-up by scenario",
-        caption=f"Trained tokens/s divided by those of {comparison.baseline}; above 1 is faster.",
+        caption=f"Trained tokens/s over the baseline, {comparison.baseline}; above 1 is faster.",
         x=Axis(label="speed-up", unit="ratio of trained tokens/s"),
         y=Axis(label="", rows=[scenario.name for scenario in scenarios]),
         series=series,

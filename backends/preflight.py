@@ -69,8 +69,8 @@ def evaluation_task_config(train: TrainConfig) -> TaskConfig:
 def evaluation_task(config: RunConfig, task: Task | None) -> Task | None:
     """Return the training task with the settings of ``train.evaluation``; None for runs with environments.
 
-    Raises ConfigError if it has fewer held-out problems than are asked for, it cannot be made, or its answers would be
-    longer than those of training.
+    Raises ConfigError if it has fewer held-out problems than are asked for, it cannot be made, or evaluation
+    allows longer answers than training.
     """
     train = config.train_table
     if train.evaluation.every is not None and not train.evaluation.problems:

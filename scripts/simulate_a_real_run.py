@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipelinerl.calibration.calibrate import calibrate_trace
 from pipelinerl.calibration.solve import HardwareFit
+from pipelinerl.config.engine import as_measured
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
@@ -59,7 +60,7 @@ def simulated(folder: Path, fit: HardwareFit) -> RunReport:
         data = trace.config.model_dump(mode="json", exclude_none=True)
         data["hardware"] = fit.table
         if fit.acceptance is not None and "speculation" in data.get("engine", {}):
-            data["engine"]["speculation"] |= {"acceptance": fit.acceptance, "decay": 1.0}
+            data["engine"]["speculation"] |= as_measured(fit.acceptance)
         length = {"kind": "empirical", "source": str(source), "max": trace.config.workload.length.max}
         data["workload"] = data["workload"] | {"length": length}
         return simulate(RunConfig.model_validate(data, strict=False))

@@ -211,7 +211,7 @@ class StepMetrics:
             self._decode_steps[size] = self._decode_steps.get(size, DecodeSteps()) + some
 
     def began_turn(self, tokens: int, cached: int) -> None:
-        """Add the tokens that a turn began with, and those of them that were in a KV cache (counts)."""
+        """Add the context of a turn that begins, and the part of it that a KV cache held (tokens)."""
         self._num_read += tokens
         self._num_cached += cached
 

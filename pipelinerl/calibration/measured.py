@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_table, calibrate_trace, doubts
 from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
-from pipelinerl.config.engine import EngineConfig
-from pipelinerl.config.run import RunConfig, load_run, measured_acceptance, read_hardware
+from pipelinerl.config.engine import EngineConfig, as_measured
+from pipelinerl.config.run import RunConfig, load_run, read_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
@@ -73,8 +73,8 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
             "--measured must be a folder of `measure` or `train --check`, a step_times.csv, or a hardware.toml, got "
             f"{source}"
         )
-    config = _with_hardware(config, read_hardware(file, "--measured"), file)
-    return _with_acceptance(config, measured_acceptance(file, "--measured")), measured
+    hardware, acceptance = read_hardware(file, "--measured")
+    return _with_acceptance(_with_hardware(config, hardware, file), acceptance), measured
 
 
 def _of_an_engine(table: Mapping[str, Any], config: RunConfig, folder: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
 def _with_acceptance(config: RunConfig, acceptance: float | None) -> RunConfig:
     if acceptance is None or config.speculation is None:
         return config
-    speculation = config.speculation.model_copy(update={"acceptance": acceptance, "decay": 1.0})
+    speculation = config.speculation.model_copy(update=as_measured(acceptance))
     return config.model_copy(update={"engine": EngineConfig(speculation=speculation)})
 
 

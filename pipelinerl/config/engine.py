@@ -28,8 +28,7 @@ class SpeculationConfig(StrictModel):
     refresh_s: Seconds = 0.0
     """Simulated: time of the trainer for a refresh (s)."""
     draft_cost: float = Field(default=0.0, ge=0, le=1)
-    """Simulated: time to draft a token for the whole batch, over that of a decode step without speculation (no
-    unit)."""
+    """Simulated: time to draft one token for the whole batch / time of a plain decode step (no unit)."""
     off_above: Count | None = None
     """Sequences in the batch above which nothing is drafted (count). None: always drafted."""
     model: str | None = None
@@ -70,6 +69,11 @@ class SpeculationConfig(StrictModel):
         if self.refresh_s and self.refresh_every is None:
             raise ValueError(f"refresh_every is missing; refresh_s={self.refresh_s:g} needs it")
         return self
+
+
+def as_measured(acceptance: float) -> dict[str, float]:
+    """Return the keys of the mean acceptance of a run, which has the decay in it."""
+    return {"acceptance": acceptance, "decay": 1.0}
 
 
 class EngineConfig(StrictModel):

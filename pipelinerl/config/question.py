@@ -142,7 +142,7 @@ def ask(
     if growth is not None:  # the longest answer is that of the whole run
         given[OPTIONS["mean_length"]] = max(growth)
     if hardware is not None:
-        given |= flat({"hardware": read_hardware(hardware, "--hardware")})
+        given |= flat({"hardware": read_hardware(hardware, "--hardware")[0]})
     assumed = () if run is not None else _assumed(given)
     base = read_toml(run, "run file") if run is not None else FIXED
     for one in assumed:

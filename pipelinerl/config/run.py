@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from pipelinerl.config.engine import EngineConfig, GenerationConfig, SpeculationConfig
+from pipelinerl.config.engine import EngineConfig, GenerationConfig, SpeculationConfig, as_measured
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.fleet import FleetConfig, Hours, SpotOffer
@@ -738,18 +738,17 @@ def load_run(
     return config.model_copy(update={"compare": _with_absolute_paths(config.compare, path.parent)})
 
 
-def read_hardware(path: Path, option: str) -> dict[str, Any]:
-    """Return ``[hardware]`` of a file, paths absolute; ConfigError, naming ``option``, if there is no valid one."""
-    table = read_toml(path, option).get("hardware")
+def read_hardware(path: Path, option: str) -> tuple[dict[str, Any], float | None]:
+    """Return ``[hardware]`` of a file, paths absolute, and the mean acceptance of a run that `calibrate` has written.
+
+    None: there is no acceptance. ConfigError, naming ``option``, if there is no valid table.
+    """
+    tables = read_toml(path, option)
+    table = tables.get("hardware")
     if not isinstance(table, dict):
         raise ConfigError(f"{option} {path} must hold a table [hardware], as `calibrate` writes it")
     make_paths_absolute({"hardware": table}, path.parent)
-    return table
-
-
-def measured_acceptance(path: Path, option: str) -> Any:
-    """Return the mean acceptance of a run, decay included, that `calibrate` has written; None: it has none."""
-    return flat(read_toml(path, option)).get("engine.speculation.acceptance")
+    return table, flat(tables).get("engine.speculation.acceptance")
 
 
 def completed(
@@ -766,10 +765,10 @@ def completed(
     """
     data = dict(tables) if seed is None else {**tables, "seed": seed}
     if hardware is not None:
-        data["hardware"] = read_hardware(hardware, "--hardware")
-        measured, engine = measured_acceptance(hardware, "--hardware"), data.get("engine")
+        data["hardware"], measured = read_hardware(hardware, "--hardware")
+        engine = data.get("engine")
         if measured is not None and isinstance(engine, dict) and isinstance(given := engine.get("speculation"), dict):
-            data["engine"] = {**engine, "speculation": {**given, "acceptance": measured, "decay": 1.0}}
+            data["engine"] = {**engine, "speculation": given | as_measured(measured)}
     data = with_overrides(data, overrides)
     make_paths_absolute(data, folder)
     return data

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import played_again
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,26 +33,12 @@ from sim.run import simulate
 from sim.workload import read_source
 
 FILES = Path(__file__).parents[1] / "data" / "traces"
-RUN: dict[str, Any] = {
+OTHER: dict[str, Any] = {
     "optimizer_steps": 4,
-    "cluster": {"accelerators": 4, "generation_accelerators": 2},
-    "scheduler": {"kind": "conventional", "train_batch_size": 16, "generation_batch_size": 12},
-    "workload": {
-        "group_size": 4,
-        "prompt_tokens": 700,
-        "length": {"kind": "lognormal", "mean": 40, "cv": 0.8, "max": 200},
-    },
-    "hardware": {
-        "decode": {"kind": "affine", "step_s": 0.1},
-        "training": {"token_s": 3e-4, "step_s": 0.3},
-        "latency": {"reward_s": 0.2, "report_s": 0.05},
-    },
+    "scheduler": played_again.RUN["scheduler"] | {"kind": "conventional"},
+    "workload": played_again.RUN["workload"] | {"prompt_tokens": 700},
 }
-TURNS = {
-    "kind": "lognormal", "mean": 3, "cv": 0.6, "max": 9, "observation_tokens": 20, "observation_cv": 1.0,
-    "observation_max": 200, "context_max": 4000,
-}  # fmt: skip
-IN_TURNS = {**RUN, "environment": {"count": 40, "reset_s": 1.0, "step_s": 2.0, "step_cv": 1.0, "turns": TURNS}}
+RUN, IN_TURNS = played_again.RUN | OTHER, played_again.IN_TURNS | OTHER
 
 
 def content(one: RecordedEpisode) -> tuple[Any, ...]:

@@ -69,6 +69,15 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path, bas
     assert simulate(config_with("seed=1", base=base)).weights_sha256 != summary.weights_sha256
 
 
+def learned_with(make, config):
+    """The events and commands of a run with these engines, and the weights at its end."""
+    recorded = Recorded()
+    with one_thread():
+        learner = Learner(config)
+        SimulatedCluster(config, engine_factory=make, policy=learner).run(recorded)
+    return recorded.entries, learner.fingerprint()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("small_cache", [False, True])
 @pytest.mark.parametrize(
@@ -82,15 +91,9 @@ def test_engines_in_closed_form_and_step_by_step_learn_the_same(base, update, sm
     """Also where the KV cache is so small that rollouts are preempted and start over."""
     limit = [f"hardware.kv_cache_tokens={120 if base is TURNS else 80}"] if small_cache else []
     config = config_with(f"scheduler.weight_update={update}", *limit, "optimizer_steps=4", base=base)
-    seen = []
-    for make in (ClosedFormEngine, StepByStepEngine):
-        recorded = Recorded()
-        with one_thread():
-            learner = Learner(config)
-            SimulatedCluster(config, engine_factory=make, policy=learner).run(recorded)
-        seen.append((recorded.entries, learner.fingerprint()))
-    assert seen[0] == seen[1]
-    versions = [len(event.spans.versions) for _, event in seen[0][0] if isinstance(event, RolloutFinished)]
+    closed, step_by_step = (learned_with(make, config) for make in (ClosedFormEngine, StepByStepEngine))
+    assert closed == step_by_step
+    versions = [len(event.spans.versions) for _, event in closed[0] if isinstance(event, RolloutFinished)]
     assert (max(versions) > (2 if base is TURNS else 1)) == (update != "wait")
 
 
@@ -101,14 +104,8 @@ def test_engines_that_draft_learn_the_same_in_closed_form_and_step_by_step(tmp_p
     """Tokens are the policy's own: at lag 0 engine and trainer agree as without drafts, to rounding."""
     drafts = "engine.speculation={method='ngram', tokens=2, acceptance=0.6, decay=0.8, refresh_every=2, off_above=6}"
     config = config_with(f"scheduler.weight_update={update}", drafts, "optimizer_steps=4", base=base)
-    seen = []
-    for make in (ClosedFormEngine, StepByStepEngine):
-        recorded = Recorded()
-        with one_thread():
-            learner = Learner(config)
-            SimulatedCluster(config, engine_factory=make, policy=learner).run(recorded)
-        seen.append((recorded.entries, learner.fingerprint()))
-    assert seen[0] == seen[1]
+    closed, step_by_step = (learned_with(make, config) for make in (ClosedFormEngine, StepByStepEngine))
+    assert closed == step_by_step
     summary = learned(config, tmp_path / "run")
     assert summary.tokens_per_step > 1
     assert abs(summary.mismatch.kl_at_lag_0) < 1e-9
