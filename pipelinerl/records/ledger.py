@@ -125,7 +125,7 @@ class RunLedger:
                 self._engine_rollouts[event.engine] = 0
                 self._busy_since_s[event.engine] = self._busy_s[event.engine] = 0.0
             case events.EngineLeaving():
-                self.fleet.leaving.add(event.engine)
+                self.fleet.begins_to_leave(time_s, event.engine)
             case events.EngineLeft():
                 self.fleet.left(time_s, event, busy_s=self._busy_s.pop(event.engine))
                 del self._engine_rollouts[event.engine], self._busy_since_s[event.engine]
@@ -385,12 +385,17 @@ class FleetLedger:
         self._gone_s = 0.0
         self._num_joined = self._num_left = 0
         self._lost_tokens: int | None = 0
-        self._num_first, self._there = num_engines, PointsInTime()
+        self._num_first, self._taking = num_engines, PointsInTime()
 
     def joined(self, time_s: float, engine: int) -> None:
         """Record an engine that joins."""
         self._since_s[engine] = time_s
         self._num_joined += 1
+        self._moved(time_s)
+
+    def begins_to_leave(self, time_s: float, engine: int) -> None:
+        """Record an engine that takes nothing more."""
+        self.leaving.add(engine)
         self._moved(time_s)
 
     def left(self, time_s: float, event: events.EngineLeft, *, busy_s: float) -> None:
@@ -401,22 +406,25 @@ class FleetLedger:
         self._num_left += 1
         if self._lost_tokens is not None:
             self._lost_tokens = None if event.lost_tokens is None else self._lost_tokens + event.lost_tokens
-        self._moved(time_s)
 
     def _moved(self, time_s: float) -> None:
-        if self._there.is_due():
-            self._there.add((time_s, len(self._since_s)))
+        if self._taking.is_due():
+            self._taking.add((time_s, self._num_taking))
 
     def there_s(self, duration_s: float) -> float:
         """Return the seconds that engines were there, added up."""
         return duration_s * len(self._since_s) - sum(self._since_s.values()) + self._gone_s
 
     def over_time(self, duration_s: float) -> EnginesOverTime | None:
-        """Return the number of engines over time; None if none has joined or left."""
+        """Return the engines that take rollouts over time; None if none has joined or left."""
         if not (self._num_joined or self._num_left):
             return None
-        there = [(0.0, self._num_first), *self._there.points, (duration_s, len(self._since_s))]
-        return EnginesOverTime(time_s=[one[0] for one in there], engines=[int(one[1]) for one in there])
+        taking = [(0.0, self._num_first), *self._taking.points, (duration_s, self._num_taking)]
+        return EnginesOverTime(time_s=[one[0] for one in taking], engines=[int(one[1]) for one in taking])
+
+    @property
+    def _num_taking(self) -> int:
+        return len(self._since_s) - len(self.leaving)
 
     def report(self, duration_s: float, steps: Sequence[StepRow]) -> reports.FleetReport | None:
         """Return the numbers of the run; None if no engine has joined or left."""

@@ -126,10 +126,10 @@ class TurnsProfile(Report):
 
 
 class EnginesOverTime(Report):
-    """Engines that are there, at up to 1024 points in time."""
+    """Engines that take rollouts, at up to 1024 points in time."""
 
     time_s: list[float]
-    """The start, times at which engines had joined or left, the end (s)."""
+    """The start, times at which engines had joined or began to leave, the end (s)."""
     engines: list[int]
     """Engines from then on (count)."""
 

@@ -392,6 +392,12 @@ def test_the_time_of_a_step_has_a_tail():
     assert fleet.step_s_p95 == pytest.approx(7.8)
 
 
+def test_an_engine_that_is_leaving_takes_nothing_more():
+    """Engine 1 of two is leaving from 2 s on and has left at 4 s."""
+    fleet = ledger_of(LOSS[:3], num_engines=2).figure_data().fleet
+    assert (fleet.time_s, fleet.engines) == ([0.0, 2.0, 4.0], [2, 1, 1])
+
+
 def test_engines_over_time_are_a_bounded_number_of_points(monkeypatch):
     """One engine joins each second: 1 + t after t seconds."""
     monkeypatch.setattr(pipelinerl.records.ledger, "MOST_POINTS", 8)
