@@ -221,8 +221,6 @@ def page_rows():
         numbers = " | ".join(f"{cell:.4g}" for cell in cells)
         usd = "–" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
         rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.watts:g} | {usd} |")
-    for (model_name, system, size), errors in kernel_errors().items():
-        rows.append(f"| {model_name}, {system.removesuffix('_sxm').upper()}, TP {size} | {percent(errors)} |")
     rows.append(f"| all kernel points | {percent(np.concatenate(list(kernel_errors().values())))} |")
     for gpu_name, errors in pretraining_errors().items():
         rows.append(f"| pre-training on {gpu_name} | {percent(errors)} |")
