@@ -233,9 +233,9 @@ def page_rows():
     shown = ""
     for row, levels in own_steps():
         measured = f"{float(row['step_ms']):.3g} ({float(row['least_ms']):.3g}–{float(row['most_ms']):.3g})"
-        shares = [f"{100 * (level / float(row['step_ms']) - 1):+.0f} %" for level in levels[:2]]
+        error = f"{100 * (levels[1] / float(row['step_ms']) - 1):+.0f} %"
         name, shown = "" if row["model"] == shown else f" {row['model']}", row["model"]
-        rows.append(f"|{name} | {row['batch']}, {row['ctx']} | {measured} | {' | '.join(shares)} |")
+        rows.append(f"|{name} | {row['batch']}, {row['ctx']} | {measured} | {error} |")
     return rows
 
 
