@@ -37,7 +37,10 @@ PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_THEIR_OWN = ("train", "plan")
 """Tables of the run file that other pages show."""
-SAME = {"policy.loss": "As `train.loss`, without `kl_coefficient`, `teacher`, `value_coefficient`."}
+SAME = {
+    "policy.loss": "As `train.loss`, without `kl_coefficient`, `teacher`, `value_coefficient`.",
+    "plan.speculate": "As `engine.speculation`.",
+}
 """Tables of the run file with keys that another table shows."""
 ELSEWHERE: dict[type[BaseModel], str] = {
     RunReport: "summary.json",

@@ -318,17 +318,16 @@ def _rows(report: ValidationReport, published: Published) -> Iterator[str]:
         run = published[one.id]
         anchor = ", ".join(part for part in (run.source or run.system, run.hw, run.engine) if part)
         groups.setdefault((run.date or "undated", anchor), []).append(one)
-    yield "| run | measured | predicted | 80 % band | error | alone |"
-    yield "|---|---|---|---|---|---|"
+    yield "| run | measured | predicted (80 % band) | error | alone |"
+    yield "|---|---|---|---|---|"
     for (date, anchor), rows in sorted(groups.items()):
-        inside, alone = _scored(rows)
-        scores = f": {inside}{f'; alone {alone}' if alone else ''}" if inside and len(rows) > 1 else ""
-        yield f"| **{date}: {anchor}**{scores} |"
+        yield f"| **{date}: {anchor}** |"
         for one in rows:
             name, unit, measured, predicted, band, error, of_alone, *_ = validation_cells(one)
             shown = measured if unit == "s/step" else f"{measured} {unit}"
+            banded = f"{predicted} ({band})" if band else predicted
             far = "" if one.alone is None else f" ({one.alone / one.measured - 1:+.0%})"
-            yield f"| {name} | {shown} | {predicted} | {band} | {error} | {of_alone}{far} |"
+            yield f"| {name} | {shown} | {banded} | {error} | {of_alone}{far} |"
     yield ""
     yield from _filled("Not usable: " + ", ".join(f"`{one.id}`" for one in report.unusable) + ".").splitlines()
 

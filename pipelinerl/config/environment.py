@@ -84,9 +84,9 @@ class EnvironmentConfig(StrictModel):
     failure_rate: float = Field(default=0.0, ge=0, lt=1)
     """Probability that a reset or a step fails at its end (no unit)."""
     reset_hang_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Simulated: probability that a reset hangs until its time-out (no unit)."""
+    """Simulated: probability that it hangs until its time-out (no unit)."""
     step_hang_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Simulated: probability that a step hangs until its time-out (no unit)."""
+    """Simulated: probability that it hangs until its time-out (no unit)."""
     retries: int = Field(default=0, ge=0, le=100)
     """Times that a failed reset is repeated before its rollout fails; simulated: a step, too (count)."""
     lifetime_s: PositiveSeconds | None = None

@@ -30,7 +30,7 @@ class FleetGroupConfig(StrictModel):
     price_per_hour: float | None = Field(default=None, gt=0)
     """Price of a GPU-hour (USD). None: the price in ``[price]``; with ``gpu`` no price is known."""
     mtbf_hours: Hours | None = None
-    """Mean time between failures of an accelerator, without notice (hours). None: never."""
+    """Mean time between failures of an accelerator (hours). None: never."""
     repair_s: Seconds = 600.0
     """From a failure until the machine is back (s)."""
     reclaim_hours: Hours | None = None

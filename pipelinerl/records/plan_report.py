@@ -494,8 +494,7 @@ class PlanReport(Report):
     """Seconds charged for the recommendation, by stage, at central values: of a decode step, an optimizer step, a
     weight update, an RL step."""
     phases: PhasesReport | None = None
-    """When to switch plans as answers grow, the same in every phase's plan. Absent if they do not grow, or no plan is
-    known to keep to the limits in the whole run."""
+    """When to switch plans as answers grow. Absent if they do not, or no plan keeps to the limits in the whole run."""
     fleet: FleetPlan | None = None
     """Fleets compared. Absent unless ``plan.spot``, ``plan.mtbf_hours`` or ``plan.lend_switch_s`` asks."""
     speculation: SpeculationPlan | None = None

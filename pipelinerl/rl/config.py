@@ -59,8 +59,7 @@ class LossConfig(StrictModel):
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the initial model. 0: no reference model."""
     teacher: str | None = None
-    """Model (folder or id) whose log-probabilities take the place of the reward: on-policy distillation. Its tokens are
-    the model's. None: the reward."""
+    """Model (folder or id), with the same tokens, whose log-probabilities replace the reward. None: the reward."""
     value_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the value head's squared error. 0: no value head, leave-one-out baseline."""
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def test_a_stale_table_is_named_and_made_anew(tmp_path):
     assert doc_tables(tmp_path) == (0, "docs/planning.md: written\n")
     assert doc_tables(tmp_path, "--check") == (0, "")
     assert page.read_text() == right
+
+
+def test_every_key_of_every_report_has_a_meaning():
+    """Also of reports without a table here: the Python page of the site shows the meanings."""
+    script = runpy.run_path(str(ROOT / "scripts" / "doc_tables.py"))
+    assert all(len(script["table_of"](name)) > 3 for name in script["REPORTS"])
 
 
 def test_keys_of_the_examples_are_in_the_table():

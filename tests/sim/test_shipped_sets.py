@@ -141,7 +141,7 @@ BESIDE_LOG_NORMAL = {
     "areal_deepscaler": (12000, 1.79, 1.70, 1.60),
     "areal_nemotron": (12000, 1.51, 1.12, 1.14),
 }
-"""As docs/validation.md has them."""
+"""docs/measurements/validation.md has their ranges."""
 
 
 def longest_in_batch(name: str, prompts: int) -> float:

@@ -221,8 +221,6 @@ def page_rows():
         numbers = " | ".join(f"{cell:.4g}" for cell in cells)
         usd = "–" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
         rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.watts:g} | {usd} |")
-    for (model_name, system, size), errors in kernel_errors().items():
-        rows.append(f"| {model_name}, {system.removesuffix('_sxm').upper()}, TP {size} | {percent(errors)} |")
     rows.append(f"| all kernel points | {percent(np.concatenate(list(kernel_errors().values())))} |")
     for gpu_name, errors in pretraining_errors().items():
         rows.append(f"| pre-training on {gpu_name} | {percent(errors)} |")
@@ -235,9 +233,9 @@ def page_rows():
     shown = ""
     for row, levels in own_steps():
         measured = f"{float(row['step_ms']):.3g} ({float(row['least_ms']):.3g}–{float(row['most_ms']):.3g})"
-        shares = [f"{100 * (level / float(row['step_ms']) - 1):+.0f} %" for level in levels[:2]]
+        error = f"{100 * (levels[1] / float(row['step_ms']) - 1):+.0f} %"
         name, shown = "" if row["model"] == shown else f" {row['model']}", row["model"]
-        rows.append(f"|{name} | {row['batch']}, {row['ctx']} | {measured} | {' | '.join(shares)} |")
+        rows.append(f"|{name} | {row['batch']}, {row['ctx']} | {measured} | {error} |")
     return rows
 
 
