@@ -45,14 +45,13 @@ class Clock(simpy.Environment):
     def run_until(self, done: Event) -> None:
         """Run until an event has happened or nothing is left, as ``run``, where no event fails: without its calls."""
         queue = self._queue
-        while done.callbacks is not None:
-            try:
-                self._now, _, _, event = heappop(queue)
-            except IndexError:
-                return
+        while queue:
+            self._now, _, _, event = heappop(queue)
             callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment] # as in SimPy
             for callback in callbacks:
                 callback(event)
+            if event is done:
+                return
 
 
 class Wake(Event):

@@ -342,6 +342,46 @@ class GroupCache:
 class SimulatedCluster:
     """One simulated run."""
 
+    __slots__ = (
+        "_aborted",
+        "_aborting",
+        "_clock",
+        "_config",
+        "_delays",
+        "_done",
+        "_drafting",
+        "_drawn",
+        "_engines",
+        "_environments",
+        "_failure",
+        "_faults",
+        "_fleet",
+        "_generating",
+        "_group_size",
+        "_growth",
+        "_interrupted",
+        "_longest",
+        "_now",
+        "_now_s",
+        "_policy",
+        "_prefill",
+        "_publish_ticks",
+        "_recorder",
+        "_rewards",
+        "_scheduler",
+        "_scoring",
+        "_stall_watch",
+        "_start_rollout",
+        "_stop",
+        "_to_training_ticks",
+        "_tokens",
+        "_trainer",
+        "_training",
+        "_transfer_ticks",
+        "_worked_until_s",
+        "rollout_finished",
+    )
+
     def __init__(
         self,
         config: RunConfig,
@@ -621,9 +661,9 @@ class SimulatedCluster:
 
     def deliver(self, event: Event) -> None:
         """Report an event and carry out the answer."""
-        now = self._clock.now
+        now = self._clock._now  # noqa: SLF001 - these two as now and to_seconds(now), without calls per rollout
         if now != self._now:
-            self._now, self._now_s = now, now / TICKS_PER_S  # to_seconds(now), without a call per rollout
+            self._now, self._now_s = now, now / TICKS_PER_S
         recorder, now_s, start_rollout = self._recorder, self._now_s, self._start_rollout
         recorder.event(now_s, event)
         for command in self._scheduler.handle(event):

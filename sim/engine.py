@@ -77,12 +77,12 @@ class DecodeBatch:
         "_before_join",
         "_context_ticks",
         "_finish_steps",
-        "_finishing",
+        "_num_joined",
         "_num_slots",
         "capacity",
         "context_tokens",
         "prefill_ticks",
-        "requests",
+        "running",
         "step",
         "tick",
     )
@@ -96,10 +96,10 @@ class DecodeBatch:
         self.step = 0  # decode steps done
         self.context_tokens = 0  # in the KV cache
         self.prefill_ticks = 0  # charged to the next step
-        self.requests: dict[int, Request] = {}  # by rollout, in order of admission
-        self._finishing: list[Request] = []  # in the order in which they will have all their tokens, then of admission
+        self.running: list[Request] = []  # in the order in which they will have all their tokens, then of admission
         self._finish_steps: list[int] = []  # the step at which each of them has
-        self._before_join = (0, 0, 0, 0)  # tick, step, context and prefill
+        self._num_joined = 0
+        self._before_join: tuple[int, int, int, int, Request]  # tick, step, context and prefill; the one that joined
 
     # ---------------------------------------------------------------------------------------- requests
 
@@ -108,36 +108,73 @@ class DecodeBatch:
 
         ``prefill_ticks`` are charged to the next step; ``steps`` are fewer than to ``next_change()``.
         """
-        requests = self.requests
         step, context_tokens = self.step, self.context_tokens
         if steps:
-            self._before_join = (self.tick, step, context_tokens, self.prefill_ticks)
+            self._before_join = (self.tick, step, context_tokens, self.prefill_ticks, request)
             self.tick = tick
             self.step = step = step + steps
-            context_tokens += steps * len(requests)
+            context_tokens += steps * len(self.running)
             self.prefill_ticks = prefill_ticks
         else:
             self.prefill_ticks += prefill_ticks
         self.context_tokens = context_tokens + request.tokens_to_prefill
         request.start_step = step
-        requests[request.rollout_id] = request
+        request.place = self._num_joined = self._num_joined + 1
         finish_step, finish_steps = step + request.num_left, self._finish_steps
         place = bisect_right(finish_steps, finish_step)
         finish_steps.insert(place, finish_step)
-        self._finishing.insert(place, request)
+        self.running.insert(place, request)
+
+    def join_ahead(self, request: Request, prefill_ticks: int, arrival: int, until: int) -> tuple[bool, int, int]:
+        """Add a request at the first boundary after its arrival if that is not after ``until``, and as in ``join``.
+
+        Return whether it was added, and steps to, and tick of, the next change; or else that boundary, if it comes
+        first. As ``TimedBatch.join_ahead``, without calls: this comes once per rollout.
+        """
+        context_ticks, finish_steps, running = self._context_ticks, self._finish_steps, self.running
+        context, old_step, start, size = self.context_tokens, self.step, self.tick + self.prefill_ticks, len(running)
+        steps, ticks = 1, self._batch_ticks[size] + context_ticks * context
+        at = start + ticks
+        if at <= arrival:
+            steps, at = 2, at + ticks + context_ticks * size
+            if at <= arrival:
+                steps, at, _ = self.first_boundary_after(arrival)
+        step, used, capacity = old_step + steps, context + steps * size + size, self.capacity
+        if step >= finish_steps[0] or used > capacity:
+            return False, *self.next_change()
+        used += request.tokens_to_prefill + 1
+        if until < at or used > capacity or size == self._num_slots:
+            return False, steps, at
+        self._before_join = (self.tick, old_step, context, self.prefill_ticks, request)
+        size += 1
+        self.tick, self.step, self.prefill_ticks, request.start_step = at, step, prefill_ticks, step
+        self.context_tokens = context = used - size
+        request.place = self._num_joined = self._num_joined + 1
+        finish_step = step + request.num_left
+        place = bisect_right(finish_steps, finish_step)
+        finish_steps.insert(place, finish_step)
+        running.insert(place, request)
+        steps = finish_steps[0] - step
+        if context + steps * size > capacity:
+            steps = (capacity - context) // size
+        read = steps * context + size * (steps * (steps - 1) // 2)
+        return True, steps, at + prefill_ticks + steps * self._batch_ticks[size] + context_ticks * read
 
     def leave(self, request: Request) -> None:
         """Remove a request that is unfinished."""
-        del self.requests[request.rollout_id]
         self.context_tokens -= self.cached_tokens(request)
         first = bisect_left(self._finish_steps, request.finish_step)
-        place = self._finishing.index(request, first)
-        del self._finish_steps[place], self._finishing[place]
+        place = self.running.index(request, first)
+        del self._finish_steps[place], self.running[place]
+
+    def admitted(self) -> list[Request]:
+        """Return the requests in order of admission."""
+        return sorted(self.running, key=attrgetter("place"))
 
     def lengths_changed(self) -> None:
         """Sort the requests again by when they finish."""
-        self._finishing = sorted(self.requests.values(), key=attrgetter("finish_step"))
-        self._finish_steps = [request.finish_step for request in self._finishing]
+        self.running = sorted(self.admitted(), key=attrgetter("finish_step"))
+        self._finish_steps = [request.finish_step for request in self.running]
 
     def cached_tokens(self, request: Request) -> int:
         """Return the tokens that a request of the batch has in the KV cache."""
@@ -145,21 +182,22 @@ class DecodeBatch:
 
     def fits(self, request: Request, after_steps: int = 0) -> bool:
         """Return whether one more request has a slot, and room for its tokens and one more step of everybody."""
-        size = len(self.requests)
+        size = len(self.running)
         used = self.context_tokens + after_steps * size + request.tokens_to_prefill
         return used + size + 1 <= self.capacity and size < self._num_slots
 
     def used_in(self, steps: int) -> int:
         """Return the tokens in the KV cache during the last of so many steps, room for its tokens included."""
-        return self.context_tokens + steps * len(self.requests)
+        return self.context_tokens + steps * len(self.running)
 
     def sample_with(self, version: int) -> None:
         """Have another version sample from this boundary on."""
 
     def undo_join(self) -> None:
         """Restore the state before the last call, which must have been a ``join`` after steps."""
-        self.leave(next(reversed(self.requests.values())))
-        self.tick, self.step, self.context_tokens, self.prefill_ticks = self._before_join
+        *before, request = self._before_join
+        self.leave(request)
+        self.tick, self.step, self.context_tokens, self.prefill_ticks = before
 
     def worked_ticks(self) -> int:
         """Return the ticks with steps, for ``TimedBatch``; not counted here."""
@@ -169,19 +207,17 @@ class DecodeBatch:
 
     def advance(self, steps: int, tick: int) -> list[Request]:
         """Make decode steps, the last of which ends at ``tick``; remove and return the requests that finish then."""
-        requests, finish_steps = self.requests, self._finish_steps
+        running, finish_steps = self.running, self._finish_steps
         self.tick = tick
         self.step = step = self.step + steps
         self.prefill_ticks = 0
-        context_tokens = self.context_tokens + steps * len(requests)
+        self.context_tokens += steps * len(running)
         finished = []
         while finish_steps and finish_steps[0] == step:
             del finish_steps[0]
-            request = self._finishing.pop(0)
-            del requests[request.rollout_id]
-            context_tokens -= request.prompt_tokens + request.length
+            request = running.pop(0)
+            self.context_tokens -= request.prompt_tokens + request.length
             finished.append(request)
-        self.context_tokens = context_tokens
         return finished
 
     def stand_still(self, until: int) -> None:
@@ -198,7 +234,7 @@ class DecodeBatch:
 
     def next_change(self) -> tuple[int, int]:
         """Return steps to, and tick of, the first boundary where a request finishes or the next step would not fit."""
-        context, size = self.context_tokens, len(self.requests)
+        context, size = self.context_tokens, len(self.running)
         steps = self._finish_steps[0] - self.step
         if context + steps * size > self.capacity:
             steps = (self.capacity - context) // size
@@ -211,13 +247,13 @@ class DecodeBatch:
         return (
             self.tick
             + self.prefill_ticks
-            + self._batch_ticks[len(self.requests)]
+            + self._batch_ticks[len(self.running)]
             + (self._context_ticks * self.context_tokens)
         )
 
     def first_boundary_after(self, tick: int) -> tuple[int, int, bool]:
         """Return steps to, and tick of, the first boundary after a tick, and if ``next_change()`` is later; O(1)."""
-        context, size, context_ticks = self.context_tokens, len(self.requests), self._context_ticks
+        context, size, context_ticks = self.context_tokens, len(self.running), self._context_ticks
         steps, start = 1, self.tick + self.prefill_ticks
         ticks = first = self._batch_ticks[size] + context_ticks * context
         rest = tick - start
@@ -262,6 +298,15 @@ class TimedBatch(DecodeBatch):
             self._prefilled_ticks += self.prefill_ticks
         super().join(request, prefill_ticks, steps, tick)
         self._count(request, -1)
+
+    def join_ahead(self, request: Request, prefill_ticks: int, arrival: int, until: int) -> tuple[bool, int, int]:
+        """Add a request at the first boundary after its arrival if that is not after ``until``, and as in ``join``."""
+        steps, at, before_change = self.first_boundary_after(arrival)
+        if before_change and (until < at or not self.fits(request, steps)):
+            return False, steps, at
+        if before_change:
+            self.join(request, prefill_ticks, steps, at)
+        return before_change, *self.next_change()
 
     def leave(self, request: Request) -> None:
         """Remove a request that is unfinished."""
@@ -328,7 +373,7 @@ class SpeculativeBatch(TimedBatch):
 
     def join(self, request: Request, prefill_ticks: int, steps: int = 0, tick: int = 0) -> None:
         """Add a request."""
-        gained = self._gained(steps) - steps * len(self.requests)
+        gained = self._gained(steps) - steps * len(self.running)
         request.path = np.zeros(1, dtype=np.int64)
         self._draw(request, 0)
         super().join(request, prefill_ticks, steps, tick)
@@ -346,7 +391,7 @@ class SpeculativeBatch(TimedBatch):
     def lengths_changed(self) -> None:
         """Draw what follows again, and sort the requests by when they finish."""
         self._gains[self.step - self._gains_from :] = 0
-        for request in self.requests.values():
+        for request in self.admitted():
             self._draw(request, self.step - request.start_step)
             self._add(request, 1)
         super().lengths_changed()
@@ -357,13 +402,13 @@ class SpeculativeBatch(TimedBatch):
 
     def fits(self, request: Request, after_steps: int = 0) -> bool:
         """Return whether one more request has a slot, and room for its tokens and one more step of everybody."""
-        size = len(self.requests) + 1
+        size = len(self.running) + 1
         used = self.context_tokens + self._gained(after_steps) + request.tokens_to_prefill
         return used + size * self._drafting.row_tokens <= self.capacity and size <= self._num_slots
 
     def used_in(self, steps: int) -> int:
         """Return the tokens in the KV cache during the last of so many steps, room for its tokens included."""
-        return self.context_tokens + self._gained(steps - 1) + len(self.requests) * self._drafting.row_tokens
+        return self.context_tokens + self._gained(steps - 1) + len(self.running) * self._drafting.row_tokens
 
     def sample_with(self, version: int) -> None:
         """Have another version sample from this boundary on."""
@@ -399,7 +444,7 @@ class SpeculativeBatch(TimedBatch):
     def _choose(self) -> None:
         """Draft or not, by the number of sequences."""
         off_above = self._drafting.off_above
-        drafts = off_above is None or len(self.requests) <= off_above
+        drafts = off_above is None or len(self.running) <= off_above
         self._context_ticks = self._decode.context_ticks + drafts * self._decode.draft_context_ticks
         if drafts is not self._drafts:
             self._drafts = drafts
@@ -409,7 +454,7 @@ class SpeculativeBatch(TimedBatch):
 
     def advance(self, steps: int, tick: int) -> list[Request]:
         """Make decode steps."""
-        gained = self._gained(steps) - steps * len(self.requests)
+        gained = self._gained(steps) - steps * len(self.running)
         finished = super().advance(steps, tick)
         self.context_tokens += gained
         self._since = self.step
@@ -436,7 +481,7 @@ class SpeculativeBatch(TimedBatch):
 
     def _room(self) -> int:
         """Return the most tokens before a step that fits."""
-        return self.capacity - len(self.requests) * self._drafting.row_tokens
+        return self.capacity - len(self.running) * self._drafting.row_tokens
 
     def _contexts(self) -> NDArray[np.int64]:
         """Return the tokens in the KV cache at this boundary and the next ones, up to the first finish."""
@@ -450,7 +495,7 @@ class SpeculativeBatch(TimedBatch):
 
     def _tick_after(self, steps: int, read_tokens: SupportsInt) -> int:
         """Return the tick after steps that read so many tokens of context in all."""
-        ticks = steps * self._batch_ticks[len(self.requests)] + self._context_ticks * int(read_tokens)
+        ticks = steps * self._batch_ticks[len(self.running)] + self._context_ticks * int(read_tokens)
         return self.tick + self.prefill_ticks + ticks
 
 
@@ -497,6 +542,8 @@ class WeightHistory:
             last -= 1  # it samples nothing before the next step
         if first == last:
             spans = VersionSpans((versions[first - 1],), (step - start,))
+        elif first + 1 == last:
+            spans = VersionSpans((versions[first - 1], versions[first]), (steps[first] - start, step - start))
         else:
             ends = [one - start for one in (*steps[first:last], step)]
             spans = VersionSpans(tuple(versions[first - 1 : last]), tuple(ends))
@@ -757,13 +804,13 @@ class ClosedFormEngine:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         self._undo_join()
         batch, now = self._batch, self._clock.now
-        if self._pause_end is None and self._suspended_since is None and (batch.requests or self._chunked.request):
-            if batch.requests:
+        if self._pause_end is None and self._suspended_since is None and (batch.running or self._chunked.request):
+            if batch.running:
                 batch.step += batch.first_boundary_after(now)[0] - 1
             batch.break_off(now)
         else:
             batch.stand_still(now)
-        ended = [(request, self._weights.spans(request, batch.step)) for request in batch.requests.values()]
+        ended = [(request, self._weights.spans(request, batch.step)) for request in batch.admitted()]
         for request, _ in ended:
             batch.leave(request)
         arriving = [request for _, _, request in self._arrivals]
@@ -806,10 +853,11 @@ class ClosedFormEngine:
             taken_until -= 1
             if kept:  # for the last of these steps, which needs most
                 self._cache.make_room(batch.used_in(steps) + self._chunked.held_tokens)
+            report = self._rollout_finished  # a call of an attribute is slower
             for request in batch.advance(steps, now):
                 if request.goes_on and self._keeps_caches:
                     self._cache.keep(request.rollout_id, request.prompt_tokens + request.length)
-                self._rollout_finished(self._engine_id, request, self._weights.spans(request, batch.step))
+                report(self._engine_id, request, self._weights.spans(request, batch.step))
         else:
             batch.stand_still(now)
             if self._pause_end is not None:
@@ -818,16 +866,19 @@ class ClosedFormEngine:
         arrivals = self._arrivals
         if self._calls_at <= taken_until or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
+        at: int | None
         if self._pause_end is None and self._suspended_since is None:
-            preempts = batch.context_tokens + len(batch.requests) * self._row_tokens > batch.capacity
+            preempts = batch.context_tokens + len(batch.running) * self._row_tokens > batch.capacity
             if preempts:
                 self._preempt()
             if self._recomputes:
                 self._recompute()
             if not preempts and (self._waiting or self._chunked.request is not None):
                 self._admit()
+            at = self._plan_steps() if batch.running else self._next_wake(now)
+        else:
+            at = self._next_wake(now)
         self._awake = False
-        at = self._next_wake(now)
         if at is None:
             self._wake_at = NOT_PLANNED
             return
@@ -863,10 +914,10 @@ class ClosedFormEngine:
         self._calls_at = self._first_call(NEVER if self._update is None else self._update.at)
 
     def _begin_update(self, update: Update) -> None:
-        in_batch, chunked = self._batch.requests, self._chunked.request
+        in_batch, chunked = self._batch.running, self._chunked.request
         match update.weight_update:
             case WeightUpdate.ABORT:
-                for request in [*in_batch.values(), *([chunked] if chunked else []), *self._waiting]:
+                for request in [*self._batch.admitted(), *([chunked] if chunked else []), *self._waiting]:
                     self._abort(request.rollout_id)
             case WeightUpdate.WAIT if self._suspended_since is None and (in_batch or chunked or self._waiting):
                 return
@@ -875,11 +926,11 @@ class ClosedFormEngine:
     def _preempt(self) -> None:
         """Preempt the requests admitted last until the next step fits."""
         batch = self._batch
-        while batch.context_tokens + len(batch.requests) * self._row_tokens > batch.capacity:
+        while batch.context_tokens + len(batch.running) * self._row_tokens > batch.capacity:
             if self._chunked.request is not None:
                 (request,) = self._chunked.release()
             else:
-                request = next(reversed(batch.requests.values()))
+                request = max(batch.running, key=attrgetter("place"))
                 self._leave(request)
             self._waiting.appendleft(request)
             self._host.rollout_preempted(self._engine_id, request.rollout_id, request.spans.num_tokens)
@@ -888,12 +939,12 @@ class ClosedFormEngine:
         """Charge the prefill of the batch to the next step; chunks begin again."""
         batch, self._recomputes = self._batch, False
         self._chunked.begin_again()
-        batch.prefill_ticks += sum(self._prefill.ticks(batch.cached_tokens(one)) for one in batch.requests.values())
+        batch.prefill_ticks += sum(self._prefill.ticks(batch.cached_tokens(one)) for one in batch.admitted())
 
     def _admit(self) -> None:
         """Go on with a prefill, then add waiting requests to the batch, first come first served, while they fit."""
         waiting, batch = self._waiting, self._batch
-        left = max(1, self._step_tokens - len(batch.requests) * self._row_tokens)
+        left = max(1, self._step_tokens - len(batch.running) * self._row_tokens)
         if (chunked := self._chunked.request) is not None:
             left -= self._chunk(chunked, left)
         while self._chunked.request is None and waiting and batch.fits(waiting[0]):
@@ -925,7 +976,7 @@ class ClosedFormEngine:
         request.keep(self._weights.spans(request, self._batch.step))
 
     def _abort(self, rollout_id: int) -> None:
-        request = self._batch.requests.get(rollout_id)
+        request = next((one for one in self._batch.running if one.rollout_id == rollout_id), None)
         if request is not None:
             self._leave(request)
         elif (chunked := self._chunked.request) is not None and chunked.rollout_id == rollout_id:
@@ -948,7 +999,7 @@ class ClosedFormEngine:
         """Charge the ticks to the next step; without a request nobody sees them."""
         self._batch.go_on_at(settings.decode)
         self._prefill = self._chunked.cost = settings.prefill
-        if self._batch.requests or self._chunked.request:
+        if self._batch.running or self._chunked.request:
             self._batch.prefill_ticks += still_ticks
 
     def _finish_update(self) -> None:
@@ -963,8 +1014,8 @@ class ClosedFormEngine:
         if recompute or self._drops_old_caches:
             self._cache.clear()
         batch.sample_with(update.version)
-        running = list(batch.requests.values())
-        if self._tokens is not None and running:
+        if self._tokens is not None and batch.running:
+            running = batch.admitted()
             num_tokens = [batch.cached_tokens(request) - request.prompt_tokens for request in running]
             self._tokens.go_on(running, num_tokens, self.version, recompute=recompute)
             batch.lengths_changed()
@@ -977,7 +1028,7 @@ class ClosedFormEngine:
         if (
             self._pause_end is None
             and self._suspended_since is None
-            and (self._batch.requests or self._chunked.request)
+            and (self._batch.running or self._chunked.request)
         ):
             return self._plan_steps()
         self._wake_steps = 0
@@ -992,27 +1043,25 @@ class ClosedFormEngine:
         if self._chunked.request is not None:
             self._wake_steps = 1
             return batch.next_boundary()
-        if arrivals and arrivals[0][0] < self._calls_at:
-            steps, at, before_change = batch.first_boundary_after(arrivals[0][0])
-            if before_change:
-                if (
-                    self._waiting
-                    or len(arrivals) != 1
-                    or self._calls_at < at
-                    or not batch.fits(request := arrivals[0][2], steps)
-                    or request.tokens_to_prefill - (cached := cache.kept.get(request.rollout_id, 0))
-                    > self._step_tokens - len(batch.requests) * self._row_tokens
-                    or (cache.kept and not cache.has_room(batch.used_in(steps)))
-                ):
-                    self._wake_steps = steps
-                    return at
-                # Nothing else happens at this boundary than that this request joins.
-                self._joined = heapq.heappop(arrivals)
-                if self._tokens is not None:
-                    self._tokens.begin(request, self.version)
-                request.first_load = len(self._weights.steps)
-                batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached), steps, at)
-        self._wake_steps, at = batch.next_change()
+        if arrivals and (arrival := arrivals[0][0]) < self._calls_at:
+            request, until = arrivals[0][2], self._calls_at
+            cached = cache.kept.get(request.rollout_id, 0)
+            if (
+                self._waiting
+                or len(arrivals) != 1
+                or self._tokens is not None
+                or request.tokens_to_prefill - cached > self._step_tokens - len(batch.running) * self._row_tokens
+                or (cache.kept and not cache.has_room(batch.used_in(batch.first_boundary_after(arrival)[0])))
+            ):
+                until = NOT_PLANNED  # more happens at that boundary than that this request joins
+            ticks = self._prefill.ticks(request.tokens_to_prefill, cached)
+            joined, self._wake_steps, at = batch.join_ahead(request, ticks, arrival, until)
+            if not joined:
+                return at
+            self._joined = heapq.heappop(arrivals)
+            request.first_load = len(self._weights.steps)
+        else:
+            self._wake_steps, at = batch.next_change()
         if self._calls_at < at and (call_at := self._next_call()) < at:
             self._wake_steps, at, _ = batch.first_boundary_after(call_at)
         return at

@@ -170,6 +170,7 @@ class Request:
         "num_known",
         "num_left",
         "path",
+        "place",
         "prefill_ticks",
         "prompt_tokens",
         "reward",
@@ -179,6 +180,7 @@ class Request:
         "tokens_to_prefill",
     )
 
+    place: int  # in the order of admission of its engine
     start_step: int  # decode steps that its engine had done when it joined the batch
     first_load: int  # and versions that its engine had had
     path: NDArray[np.int64]  # speculative decoding: tokens it has got so many steps after it joined, up to its last

@@ -173,7 +173,6 @@ class Scheduler(ABC):
         )
         returns = settings.routing is not Routing.MOST_FREE
         self._pool = RolloutPool(slots, group_size=self.group_size, router=router, returns=returns)
-        self._queues = router is not None and self.environments is None
         self._admission: AdmissionControl | None = None
         if settings.admission is not None:
             slots_per_engine = settings.generation_batch_size
@@ -187,7 +186,7 @@ class Scheduler(ABC):
         self.newest_engine = num_engines - 1
         self._count_room()
         self.given_up: Counter[DiscardReason] = Counter()
-        self.num_given_up, self._stall_limit = 0, settings.stall_limit
+        self.num_given_up = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -325,7 +324,7 @@ class Scheduler(ABC):
             else:
                 self._train(commands)
         self._fill(commands)
-        if self.num_given_up > self._stall_limit:
+        if self.num_given_up > self.settings.stall_limit:
             self._stop(StopReason.STALLED, commands)
 
     def _fill(self, commands: list[Command]) -> None:
@@ -337,7 +336,7 @@ class Scheduler(ABC):
             while pool.num_open < self.environments and self._has_starting():
                 commands.append(pool.open_one())
             return
-        if self._queues:
+        if pool.router is not None:
             while pool.num_open - pool.num_scoring < self._num_slots and self._has_starting():
                 pool.queue_one()
             pool.go_on(commands)

@@ -72,12 +72,11 @@ class PipelineScheduler(Scheduler):
         self._ready_by_bound: dict[int, int] = {}
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
-        self._drops_oldest = settings.on_full is OnFull.DROP_OLDEST
 
     def may_admit(self) -> bool:
         """Return whether ready queue and lag gate have room for a group."""
         settings, size = self.settings, self.group_size
-        beside = 0 if self._drops_oldest else self.num_ready
+        beside = 0 if settings.on_full is OnFull.DROP_OLDEST else self.num_ready
         if self._pool.num_open + beside + size > self.room:
             return False
         if not self._waits:
@@ -94,7 +93,7 @@ class PipelineScheduler(Scheduler):
         self._num_enqueued += 1
         self._ready_by_bound[group.oldest_bound] = self._ready_by_bound.get(group.oldest_bound, 0) + size
         self._discard_stale_ready(commands)
-        if self._drops_oldest:
+        if self.settings.on_full is OnFull.DROP_OLDEST:
             while self.num_ready > self.settings.ready_queue_limit:
                 self._discard_first(DiscardReason.QUEUE_FULL, commands)
 

@@ -1,7 +1,7 @@
 """The batch of an engine: its closed form against steps made one by one, and the join that can be undone."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sim.engine import DecodeBatch, TimedBatch
@@ -19,10 +19,15 @@ def batch_of(*requests, capacity=None, prefill_ticks=0):
     return batch
 
 
+def ids(batch):
+    """Rollouts in order of admission."""
+    return [request.rollout_id for request in batch.admitted()]
+
+
 def state(batch):
     """Everything that a batch answers, and the ids in it."""
     change = batch.next_change()
-    return batch.tick, batch.step, batch.context_tokens, batch.prefill_ticks, list(batch.requests), change
+    return batch.tick, batch.step, batch.context_tokens, batch.prefill_ticks, ids(batch), change
 
 
 def test_the_next_change_is_the_first_finish():
@@ -34,7 +39,7 @@ def test_the_next_change_is_the_first_finish():
 def test_requests_that_finish_leave_with_their_tokens():
     batch = batch_of((1, 3), (3, 3), (0, 4))
     assert [request.rollout_id for request in batch.advance(3, 100)] == [0, 1]
-    assert list(batch.requests) == [2]
+    assert ids(batch) == [2]
     assert (batch.tick, batch.step, batch.context_tokens, batch.prefill_ticks) == (100, 3, 3, 0)
     assert batch.advance(1, 113)[0].rollout_id == 2
     assert batch.context_tokens == 0
@@ -50,10 +55,10 @@ def test_the_next_change_is_where_the_cache_would_overflow(capacity, steps):
 def test_a_request_that_leaves_unfinished_takes_its_cache_with_it():
     batch = batch_of((1, 5), (3, 9))
     batch.advance(2, 50)
-    first = batch.requests[0]
+    first, _ = batch.admitted()
     assert batch.cached_tokens(first) == 3
     batch.leave(first)
-    assert (batch.context_tokens, list(batch.requests), batch.next_change()[0]) == (5, [1], 7)
+    assert (batch.context_tokens, ids(batch), batch.next_change()[0]) == (5, [1], 7)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ def test_a_request_needs_a_free_slot():
 def test_new_lengths_change_who_finishes_first():
     batch = batch_of((0, 2), (0, 5))
     batch.advance(1, 20)
-    for request, length in zip(batch.requests.values(), (9, 4), strict=True):
+    for request, length in zip(batch.admitted(), (9, 4), strict=True):
         request.finish_at(length)
     batch.lengths_changed()
     assert batch.next_change()[0] == 3
@@ -95,6 +100,29 @@ def test_a_join_ahead_is_steps_and_a_join_and_can_be_undone(requests, joining, s
     assert by_hand.advance(steps, tick) == []
     by_hand.join(Request(9, *joining), 5)
     assert after == state(by_hand)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    requests=sizes,
+    joining=st.tuples(st.integers(0, 9), st.integers(1, 40)),
+    arrival=st.integers(0, 200),
+    until=st.integers(0, 200),
+    capacity=st.integers(8, 60),
+)
+def test_a_join_ahead_is_found_as_by_its_parts(requests, joining, arrival, until, capacity):
+    """``TimedBatch`` finds the boundary, asks for room, joins and finds the next change, one by one."""
+    fast, slow = (kind(COST, capacity) for kind in (DecodeBatch, TimedBatch))
+    for batch in (fast, slow):
+        for rollout_id, request in enumerate(requests):
+            batch.join(Request(rollout_id, *request), 7)
+    assume(fast.next_change()[0] > 0)
+    answers = [batch.join_ahead(Request(9, *joining), 5, arrival, until) for batch in (fast, slow)]
+    assert answers[0] == answers[1]
+    assert state(fast) == state(slow)
+    if answers[0][0]:
+        fast.undo_join(), slow.undo_join()
+        assert state(fast) == state(slow)
 
 
 def test_a_join_that_was_undone_leaves_the_ticks_of_prefill_as_they_were():

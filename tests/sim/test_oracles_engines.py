@@ -159,7 +159,7 @@ def test_a_small_cache_is_never_overfull_and_preempts(monkeypatch):
     class Watched(DecodeBatch):
         def advance(self, steps, tick):
             nonlocal fullest
-            fullest = max(fullest, self.context_tokens + steps * len(self.requests))
+            fullest = max(fullest, self.context_tokens + steps * len(self.running))
             return super().advance(steps, tick)
 
     sizes = {"batch": 8, "slots": 10, "engines": 2, "length": uniform(60), "prompt_tokens": 10}
