@@ -7,7 +7,7 @@ Coefficients are rounded to a picosecond each, 10^-10 of a decode step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappop
+from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any
 
@@ -75,5 +75,5 @@ class Wake(Event):
 
     def again(self, delay: int) -> None:
         """Schedule the call once more, ``delay`` ticks from now; the last one must have been made."""
-        self.callbacks = self._calls
-        self.env.schedule(self, self._priority, delay)
+        env, self.callbacks = self.env, self._calls
+        heappush(env._queue, (env._now + delay, self._priority, next(env._eid), self))  # as schedule, without a call

@@ -661,10 +661,10 @@ class SimulatedCluster:
 
     def deliver(self, event: Event) -> None:
         """Report an event and carry out the answer."""
-        now = self._clock._now  # noqa: SLF001 - these two as now and to_seconds(now), without calls per rollout
-        if now != self._now:
-            self._now, self._now_s = now, now / TICKS_PER_S
-        recorder, now_s, start_rollout = self._recorder, self._now_s, self._start_rollout
+        # As now and to_seconds(now), without calls: this comes once per rollout.
+        self._now = now = self._clock._now  # type: ignore[assignment] # whole ticks
+        self._now_s = now_s = now / TICKS_PER_S
+        recorder, start_rollout = self._recorder, self._start_rollout
         recorder.event(now_s, event)
         for command in self._scheduler.handle(event):
             recorder.command(now_s, command)

@@ -132,22 +132,23 @@ class DecodeBatch:
         first. As ``TimedBatch.join_ahead``, without calls: this comes once per rollout.
         """
         context_ticks, finish_steps, running = self._context_ticks, self._finish_steps, self.running
-        context, old_step, start, size = self.context_tokens, self.step, self.tick + self.prefill_ticks, len(running)
-        steps, ticks = 1, self._batch_ticks[size] + context_ticks * context
-        at = start + ticks
+        context, capacity, size = self.context_tokens, self.capacity, len(running)
+        ticks = self._batch_ticks[size] + context_ticks * context
+        steps, at = 1, self.tick + self.prefill_ticks + ticks
         if at <= arrival:
             steps, at = 2, at + ticks + context_ticks * size
             if at <= arrival:
                 steps, at, _ = self.first_boundary_after(arrival)
-        step, used, capacity = old_step + steps, context + steps * size + size, self.capacity
+        step, used = self.step + steps, context + steps * size + size
         if step >= finish_steps[0] or used > capacity:
             return False, *self.next_change()
         used += request.tokens_to_prefill + 1
         if until < at or used > capacity or size == self._num_slots:
             return False, steps, at
-        self._before_join = (self.tick, old_step, context, self.prefill_ticks, request)
+        self._before_join = (self.tick, self.step, context, self.prefill_ticks, request)
         size += 1
-        self.tick, self.step, self.prefill_ticks, request.start_step = at, step, prefill_ticks, step
+        self.tick, self.prefill_ticks = at, prefill_ticks
+        self.step = request.start_step = step
         self.context_tokens = context = used - size
         request.place = self._num_joined = self._num_joined + 1
         finish_step = step + request.num_left
@@ -689,6 +690,7 @@ class ClosedFormEngine:
         "_cache",
         "_calls",
         "_calls_at",
+        "_can_do_more",
         "_chunked",
         "_clock",
         "_drops_old_caches",
@@ -739,6 +741,8 @@ class ClosedFormEngine:
         self._keeps_caches = settings.prefix_cache is not PrefixCaching.OFF
         self._cache = PrefixCache(self._batch.capacity if self._keeps_caches else UNLIMITED)
         self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
+        # Whether a boundary may choose lengths, cut a prefill or drop caches: asked only then, not per rollout.
+        self._can_do_more = self._keeps_caches or settings.tokens is not None or settings.step_tokens is not None
         self._waiting: deque[Request] = deque()
         self._chunked = ChunkedPrefill(self._batch, settings.prefill, self._row_tokens)
         self._weights = (WeightHistory if drafting is None else SpeculativeHistory)(settings.version)
@@ -1025,11 +1029,7 @@ class ClosedFormEngine:
 
     def _next_wake(self, now: int) -> int | None:
         """Return the tick of the next boundary at which something happens that others see, if any."""
-        if (
-            self._pause_end is None
-            and self._suspended_since is None
-            and (self._batch.running or self._chunked.request)
-        ):
+        if self._pause_end is None and self._suspended_since is None and (self._batch.running or self._chunked.request):
             return self._plan_steps()
         self._wake_steps = 0
         if self._pause_end is not None:
@@ -1039,21 +1039,15 @@ class ClosedFormEngine:
 
     def _plan_steps(self) -> int:
         """Plan the steps to the next wake-up, with a join in between if that is possible; return its tick."""
-        batch, arrivals, cache = self._batch, self._arrivals, self._cache
+        batch, arrivals = self._batch, self._arrivals
         if self._chunked.request is not None:
             self._wake_steps = 1
             return batch.next_boundary()
         if arrivals and (arrival := arrivals[0][0]) < self._calls_at:
-            request, until = arrivals[0][2], self._calls_at
-            cached = cache.kept.get(request.rollout_id, 0)
-            if (
-                self._waiting
-                or len(arrivals) != 1
-                or self._tokens is not None
-                or request.tokens_to_prefill - cached > self._step_tokens - len(batch.running) * self._row_tokens
-                or (cache.kept and not cache.has_room(batch.used_in(batch.first_boundary_after(arrival)[0])))
-            ):
-                until = NOT_PLANNED  # more happens at that boundary than that this request joins
+            request, until, kept = arrivals[0][2], self._calls_at, self._cache.kept
+            cached = kept.get(request.rollout_id, 0) if kept else 0
+            if self._waiting or len(arrivals) != 1 or (self._can_do_more and self._does_more(request, cached, arrival)):
+                until = NOT_PLANNED
             ticks = self._prefill.ticks(request.tokens_to_prefill, cached)
             joined, self._wake_steps, at = batch.join_ahead(request, ticks, arrival, until)
             if not joined:
@@ -1065,6 +1059,14 @@ class ClosedFormEngine:
         if self._calls_at < at and (call_at := self._next_call()) < at:
             self._wake_steps, at, _ = batch.first_boundary_after(call_at)
         return at
+
+    def _does_more(self, request: Request, cached: int, arrival: int) -> bool:
+        """Return whether more happens at the boundary after an arrival than that this request joins."""
+        batch, cache = self._batch, self._cache
+        room = self._step_tokens - len(batch.running) * self._row_tokens
+        if self._tokens is not None or request.tokens_to_prefill - cached > room:
+            return True
+        return bool(cache.kept) and not cache.has_room(batch.used_in(batch.first_boundary_after(arrival)[0]))
 
     def _next_call(self) -> int:
         """Return the tick of the first call that can be taken up, or ``NEVER``."""

@@ -29,7 +29,7 @@ from pipelinerl.util.explain import writing
 from pipelinerl.util.read import read_json
 
 LOG = logging.getLogger("pipelinerl")
-FORMAT = 7
+FORMAT = 8
 """One more whenever a pickled class, or the trainer's part, changes."""
 
 # ------------------------------------------------------------------------------------- manifests

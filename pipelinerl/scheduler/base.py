@@ -167,7 +167,7 @@ class Scheduler(ABC):
         self.lag_bound = LagBound(
             settings.max_lag if settings.on_stale is OnStale.TRAIN else None, train_batch_size=settings.train_batch_size
         )
-        slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
+        slots = EngineSlots(num_engines, slots_per_engine=settings.generation_batch_size)
         router = make_router(
             settings.routing, num_engines, turns=self.environments is not None, kv_cache_tokens=kv_cache_tokens
         )

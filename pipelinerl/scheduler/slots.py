@@ -16,7 +16,6 @@ rollout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heappushpop
 
 from pipelinerl.errors import SchedulerError
@@ -25,22 +24,24 @@ ID_LIMIT = 1 << 16
 """Engine ids are below this."""
 
 NO_LOAD = -1
+ABSENT = 1 << 62
+"""Load in place of an engine that is not there."""
 
 
 class EngineSlots:
-    """Slots of engines, by engine id from 0 to below ``ID_LIMIT`` (mutable, can be pickled)."""
+    """Slots of engines, by engine id: at first those below ``num_engines`` (mutable, can be pickled)."""
 
-    def __init__(self, engines: Iterable[int], *, slots_per_engine: int) -> None:
-        self._loads = {engine: engine for engine in engines}
-        assert all(0 <= engine < ID_LIMIT for engine in self._loads)
+    def __init__(self, num_engines: int, *, slots_per_engine: int) -> None:
+        assert num_engines <= ID_LIMIT
+        self._loads = list(range(num_engines))  # by engine
         self._slots_per_engine = slots_per_engine
         self._full = slots_per_engine * ID_LIMIT  # from this load on an engine has no free slot
-        self._heap = sorted(self._loads)
-        self._heap_limit = 8 * len(self._loads)
-        self._last_freed = NO_LOAD  # not yet in the heap, unless that was made anew
+        self._heap: list[int]
+        self._last_freed: int  # not yet in the heap, unless that was made anew
+        self._make_heap()
         self._held: set[int] = set()
         self._withheld: dict[int, int] = {}  # slots, by engine with a limit
-        self.num_free = slots_per_engine * len(self._loads)  # of engines that are not held
+        self.num_free = slots_per_engine * num_engines  # of engines that are not held
 
     def take(self) -> int:
         """Take a slot of the engine with most free ones, and return its id. There must be one (``num_free``)."""
@@ -57,13 +58,13 @@ class EngineSlots:
 
     def has_free(self, engine: int) -> bool:
         """Return whether this engine, if it is there, has a free slot to give."""
-        return self._loads.get(engine, self._full) < self._full
+        return engine in self and self._loads[engine] < self._full
 
     def take_near(self, engine: int) -> int:
         """Take a slot of this engine if it has a free one, else as ``take``, and return the engine."""
-        load = self._loads.get(engine, self._full)
-        if load >= self._full:
+        if not self.has_free(engine):
             return self.take()
+        load = self._loads[engine]
         if self._last_freed == load:
             self._last_freed = NO_LOAD
         self._loads[engine] = load = load + ID_LIMIT
@@ -82,7 +83,7 @@ class EngineSlots:
             self._last_freed = load
 
     def __contains__(self, engine: int) -> bool:
-        return engine in self._loads
+        return engine < len(self._loads) and self._loads[engine] != ABSENT
 
     def hold(self, engine: int) -> None:
         """Withhold the slots of an engine that is not held, until it is released."""
@@ -119,9 +120,10 @@ class EngineSlots:
 
     def add(self, engine: int) -> None:
         """Add an engine, held."""
-        assert engine not in self._loads
+        assert engine not in self
         if engine >= ID_LIMIT:
             raise SchedulerError(f"engine ids must be below {ID_LIMIT}, got {engine}")
+        self._loads += [ABSENT] * (engine + 1 - len(self._loads))
         self._loads[engine] = self._full + engine
         self._held.add(engine)
         self._make_heap()
@@ -129,7 +131,7 @@ class EngineSlots:
     def remove(self, engine: int) -> None:
         """Remove an engine that is held and has no slot in use. O(engines)."""
         self._held.remove(engine)
-        del self._loads[engine]
+        self._loads[engine] = ABSENT
         self._withheld.pop(engine, None)
         self._make_heap()
 
@@ -147,6 +149,6 @@ class EngineSlots:
             self._make_heap()
 
     def _make_heap(self) -> None:
-        self._heap = [one for one in self._loads.values() if one < self._full]
+        self._heap = [one for one in self._loads if one < self._full]
         heapify(self._heap)
         self._heap_limit, self._last_freed = 8 * len(self._loads), NO_LOAD

@@ -18,7 +18,7 @@ from pipelinerl.scheduler.events import (
 from pipelinerl.scheduler.routing import HashRouter
 from pipelinerl.scheduler.slots import EngineSlots
 
-SLOTS = EngineSlots(range(1), slots_per_engine=1)
+SLOTS = EngineSlots(1, slots_per_engine=1)
 """``hash`` does not look at them."""
 
 
