@@ -321,7 +321,7 @@ class GroupCache:
     def __init__(
         self, config: RunConfig, workload: Workload, delays: DispatchDelays, policy_prompt_tokens: int | None
     ) -> None:
-        self.group_id = -1
+        self.first = -config.workload.group_size  # rollout
         self.requests: list[Request] = []
         self.delays: list[int] = []  # to the engine (ticks)
         self._size, self._longest = config.workload.group_size, config.workload.length.max
@@ -336,7 +336,7 @@ class GroupCache:
         else:
             self.requests = [Request(one, self._policy_prompt_tokens, self._longest) for one in ids]
         self.delays = self._delays.group(group_id)
-        self.group_id = group_id
+        self.first = ids.start
 
 
 class SimulatedCluster:
@@ -719,11 +719,11 @@ class SimulatedCluster:
         self._engines[command.engine].submit(self._environments.request(rollout_id), self._now + delay)
 
     def _start_answer(self, command: StartRollout) -> None:
-        rollout_id = command.rollout_id
-        group_id, member = divmod(rollout_id, self._group_size)
-        drawn = self._drawn
-        if group_id != drawn.group_id:
-            self._draw(group_id, command.prompt_id)
+        rollout_id, drawn = command.rollout_id, self._drawn
+        member = rollout_id - drawn.first
+        if not 0 <= member < self._group_size:
+            self._draw(rollout_id // self._group_size, command.prompt_id)
+            member = rollout_id - drawn.first
         if self._aborted and rollout_id in self._aborted:  # it goes on where it was aborted
             request = self._aborted.pop(rollout_id)
         else:
@@ -737,7 +737,7 @@ class SimulatedCluster:
     def _open_environment(self, command: OpenEnvironment) -> None:
         assert self._environments is not None
         group_id, member = divmod(command.rollout_id, self._group_size)
-        if group_id != self._drawn.group_id:
+        if group_id * self._group_size != self._drawn.first:
             self._draw(group_id, command.prompt_id)
         self._environments.open(self._drawn.requests[member], command.prompt_id)
 

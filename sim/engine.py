@@ -843,16 +843,16 @@ class ClosedFormEngine:
     def _woken(self, wake: Wake) -> None:
         if wake is not self._wake:
             return
-        if self._wake_calls_at < self._wake_at:
-            wake.again(self._wake_at - self._wake_calls_at)
-            self._wake_calls_at = self._wake_at
+        now = taken_until = self._wake_at
+        if self._wake_calls_at < now:
+            wake.again(now - self._wake_calls_at)
+            self._wake_calls_at = now
             return
         self._awake = True
         batch, kept, steps = self._batch, self._cache.kept, self._wake_steps
         if kept:
             self._keep_join()
         self._joined = None
-        now = taken_until = self._wake_at
         if steps:
             taken_until -= 1
             if kept:  # for the last of these steps, which needs most
