@@ -543,11 +543,9 @@ class WeightHistory:
             last -= 1  # it samples nothing before the next step
         if first == last:
             spans = VersionSpans((versions[first - 1],), (step - start,))
-        elif first + 1 == last:
-            spans = VersionSpans((versions[first - 1], versions[first]), (steps[first] - start, step - start))
         else:
-            ends = [one - start for one in (*steps[first:last], step)]
-            spans = VersionSpans(tuple(versions[first - 1 : last]), tuple(ends))
+            ends = (*map(start.__rsub__, steps[first:last]), step - start)  # a - start of each, in C: once per rollout
+            spans = VersionSpans(tuple(versions[first - 1 : last]), ends)
         return joined(request.spans, spans) if request.spans.ends else spans
 
 
