@@ -33,12 +33,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import assert_never
 
+from backends.driver.checkpoint import DriverState
 from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.evaluation import Evaluation
 from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
 from backends.driver.rollouts import RolloutData, samples_of
-from backends.driver.state import DriverState
 from backends.driver.tasks import RunTasks
 from backends.driver.weight_sync import WeightSync
 from backends.interface import AnswerLostError, Sample, Trainer, busy_s

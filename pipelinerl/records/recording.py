@@ -31,12 +31,12 @@ from pipelinerl.records.run_folder import (
     make_folder,
     writable,
     write_json,
+    writing,
 )
 from pipelinerl.records.step_ledger import Admission
 from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.records.trace import FanOut, Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
-from pipelinerl.util.explain import writing
 
 GROWING_FILES = (TRACE_FILE, STEPS_FILE, METRICS_FILE, SAMPLES_FILE)
 READ_BYTES = 2**20

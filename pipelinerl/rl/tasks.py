@@ -299,22 +299,6 @@ class Math:
         return float(equal)
 
 
-def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:
-    """Return the penalty in [-1, 0] that is added to the reward of an answer near the length limit.
-
-    p(L) = ((L_max - b) - L) / b for L > L_max - b, and -1 from L_max on; 0 before, and always if b = 0. L, L_max
-    and b are ``num_tokens``, ``max_tokens`` and ``overlong_tokens``. Source: Yu et al. 2025 (DAPO,
-    arXiv:2503.14476), eq. 13, used by Piche et al. 2025 (arXiv:2509.19128). Raises ValueError if a number is negative.
-    """
-    for name, value in (("num_tokens", num_tokens), ("max_tokens", max_tokens), ("overlong_tokens", overlong_tokens)):
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
-    if overlong_tokens == 0:
-        return 0.0
-    excess = num_tokens - (max_tokens - overlong_tokens)
-    return -min(max(excess / overlong_tokens, 0.0), 1.0)
-
-
 def load_task(config: TaskConfig) -> Task:
     """Return the built-in task that ``train.task`` names, or the result of the user's class or function.
 

@@ -1,41 +1,23 @@
-"""Messages for wrong input, one line per fault with key, rule and value, and for files that cannot be written."""
+"""Messages for wrong input: one line per fault, with key, rule and value."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-
-from pipelinerl.errors import RunFailedError
 
 MOST_FAULTS = 20
 """Faults of a file that are told one by one (count)."""
 
 UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories of characters that drive terminals, turn or hide text, or have no bytes in UTF-8."""
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Write below this path inside the block; RunFailedError, a line with the path, if that cannot be done."""
-    try:
-        yield
-    except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def cannot_write(path: Path, error: OSError) -> RunFailedError:
-    """Return the error of a file that cannot be written."""
-    return RunFailedError(f"cannot write {error.filename or path}: {error.strerror or error}")
 
 
 def did_you_mean(

@@ -45,9 +45,9 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.reports import Reached, RewardReport, RunMeasurements
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import Trace
-from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.rl.losses import policy_loss
+from pipelinerl.rl.segments import leave_one_out
 from pipelinerl.scheduler.events import (
     DiscardRollouts,
     PublishWeights,

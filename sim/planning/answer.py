@@ -53,10 +53,17 @@ from pipelinerl.records.plan_report import (
     SpeculationPlan,
 )
 from pipelinerl.records.reports import Prices
-from pipelinerl.records.run_folder import FLEET_FILE, PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from pipelinerl.records.run_folder import (
+    FLEET_FILE,
+    PLAN_FILE,
+    RECOMMENDED_FILE,
+    check_vacant,
+    make_folder,
+    write_json,
+    writing,
+)
 from pipelinerl.theory.steady_state import daly_interval, daly_share
 from pipelinerl.util.arrays import FloatArray
-from pipelinerl.util.explain import writing
 from sim.planning import choose, explain
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import TIE
