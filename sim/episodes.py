@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler import events
-from pipelinerl.util.explain import did_you_mean, explain
+from pipelinerl.util.explain import did_you_mean, explaining
 from pipelinerl.util.read import read_lines
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
 from sim.interface import PolicyAnswers, Request
@@ -289,10 +288,8 @@ def read_turns(source: str, *, group_size: int = 1) -> Sequence[RecordedEpisode]
     path = SHIPPED_FOLDER / f"{source}{SUFFIX}" if source in shipped else Path(source)
     episodes = []
     for number, line in read_lines(path, key, packed=source in shipped):
-        try:
+        with explaining(RecordedEpisode, f"{path} line {number}: ", most=1):
             episodes.append(RecordedEpisode.model_validate_json(line))
-        except ValidationError as error:
-            raise ConfigError(f"{path} line {number}: {explain(error, RecordedEpisode)[0]}") from None
     if not episodes:
         raise ConfigError(f"{key} must hold an episode at least, got {source!r}")
     return episodes

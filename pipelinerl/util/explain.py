@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from pipelinerl.errors import ConfigError
 
 MOST_FAULTS = 20
 """Faults of a file that are told one by one (count)."""
@@ -63,6 +66,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     faults = error.errors(include_url=False)
     lines = [fault_line(fault, *_place(fault["loc"], model)) for fault in faults[:MOST_FAULTS]]
     return lines + [f"{len(faults) - MOST_FAULTS:,} faults more"] * (len(faults) > MOST_FAULTS)
+
+
+@contextmanager
+def explaining(model: type[BaseModel], before: str, *, most: int | None = None) -> Iterator[None]:
+    """Raise faults that pydantic finds in ``model`` inside this block as ConfigError: a line each, after ``before``."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(*(f"{before}{line}" for line in explain(error, model)[:most])) from None
 
 
 def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] = ()) -> str:

@@ -16,8 +16,7 @@ from pipelinerl.errors import ConfigError, install
 from pipelinerl.rl import tasks as mathtask
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Problem, Task, shuffled
-from pipelinerl.rl.sums import COUNTERS, Arithmetic, Chain
-from pipelinerl.rl.tasks import Math, load_task
+from pipelinerl.rl.tasks import COUNTERS, Arithmetic, Chain, Math, load_task
 
 
 def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:
