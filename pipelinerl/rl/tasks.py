@@ -26,6 +26,7 @@ from pipelinerl.errors import ConfigError, install
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Environment, Observation, Turn
 from pipelinerl.rl.problems import Problem, Task, shuffled
+from pipelinerl.util.arrays import check
 from pipelinerl.util.read import parse_json, read_lines
 from pipelinerl.util.user_code import first_line, kind_and_line, named_attribute
 
@@ -342,12 +343,10 @@ class Arithmetic(_Listed):
             TypeError: If a setting is of another type.
         """
         check_whole(largest_operand=largest_operand, seed=seed)
-        if largest_operand < 3:
-            raise ValueError(f"largest_operand must be at least 3, got {largest_operand}")
-        if not isinstance(operators, str) or not operators or set(operators) - _OPERATORS.keys():
-            raise ValueError(f"operators must be some of '+-*', got {operators!r}")
-        if len(set(operators)) < len(operators):
-            raise ValueError(f"operators must not repeat, got {operators!r}")
+        check(largest_operand >= 3, "largest_operand must be at least 3", largest_operand)
+        known = isinstance(operators, str) and operators and set(operators) <= _OPERATORS.keys()
+        check(bool(known), "operators must be some of '+-*'", repr(operators))
+        check(len(set(operators)) == len(operators), "operators must not repeat", repr(operators))
         self._operands = largest_operand + 1
         self._operators = operators
         super().__init__(len(operators) * self._operands**2, seed)
@@ -388,10 +387,8 @@ class Chain(_Listed):
             TypeError: If a setting is of another type.
         """
         check_whole(fewest_steps=fewest_steps, most_steps=most_steps, seed=seed)
-        if not 1 <= fewest_steps <= most_steps <= len(COUNTERS):
-            raise ValueError(
-                f"fewest_steps and most_steps must be 1 to {len(COUNTERS)}, in order, got {fewest_steps}, {most_steps}"
-            )
+        rule = f"fewest_steps and most_steps must be 1 to {len(COUNTERS)}, in order"
+        check(1 <= fewest_steps <= most_steps <= len(COUNTERS), rule, f"{fewest_steps}, {most_steps}")
         self._fewest_steps = fewest_steps
         super().__init__(100 * (most_steps - fewest_steps + 1), seed)
 
@@ -448,12 +445,9 @@ class Calculator(_Listed):
             TypeError: If a setting is of another type.
         """
         check_whole(fewest=fewest, most=most, largest=largest, seed=seed)
-        if not 2 <= fewest <= most <= 8:
-            raise ValueError(f"fewest and most must be 2 to 8, in order, got {fewest}, {most}")
-        if not 9 <= largest <= 999:
-            raise ValueError(f"largest must be 9 to 999, got {largest}")
-        if not 0 <= delay_s < float("inf"):
-            raise ValueError(f"delay_s must be at least 0, got {delay_s}")
+        check(2 <= fewest <= most <= 8, "fewest and most must be 2 to 8, in order", f"{fewest}, {most}")
+        check(9 <= largest <= 999, "largest must be 9 to 999", largest)
+        check(0 <= delay_s < math.inf, "delay_s must be at least 0", delay_s)
         self._fewest, self._numbers, self._delay_s = fewest, largest + 1, delay_s
         self._terms: tuple[int, ...] = ()
         super().__init__((most - fewest + 1) * self._numbers**2, seed)  # of every length as many as sums of two
