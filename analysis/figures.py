@@ -317,7 +317,7 @@ def rollout_time(runs: Sequence[Run]) -> Chart:
 
 
 def fleet_over_time(runs: Sequence[Run]) -> list[Chart]:
-    """Return engines that take rollouts, and trained tokens/s of each optimizer step, of runs where engines come and go.
+    """Return engines that take rollouts, and trained tokens/s of each step, of runs where engines come and go.
 
     None of both without such runs.
     """

@@ -26,11 +26,10 @@ import numpy as np
 
 from analysis.read import read_metrics
 from pipelinerl.errors import ConfigError, TraceError
-from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
+from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE, writing
 from pipelinerl.records.steps import STEPS_FILE, read_steps
 from pipelinerl.records.trace import Record, Trace
 from pipelinerl.scheduler import events
-from pipelinerl.util.explain import writing
 
 LANES = 8
 """Rollouts of an engine that are shown at a time (count)."""

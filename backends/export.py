@@ -14,8 +14,7 @@ from backends.trainer.model import TRAINED_DTYPES
 from backends.trainer.state import fill_policy
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.run_folder import RUN_FILE
-from pipelinerl.util.explain import writing
+from pipelinerl.records.run_folder import RUN_FILE, writing
 
 
 def export(checkpoint: Path, out: Path) -> None:

@@ -19,13 +19,7 @@ from backends.huggingface_codec import load_codec
 from backends.interface import STREAM_TOKENS, Engine, EngineKind, Parts, Place, Share, Trainer, TrainerKind
 from backends.owner import temporary_folder
 from backends.this_machine import driver_fault
-from backends.vllm.version.arguments import (
-    check_arguments,
-    check_returns_routes,
-    check_serves_adapters,
-    check_speculation,
-    check_version,
-)
+from backends.vllm.version import arguments
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig, is_model_id
 from pipelinerl.config.train import TrainConfig
@@ -194,10 +188,10 @@ def model_config(path: str) -> Any:
 def _check_vllm(config: RunConfig) -> None:
     train = config.train_table
     model = model_config(train.model.path)
-    check_version()
-    check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
+    arguments.check_version()
+    arguments.check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
     if config.speculation is not None:
-        check_speculation(train, config.speculation)
+        arguments.check_speculation(train, config.speculation)
     simulated, in_fp8 = config.hardware.engine_weights, "quantization" in train.engine.vllm
     if config.hardware.by_name and in_fp8 != (simulated is Precision.FP8):
         needed = "'fp8' with" if in_fp8 else "'bf16' without"
@@ -206,13 +200,13 @@ def _check_vllm(config: RunConfig) -> None:
         )
     if train.trainer.router_replay:
         environment = config.environment
-        check_returns_routes(
+        arguments.check_returns_routes(
             train.engine.vllm,
             train.device,
             caches=environment is None or environment.prefix_cache is not PrefixCaching.OFF,
         )
     if train.lora is not None:
-        check_serves_adapters(model, train.device)
+        arguments.check_serves_adapters(model, train.device)
     _check_positions(model, config, "the model")
     if train.device == "cpu" and model.tie_word_embeddings and train.lora is None:
         raise ConfigError(

@@ -87,7 +87,8 @@ def drive(
             taken over.
         BackendError: If the trainer, the reference model, or too many engines, were lost; likewise.
     """
-    check_faults(config, parts)
+    if config.faults:
+        check_faults(config, parts)
     limit = config.train_table.trainer.restarts
     before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
     new = partial(Driver, config, parts=parts, task=task, evaluation_task=evaluation_task, lock=lock, trial=trial)

@@ -33,7 +33,7 @@ from backends.interface import Generated, GenerateRequest, Parts, Weights
 from backends.owner import driving
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
-from pipelinerl.rl.sums import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 from pipelinerl.scheduler.events import VersionSpans
 
 ENGINES, SLOTS, TOKENS, BATCH = 48, 64, 3000, 1024

@@ -12,7 +12,7 @@ from backends.fake import FakeBackend
 from backends.owner import driving
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
-from pipelinerl.rl.sums import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 
 STEPS, BATCH = 20, 256
 

@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.rl.environments import Turn
-from pipelinerl.rl.sums import Arithmetic, Calculator, Chain
+from pipelinerl.rl.tasks import Arithmetic, Calculator, Chain
 
 # Legend of shapes: N problems; L token position.
 

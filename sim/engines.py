@@ -24,15 +24,7 @@ from pipelinerl.config.fleet import FleetConfig, FleetGroupConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
 from pipelinerl.records.reports import CapacityReport, FleetGroupReport, Prices, TrainerFaultsReport
-from pipelinerl.scheduler.events import (
-    EngineJoined,
-    EngineLeaving,
-    EngineLeft,
-    Event,
-    PublishWeights,
-    VersionSpans,
-    first_tokens,
-)
+from pipelinerl.scheduler import events
 from pipelinerl.scheduler.slots import ID_LIMIT
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.fleet import Life, LifeEnd, TrainerFaults, lives
@@ -45,7 +37,7 @@ WITH_TRAINER = Life(0.0, 0.0, 0.0, LifeEnd.RECLAIMED, 1.0)
 class FleetHost(Protocol):
     """The cluster, as its fleet knows it."""
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: events.Event) -> None:
         """Report an event and carry out the answer."""
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
@@ -99,7 +91,7 @@ class EngineFleet:
         self._settings = {group.name: settings(group) for group in fleet.groups}
         starts = {group.name: 0.0 if group.comes_started else fleet.start_s for group in fleet.groups}
         self._start_ticks = {name: to_ticks(start_s) for name, start_s in starts.items()}
-        self._published: PublishWeights | None = None
+        self._published: events.PublishWeights | None = None
         self._places: list[Place] = []
         self._lent: list[Place] = []
         for group in fleet.groups:
@@ -149,7 +141,7 @@ class EngineFleet:
     def _switch_ticks(place: Place) -> int:
         return to_ticks(place.group.switch_s or 0.0)
 
-    def publishes(self, command: PublishWeights) -> Iterator[SimulatedEngine]:
+    def publishes(self, command: events.PublishWeights) -> Iterator[SimulatedEngine]:
         """Note a publication; yield the engines that take it."""
         self._published = command
         for engine_id, engine in self._engines.items():
@@ -207,7 +199,7 @@ class EngineFleet:
         place.engine, self._num_engines = self._num_engines, self._num_engines + 1
         self._engines[place.engine] = engine = self._make(place.engine, self._of(place, version=version))
         self._enter(place, THERE)
-        self._host.deliver(EngineJoined(place.engine, version))
+        self._host.deliver(events.EngineJoined(place.engine, version))
         if published is not None and published.version != version:
             engine.update(published.version, published.weight_update, now + self._transfer_ticks)
         due, place.due = place.due, []
@@ -223,7 +215,7 @@ class EngineFleet:
     def _give_notice(self, place: Place) -> None:
         if place.engine is not None:
             self.leaving.add(place.engine)
-            self._host.deliver(EngineLeaving(place.engine))
+            self._host.deliver(events.EngineLeaving(place.engine))
 
     def _end(self, place: Place) -> None:
         life = place.life
@@ -242,17 +234,17 @@ class EngineFleet:
             return
         if engine_id not in self.leaving:
             self.leaving.add(engine_id)
-            self._host.deliver(EngineLeaving(engine_id))
+            self._host.deliver(events.EngineLeaving(engine_id))
         num_lost = 0
         for request, spans in self._engines.pop(engine_id).end():
             num_known = self._num_known(request, spans, every=1 if with_notice else self._fleet.stream_tokens)
             num_lost += spans.num_tokens - num_known
-            request.keep(first_tokens(spans, num_known))
+            request.keep(events.first_tokens(spans, num_known))
             self._host.rollout_aborted(engine_id, request)
         self.leaving.remove(engine_id)
-        self._host.deliver(EngineLeft(engine_id, num_lost))
+        self._host.deliver(events.EngineLeft(engine_id, num_lost))
 
-    def _num_known(self, request: Request, spans: VersionSpans, *, every: int) -> int:
+    def _num_known(self, request: Request, spans: events.VersionSpans, *, every: int) -> int:
         if not self._fleet.keep_tokens:
             return self._host.start_of_turn(request.rollout_id)
         reported = min(spans.num_tokens, request.length - 1) // every * every

@@ -19,21 +19,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.scheduler.events import (
-    EnvironmentFailed,
-    EnvironmentFault,
-    Event,
-    ObservationReady,
-    RolloutFailed,
-    TurnFinished,
-    VersionSpans,
-)
-from pipelinerl.util.explain import did_you_mean, explain
+from pipelinerl.scheduler import events
+from pipelinerl.util.explain import did_you_mean, explaining
 from pipelinerl.util.read import read_lines
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
 from sim.interface import PolicyAnswers, Request
@@ -60,7 +51,7 @@ class Episode:
     """Tokens observed before each turn (count); 0 before the first, whose observation is the prompt."""
     acting_ticks: tuple[int, ...]
     """Ticks that the environment acts before each turn: a reset, then steps."""
-    faults: Mapping[int, Sequence[tuple[int, EnvironmentFault]]]
+    faults: Mapping[int, Sequence[tuple[int, events.EnvironmentFault]]]
     """Ticks and kind of each failure of the environment, by turn."""
     expires_at: int = NEVER
     """Tick at which it is given up."""
@@ -68,7 +59,7 @@ class Episode:
     """Turn that it is in, or that its environment acts before (number from 0)."""
     num_failed: int = 0
     """Failures of the environment before that turn so far (count)."""
-    fault: EnvironmentFault | None = None
+    fault: events.EnvironmentFault | None = None
     """Failure of the environment's present step or reset; None: it succeeds."""
 
     @property
@@ -155,7 +146,7 @@ class Episodes:
         generated: NDArray[np.int64],
         observed: NDArray[np.float64],
         seconds: NDArray[np.float64],
-        faults: Mapping[int, Sequence[tuple[int, EnvironmentFault]]],
+        faults: Mapping[int, Sequence[tuple[int, events.EnvironmentFault]]],
     ) -> Episode:
         """Return an episode cut to its context: only turns that begin within it, and the last of these cut there."""
         turns = self._environment.turns
@@ -183,7 +174,7 @@ class Episodes:
 
     def _faults(
         self, stream: np.random.Generator, seconds: NDArray[np.float64]
-    ) -> dict[int, list[tuple[int, EnvironmentFault]]]:
+    ) -> dict[int, list[tuple[int, events.EnvironmentFault]]]:
         """Return how the environment fails before each turn, and set the seconds of a turn to its successful try's.
 
         A turn whose environment fails more often than it is retried is the last one here.
@@ -192,12 +183,12 @@ class Episodes:
         errors = stream.random(len(seconds)) < config.failure_rate
         limits, rates = self._limits_s[: len(seconds)], self._hang_rates[: len(seconds)]
         first_s = np.where(stream.random(len(seconds)) < rates, np.inf, seconds) if rates.any() else seconds
-        faults: dict[int, list[tuple[int, EnvironmentFault]]] = {}
+        faults: dict[int, list[tuple[int, events.EnvironmentFault]]] = {}
         for turn in np.flatnonzero(errors | (first_s > limits)).tolist():
             faults[turn] = fails = []
             once_s, error = float(first_s[turn]), bool(errors[turn])
             while error or once_s > limits[turn]:
-                fault = EnvironmentFault.TIMEOUT if once_s > limits[turn] else EnvironmentFault.ERROR
+                fault = events.EnvironmentFault.TIMEOUT if once_s > limits[turn] else events.EnvironmentFault.ERROR
                 fails.append((to_ticks(min(once_s, limits[turn])), fault))
                 if len(fails) > config.retries:
                     return faults
@@ -297,10 +288,8 @@ def read_turns(source: str, *, group_size: int = 1) -> Sequence[RecordedEpisode]
     path = SHIPPED_FOLDER / f"{source}{SUFFIX}" if source in shipped else Path(source)
     episodes = []
     for number, line in read_lines(path, key, packed=source in shipped):
-        try:
+        with explaining(RecordedEpisode, f"{path} line {number}: ", most=1):
             episodes.append(RecordedEpisode.model_validate_json(line))
-        except ValidationError as error:
-            raise ConfigError(f"{path} line {number}: {explain(error, RecordedEpisode)[0]}") from None
     if not episodes:
         raise ConfigError(f"{key} must hold an episode at least, got {source!r}")
     return episodes
@@ -324,7 +313,7 @@ class Environments:
         episodes: Episodes,
         *,
         answers: PolicyAnswers | None = None,
-        deliver: Callable[[Event], None],
+        deliver: Callable[[events.Event], None],
         forget: Callable[[int], None],
     ) -> None:
         self._clock = clock
@@ -369,7 +358,7 @@ class Environments:
         """Forget a rollout, if it is here."""
         self._open.pop(rollout_id, None)
 
-    def goes_on(self, engine: int, request: Request, spans: VersionSpans) -> bool:
+    def goes_on(self, engine: int, request: Request, spans: events.VersionSpans) -> bool:
         """End a turn and return whether another follows: report it and start the environment's step.
 
         A rollout past its lifetime goes on from its last turn, too: the step of its environment fails at once.
@@ -390,7 +379,7 @@ class Environments:
         episode.turn = turn
         episode.num_failed = 0
         request.goes_on = turn + 1 != num_turns
-        self._deliver(TurnFinished(rollout_id, engine, spans, request.take_seconds()))
+        self._deliver(events.TurnFinished(rollout_id, engine, spans, request.take_seconds()))
         if rollout_id in self._open:
             self._act(request, episode)
         return True
@@ -405,7 +394,7 @@ class Environments:
         else:
             ticks, episode.fault = episode.acting_ticks[episode.turn], None
         if ticks > left:
-            ticks, episode.fault = max(0, left), EnvironmentFault.EXPIRED
+            ticks, episode.fault = max(0, left), events.EnvironmentFault.EXPIRED
         Wake(self._clock, ticks, CLUSTER_PRIORITY, request.rollout_id, self._acted)
 
     def _acted(self, wake: Wake) -> None:
@@ -418,19 +407,19 @@ class Environments:
             self._failed(request, episode, episode.fault)
             return
         request.observe(episode.observed[episode.turn], episode.ends[episode.turn])
-        self._deliver(ObservationReady(rollout_id, request.prompt_tokens))
+        self._deliver(events.ObservationReady(rollout_id, request.prompt_tokens))
 
-    def _failed(self, request: Request, episode: Episode, fault: EnvironmentFault) -> None:
+    def _failed(self, request: Request, episode: Episode, fault: events.EnvironmentFault) -> None:
         """Report that an environment has failed, and have it act again, or report that its rollout has failed."""
         rollout_id = request.rollout_id
-        again = fault is not EnvironmentFault.EXPIRED and episode.num_failed < self._retries
-        self._deliver(EnvironmentFailed(rollout_id, fault, again))
+        again = fault is not events.EnvironmentFault.EXPIRED and episode.num_failed < self._retries
+        self._deliver(events.EnvironmentFailed(rollout_id, fault, again))
         if again:
             episode.num_failed += 1
             self._act(request, episode)
         else:
             self._forget_rollout(rollout_id)
-            self._deliver(RolloutFailed(rollout_id))
+            self._deliver(events.RolloutFailed(rollout_id))
 
 
 def check_turns(config: RunConfig) -> None:

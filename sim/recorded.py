@@ -24,14 +24,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, TraceError
 from pipelinerl.records.run_folder import TRACE_FILE, write_whole
 from pipelinerl.records.trace import Trace
-from pipelinerl.scheduler.events import (
-    ObservationReady,
-    RolloutFinished,
-    RolloutScored,
-    StartRollout,
-    TurnFinished,
-    VersionSpans,
-)
+from pipelinerl.scheduler import events
 from pipelinerl.util.arrays import grouped
 from pipelinerl.util.explain import explain, shown
 from pipelinerl.util.read import parse_json, read_json, read_lines
@@ -96,7 +89,7 @@ class _Recorded:
     begins_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
 
-    def end_turn(self, now_s: float, spans: VersionSpans) -> None:
+    def end_turn(self, now_s: float, spans: events.VersionSpans) -> None:
         self.out_lens.append(spans.num_tokens - sum(self.out_lens))
         self.read_L.append(self.read)
         self.ends_s.append(now_s)
@@ -142,19 +135,21 @@ def _scored(trace: Trace, *, key: str) -> dict[int, TracedRollout]:
     scored: dict[int, TracedRollout] = {}
     one_turn = trace.config.environment is None
     for record in trace.records():
-        if one_turn and isinstance(record.command, StartRollout):
+        if one_turn and isinstance(record.command, events.StartRollout):
             one = recorded[record.command.rollout_id]
             one.begins_s = one.begins_s or [record.time_s]
         event = record.event
-        if isinstance(event, ObservationReady):
+        if isinstance(event, events.ObservationReady):
             if event.read_tokens is None:
                 raise ConfigError(f"{key}: {trace.path} was recorded before observed tokens were: record it again")
             one = recorded[event.rollout_id]
             one.read = event.read_tokens
             one.begins_s.append(record.time_s)
-        if isinstance(event, TurnFinished | RolloutFinished) and event.engine is not None:  # else it has ended
+        if (
+            isinstance(event, events.TurnFinished | events.RolloutFinished) and event.engine is not None
+        ):  # else it has ended
             recorded[event.rollout_id].end_turn(record.time_s, event.spans)
-        if isinstance(event, RolloutFinished | RolloutScored) and event.reward is not None:
+        if isinstance(event, events.RolloutFinished | events.RolloutScored) and event.reward is not None:
             number = event.rollout_id
             scored[number] = recorded.pop(number).rollout(number, group_size=group_size, reward=event.reward)
     return scored

@@ -15,10 +15,10 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
+from backends.driver.checkpoint import DriverState
 from backends.driver.engines import EnginePool
 from backends.driver.metrics import SamplesLog
 from backends.driver.rollouts import RolloutData
-from backends.driver.state import DriverState
 from backends.driver.tasks import RunTasks
 from backends.workers.environments import Turns
 from backends.workers.rewards import TaskClient

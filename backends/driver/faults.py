@@ -16,9 +16,8 @@ from backends.interface import Parts, Suffers, Trainer
 from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, EngineLostError
-from pipelinerl.records.run_folder import LOGS_FOLDER, TRACE_FILE
+from pipelinerl.records.run_folder import LOGS_FOLDER, TRACE_FILE, writing
 from pipelinerl.records.trace import FaultWatch
-from pipelinerl.util.explain import writing
 
 LOG = logging.getLogger("pipelinerl")
 FAULTS_LOG = "faults.jsonl"

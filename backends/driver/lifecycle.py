@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from backends.driver.checkpoint import Checkpoint, CheckpointKeeper
+from backends.driver.checkpoint import Checkpoint, CheckpointKeeper, fresh_state
 from backends.driver.engines import EnginePool
 from backends.driver.evaluation import SHARE_OF_SLOTS, Evaluation
 from backends.driver.faults import FaultInjector
@@ -25,7 +25,6 @@ from backends.driver.fleet import FleetRequests
 from backends.driver.loop import EventLoop
 from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
-from backends.driver.state import fresh_state
 from backends.driver.tasks import RunTasks, all_of
 from backends.driver.weight_sync import WeightSync
 from backends.interface import Parts, Weights
@@ -37,13 +36,12 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunInterruptedError, TransferError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
-from pipelinerl.records.run_folder import LOGS_FOLDER
+from pipelinerl.records.run_folder import LOGS_FOLDER, writing
 from pipelinerl.records.trace import FanOut
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
 from pipelinerl.scheduler.kinds import stalled
-from pipelinerl.util.explain import writing
 
 LOG = logging.getLogger("pipelinerl")
 LOST_POLL_S = 1.0

@@ -33,12 +33,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import assert_never
 
+from backends.driver.checkpoint import DriverState
 from backends.driver.engines import EngineHandle, EnginePool
 from backends.driver.evaluation import Evaluation
 from backends.driver.metrics import SamplesLog
 from backends.driver.preprocessing import Preprocessing
 from backends.driver.rollouts import RolloutData, samples_of
-from backends.driver.state import DriverState
 from backends.driver.tasks import RunTasks
 from backends.driver.weight_sync import WeightSync
 from backends.interface import AnswerLostError, Sample, Trainer, busy_s
@@ -49,34 +49,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.records.trace import Recorder
 from pipelinerl.rl.problems import Problem
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    Command,
-    DiscardRollouts,
-    EngineJoined,
-    EngineLeaving,
-    EngineLeft,
-    EngineSeconds,
-    EnvironmentFailed,
-    EnvironmentFault,
-    Event,
-    KVCacheUsed,
-    ObservationReady,
-    OpenEnvironment,
-    PublishWeights,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutScored,
-    StartRollout,
-    StartTraining,
-    StepsRaised,
-    Stop,
-    TrainingFinished,
-    TurnFinished,
-    WeightsLoaded,
-    WeightsPublished,
-)
+from pipelinerl.scheduler import events
 from pipelinerl.scheduler.kinds import StallWatch
 
 LOG = logging.getLogger("pipelinerl")
@@ -149,27 +122,27 @@ class EventLoop:
                 await self._sync.to_training()
                 await self._trainer.train(self._samples_of(micro_batch), completes_step=False)
         if self._optimizer_steps > state.scheduler.optimizer_steps:
-            self._deliver(StepsRaised(self._optimizer_steps))
+            self._deliver(events.StepsRaised(self._optimizer_steps))
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
         for rollout_id in sorted(state.scoring):
             self._tasks.spawn(self._score(rollout_id))
         for rollout_id, engine in in_flight:
             self._aborted(rollout_id, engine)
         for engine in sorted(state.scheduler.leaving):
-            self._deliver(EngineLeft(engine))
+            self._deliver(events.EngineLeft(engine))
         for rollout_id in sorted(state.acting):
             if rollout_id in state.acting:  # else its group has been given up for one before it
                 self._failed(rollout_id, ITS_ENVIRONMENT_ENDED)
         for engine, version in state.scheduler.loaded.items():
             if version != published:
-                self._deliver(WeightsLoaded(engine, published, 0.0))
+                self._deliver(events.WeightsLoaded(engine, published, 0.0))
         if pending is not None:
             self._deliver(pending)
 
     def leaves(self, engine_id: int) -> None:
         """Report that an engine is leaving; see ``Fleet``."""
         if self._started:
-            self._deliver(EngineLeaving(engine_id))
+            self._deliver(events.EngineLeaving(engine_id))
 
     def left(self, engine_id: int) -> None:
         """Report that an engine has left, and its rollouts that it does not know as aborted."""
@@ -177,26 +150,28 @@ class EventLoop:
             for rollout_id, engine in list(self._state.in_flight.items()):
                 if engine == engine_id:
                     self._aborted(rollout_id, engine)
-            self._deliver(EngineLeft(engine_id))
+            self._deliver(events.EngineLeft(engine_id))
 
     def joins(self, handle: EngineHandle) -> None:
         """Report that an engine is up."""
         if self._started and not self.frozen:
             self._pool.name(handle, self._state.scheduler.newest_engine + 1)
             assert handle.engine_id is not None
-            self._deliver(EngineJoined(handle.engine_id, handle.reported))
+            self._deliver(events.EngineJoined(handle.engine_id, handle.reported))
 
     def now(self) -> float:
         """Return the seconds that the run has run, before a resume, too."""
         return time.monotonic() - self._began_s
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: events.Event) -> None:
         if self.frozen:
-            if isinstance(event, TrainingFinished | WeightsPublished):
+            if isinstance(event, events.TrainingFinished | events.WeightsPublished):
                 self._state.pending = event
             return
         begin_s = time.perf_counter()
-        if isinstance(event, RolloutFinished | TurnFinished | RolloutAborted | RolloutFailed):
+        if isinstance(
+            event, events.RolloutFinished | events.TurnFinished | events.RolloutAborted | events.RolloutFailed
+        ):
             self._state.aborting.discard(event.rollout_id)
             self._state.in_flight.pop(event.rollout_id, None)
         self._recorder.event(self.now(), event)
@@ -206,46 +181,46 @@ class EventLoop:
             self._tasks.fail(error)
         if self._state.scheduler.given_up:
             self._stall_watch.look(self.now(), self._state.scheduler)
-        if isinstance(event, WeightsLoaded | EngineJoined):
+        if isinstance(event, events.WeightsLoaded | events.EngineJoined):
             self._evaluation.begin_if_due()
-        num_rollouts = isinstance(event, RolloutFinished)
+        num_rollouts = isinstance(event, events.RolloutFinished)
         self._state.metrics.driver_worked(time.perf_counter() - begin_s, num_rollouts=num_rollouts)
 
-    def _carry_out_all(self, commands: Sequence[Command]) -> None:
+    def _carry_out_all(self, commands: Sequence[events.Command]) -> None:
         for command in commands:
             self._recorder.command(self.now(), command)
             self._carry_out(command)
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: events.Command) -> None:
         state = self._state
         match command:
-            case StartRollout():
+            case events.StartRollout():
                 if command.rollout_id not in state.rollouts:  # here: a checkpoint may come before its task begins
                     state.rollouts[command.rollout_id] = self._client.begin(command.prompt_id)
                 state.in_flight[command.rollout_id] = command.engine
                 self._tasks.spawn(self._generate(command))
-            case OpenEnvironment():
+            case events.OpenEnvironment():
                 assert self._turns is not None
                 data = state.rollouts[command.rollout_id] = RolloutData(Problem(""), ())
                 state.acting.add(command.rollout_id)
                 opens = partial(self._turns.open, command.rollout_id, data, command.prompt_id)
                 self._tasks.spawn(self._act(command.rollout_id, opens, retries=self._turns.retries))
-            case StartTraining():
+            case events.StartTraining():
                 self.trainer_task = self._tasks.spawn(self._train(command))
-            case PublishWeights():
+            case events.PublishWeights():
                 self.trainer_task = self._tasks.spawn(self._publish(command))
-            case DiscardRollouts():
+            case events.DiscardRollouts():
                 for rollout_id in command.rollout_ids:
                     self._forget(rollout_id)
-            case AbortRollout():
+            case events.AbortRollout():
                 state.aborting.add(command.rollout_id)
                 self._tasks.spawn(self._abort(command))
-            case Stop():
+            case events.Stop():
                 self._tasks.ended.set()
             case _:
                 assert_never(command)
 
-    async def _generate(self, command: StartRollout) -> None:
+    async def _generate(self, command: events.StartRollout) -> None:
         state, rollout_id = self._state, command.rollout_id
         if state.in_flight.get(rollout_id) != command.engine:  # which has left before this task began
             return
@@ -283,7 +258,7 @@ class EventLoop:
         state.metrics.answered(handle.place, generated.front_end_s)
         state.metrics.decoded(generated.decode_steps)
         if generated.kv_cache_share is not None:
-            self._deliver(KVCacheUsed(command.engine, generated.kv_cache_share))
+            self._deliver(events.KVCacheUsed(command.engine, generated.kv_cache_share))
         seconds = None if self._turns is None else generated.seconds
         if generated.aborted:
             self._aborted(rollout_id, command.engine, seconds)
@@ -293,7 +268,7 @@ class EventLoop:
             return
         if generated.cached_tokens is not None:
             state.metrics.began_turn(len(request.prompt_tokens), generated.cached_tokens)
-        self._deliver(TurnFinished(rollout_id, command.engine, data.spans, seconds))
+        self._deliver(events.TurnFinished(rollout_id, command.engine, data.spans, seconds))
         if rollout_id in state.rollouts:
             state.acting.add(rollout_id)
             self._tasks.spawn(self._act(rollout_id, partial(self._turns.act, rollout_id, data)))
@@ -306,8 +281,8 @@ class EventLoop:
         except WorkerFailedError as error:
             if self.frozen or rollout_id not in state.acting:
                 return
-            again = retries > 0 and error.fault is not EnvironmentFault.EXPIRED
-            self._deliver(EnvironmentFailed(rollout_id, error.fault, again))
+            again = retries > 0 and error.fault is not events.EnvironmentFault.EXPIRED
+            self._deliver(events.EnvironmentFailed(rollout_id, error.fault, again))
             if again:
                 await self._act(rollout_id, act, retries=retries - 1)
             else:
@@ -322,7 +297,7 @@ class EventLoop:
         if goes_on:
             data = state.rollouts[rollout_id]
             read_tokens = len(data.prompt_tokens) + data.num_tokens - data.spans.num_tokens
-            self._deliver(ObservationReady(rollout_id, read_tokens))
+            self._deliver(events.ObservationReady(rollout_id, read_tokens))
             return
         turns.environments.release(rollout_id)
         self._finished(rollout_id, engine=None)
@@ -330,7 +305,7 @@ class EventLoop:
     def _finished(self, rollout_id: int, engine: int | None) -> None:
         """Report a rollout with all its tokens, and score it."""
         self._state.scoring.add(rollout_id)
-        self._deliver(RolloutFinished(rollout_id, engine, self._state.rollouts[rollout_id].spans))
+        self._deliver(events.RolloutFinished(rollout_id, engine, self._state.rollouts[rollout_id].spans))
         self._tasks.spawn(self._score(rollout_id))
 
     def _forget(self, rollout_id: int) -> None:
@@ -341,13 +316,13 @@ class EventLoop:
         elif self._turns is not None:
             self._turns.environments.release(rollout_id)
 
-    def _aborted(self, rollout_id: int, engine: int, seconds: EngineSeconds | None = None) -> None:
+    def _aborted(self, rollout_id: int, engine: int, seconds: events.EngineSeconds | None = None) -> None:
         if self.frozen:  # its end has been recorded, and it may be forgotten
             return
         spans = self._state.rollouts[rollout_id].spans
         if rollout_id in self._state.aborting:
             self._forget(rollout_id)
-        self._deliver(RolloutAborted(rollout_id, engine, spans, seconds))
+        self._deliver(events.RolloutAborted(rollout_id, engine, spans, seconds))
 
     def _failed(self, rollout_id: int, why: str, engine: int | None = None) -> None:
         """Report a rollout that will not be scored; ``engine`` is set if it was generating."""
@@ -356,9 +331,9 @@ class EventLoop:
         self._client.log_failure(f"rollout {rollout_id} failed: {why}")
         self._forget(rollout_id)
         self._state.scoring.discard(rollout_id)
-        self._deliver(RolloutFailed(rollout_id, engine))
+        self._deliver(events.RolloutFailed(rollout_id, engine))
 
-    async def _abort(self, command: AbortRollout) -> None:
+    async def _abort(self, command: events.AbortRollout) -> None:
         if command.engine in self._pool:
             handle = self._pool[command.engine]
             try:
@@ -380,13 +355,13 @@ class EventLoop:
             return
         data.reward, data.reference_logprob_T = reward, reference_logprob_T
         self._state.scoring.discard(rollout_id)
-        self._deliver(RolloutScored(rollout_id, reward))
+        self._deliver(events.RolloutScored(rollout_id, reward))
 
     async def abort_all(self) -> None:
         """Abort the rollouts in progress at the end of a run, waiting at most ``STOP_TIMEOUT_S``."""
         for rollout_id, engine in list(self._state.in_flight.items()):
             if rollout_id in self._submitted:
-                self._tasks.spawn(self._abort(AbortRollout(rollout_id, engine)))
+                self._tasks.spawn(self._abort(events.AbortRollout(rollout_id, engine)))
             else:
                 self._aborted(rollout_id, engine)
         over_s = time.monotonic() + STOP_TIMEOUT_S
@@ -399,11 +374,13 @@ class EventLoop:
         """Freeze, and record the rollouts in progress as aborted; the scheduler handles these events on resume."""
         self.frozen = True
         for rollout_id, engine in list(self._state.in_flight.items()):
-            self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
+            self._recorder.event(
+                self.now(), events.RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans)
+            )
 
     # -------------------------------------------------------------------------------------- the trainer's commands
 
-    async def _train(self, command: StartTraining) -> None:
+    async def _train(self, command: events.StartTraining) -> None:
         """Train on a micro-batch; if it completes a step, do what is due after it."""
         state = self._state
         if self._sync.takes_turns:
@@ -421,7 +398,7 @@ class EventLoop:
             state.version = command.version + 1
             self._evaluation.step_done(state.version)
             self._samples.trained(state.version, state.take_trained())
-        event = TrainingFinished(state.version, train_s)
+        event = events.TrainingFinished(state.version, train_s)
         for every, act in self._after_steps:
             if command.completes_step and every is not None and state.version % every == 0:
                 state.pending = event
@@ -430,10 +407,10 @@ class EventLoop:
         self._deliver(event)
         state.metrics.driver_busy(busy_s())  # asking the system for it takes 50 us: not per rollout
 
-    def _samples_of(self, command: StartTraining) -> list[Sample]:
+    def _samples_of(self, command: events.StartTraining) -> list[Sample]:
         return samples_of(self._state.rollouts, command.rollout_ids, self._group_size)
 
-    async def _publish(self, command: PublishWeights) -> None:
+    async def _publish(self, command: events.PublishWeights) -> None:
         begin_s = time.monotonic()
         await self._sync.publish(command, on_loaded=self._deliver)
-        self._deliver(WeightsPublished(command.version, time.monotonic() - begin_s))
+        self._deliver(events.WeightsPublished(command.version, time.monotonic() - begin_s))

@@ -21,12 +21,11 @@ from pipelinerl.hardware.transport import SHARE_METRIC
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
-from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE
+from pipelinerl.records.run_folder import METRICS_FILE, SAMPLES_FILE, writing
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.arrays import RunningMean
-from pipelinerl.util.explain import writing
 
 TENSORBOARD_FOLDER = "tensorboard"
 

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.interface import UNKNOWN, Generated, Sample
-from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.problems import Problem
-from pipelinerl.rl.segments import Segment, all_tokens, extended
+from pipelinerl.rl.segments import Segment, all_tokens, extended, leave_one_out
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, joined
 
 # Legend of shapes: T generated tokens of one answer; G rollouts of one group.

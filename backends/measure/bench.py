@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from pipelinerl.calibration.table import COLUMNS
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import find_gpu
+from pipelinerl.hardware.catalogue import gpu_of_device
 from pipelinerl.records.run_folder import make_folder, write_json
 from pipelinerl.util.read import read_json
 
@@ -416,13 +416,8 @@ def _chosen(device: Literal["auto", "cpu", "gpu"]) -> Literal["cpu", "gpu"]:
 
 
 def _catalogue_peak(bench: Bench) -> float | None:
-    if bench.device.type != "cuda":
-        return None
-    # "NVIDIA H100 80GB HBM3": the word that the catalogue knows.
-    for word in torch.cuda.get_device_name().replace("-", " ").split():
-        with suppress(ConfigError):
-            return find_gpu(word).bf16_flops
-    return None
+    gpu = gpu_of_device(torch.cuda.get_device_name()) if bench.device.type == "cuda" else None
+    return None if gpu is None else gpu.bf16_flops
 
 
 def _conditions(bench: Bench, shape: PlainShape, model: Path | None, engine: str) -> dict[str, Any]:

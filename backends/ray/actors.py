@@ -43,16 +43,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from backends.interface import (
-    AnswerLostError,
-    Generated,
-    GenerateRequest,
-    RankFacts,
-    Sample,
-    TrainResult,
-    UpdateTimes,
-    Weights,
-)
+from backends import interface
 from backends.trainer.packing import pack
 from backends.trainer.publish import ABORT_THREAD, TRANSFER_THREAD
 from backends.trainer.settings import RankSettings, rank_environment
@@ -136,7 +127,7 @@ class RayTrainer:
         starts = [rank.start.remote(address, port, members, recomputed) for rank in self._ranks]
         await self._all("start", starts, timeout_s=self._settings.trainer.start_timeout_s)
 
-    async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
+    async def train(self, samples: list[interface.Sample], *, completes_step: bool) -> interface.TrainResult:
         trainer = self._settings.trainer
         size = trainer.sequence_parallel  # so many ranks get the same rows
         rows = pack(samples, pack_tokens=trainer.row_tokens, num_ranks=len(self._ranks) // size)
@@ -154,10 +145,10 @@ class RayTrainer:
                     metrics[f"rank{rank}/{name}"] = value
                 elif first:
                     metrics[name] = value if name in SAME_METRICS else metrics.get(name, 0.0) + value
-        return TrainResult([logprob[index] for index in range(len(samples))], metrics)
+        return interface.TrainResult([logprob[index] for index in range(len(samples))], metrics)
 
-    async def publish(self, version: int) -> Weights:
-        weights: Weights = (await self._call("publish", "publish", version))[0]
+    async def publish(self, version: int) -> interface.Weights:
+        weights: interface.Weights = (await self._call("publish", "publish", version))[0]
         return weights
 
     async def open_group(self) -> str:
@@ -170,7 +161,7 @@ class RayTrainer:
     async def abort_group(self, rendezvous: str, why: str) -> None:
         await self._beside_training(ABORT_THREAD, "abort", "abort_group", rendezvous, why)
 
-    async def send(self, weights: Weights) -> None:
+    async def send(self, weights: interface.Weights) -> None:
         if not self._settings.transport.in_folder:
             await self._transfer("send", "send", weights.version)
 
@@ -197,7 +188,7 @@ class RayTrainer:
     async def export(self, folder: Path) -> None:
         await self._call("export", "export", folder)
 
-    async def self_test(self, num_bytes: int) -> tuple[RankFacts, ...]:
+    async def self_test(self, num_bytes: int) -> tuple[interface.RankFacts, ...]:
         """Have all ranks measure their devices and links; see ``rank.self_test``."""
         return tuple(await self._call("self_test", "self_test", num_bytes))
 
@@ -305,15 +296,17 @@ class RayEngine:
             raise self._loss(phase, f"no answer for {limit_s:g} s; its accelerators may be gone") from None
         self._watcher = asyncio.create_task(self._watch())
 
-    async def generate(self, request: GenerateRequest) -> Generated:
+    async def generate(self, request: interface.GenerateRequest) -> interface.Generated:
         key = request.rollout_id, len(request.prompt_tokens)  # a later request of the rollout has a longer prompt
         reports = self._reports[key] = []
         try:
-            generated: Generated = await self._call("generate", request)
-        except AnswerLostError:
+            generated: interface.Generated = await self._call("generate", request)
+        except interface.AnswerLostError:
             raise
         except EngineLostError as error:
-            raise AnswerLostError(str(error), Generated.so_far([pickle.loads(one) for one in reports])) from None
+            raise interface.AnswerLostError(
+                str(error), interface.Generated.so_far([pickle.loads(one) for one in reports])
+            ) from None
         finally:
             self._reports.pop(key, None)
         return generated
@@ -332,11 +325,11 @@ class RayEngine:
                     pid = await self._call("__ray_call__", lambda _: os.getpid())
                     await _future(_on(self._node, slow_down, pid, fault.seconds, fault.factor or math.inf))
 
-    async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+    async def update(self, weights: interface.Weights, weight_update: WeightUpdate) -> interface.UpdateTimes:
         if self._cut:
             self._lost.set()
             raise self._loss("update", "its transfer of weights was cut by a fault of the schedule")
-        times: UpdateTimes = await self._call("update", weights, weight_update)
+        times: interface.UpdateTimes = await self._call("update", weights, weight_update)
         return times
 
     async def join_group(self, rendezvous: str, *, first_worker: int) -> None:

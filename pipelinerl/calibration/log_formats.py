@@ -12,11 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipelinerl.calibration.log import LoggedStep
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import did_you_mean, explain, shown
+from pipelinerl.util.explain import did_you_mean, explaining, shown
 from pipelinerl.util.read import LONGEST_LINE, opened, read_lines, read_rows, read_values
 from pipelinerl.util.table import read_table
 
@@ -324,10 +322,8 @@ def _step(number: int, metrics: Mapping[str, float], format_: Format) -> LoggedS
     known = {column: value for column, value in found.items() if value or (value is not None and column in MAY_BE_0)}
     if not known:
         return None
-    try:
+    with explaining(LoggedStep, f"step {number} of the log: ", most=1):
         return LoggedStep(step=number, **known)
-    except ValidationError as error:
-        raise ConfigError(f"step {number} of the log: {explain(error, LoggedStep)[0]}") from None
 
 
 def _without(besides_s: float, found: Mapping[str, float | None]) -> float:

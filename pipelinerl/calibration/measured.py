@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipelinerl.calibration.calibrate import HARDWARE_FILE, calibrate_table, calibrate_trace, doubts
 from pipelinerl.calibration.solve import TRAINING_COEFFICIENTS, merged_tables
 from pipelinerl.config.engine import EngineConfig, as_measured
@@ -18,7 +16,7 @@ from pipelinerl.hardware.costs import HardwareConfig
 from pipelinerl.hardware.transport import WeightTransferConfig
 from pipelinerl.records.run_folder import RUN_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, read_steps
-from pipelinerl.util.explain import explain
+from pipelinerl.util.explain import explaining
 from pipelinerl.util.read import read_json
 from pipelinerl.util.strict_model import StrictModel
 
@@ -134,8 +132,6 @@ def _with_hardware(config: RunConfig, table: Mapping[str, Any], source: Path) ->
     for key in ("gpu", "model"):
         if key in table and key in given and table[key] != given[key]:
             raise ConfigError(f"--measured {source} is of {key}={table[key]!r}, the run file has {given[key]!r}")
-    try:
+    with explaining(StrictModel, f"--measured {source}: hardware.", most=1):
         hardware = HardwareConfig.model_validate(merged_tables(given, table))
-    except ValidationError as error:
-        raise ConfigError(f"--measured {source}: hardware.{explain(error, StrictModel)[0]}") from None
     return config.model_copy(update={"hardware": hardware})

@@ -8,18 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli import options
+from pipelinerl.cli import options, output
 from pipelinerl.cli.options import option
-from pipelinerl.cli.output import (
-    complain,
-    draw_kept,
-    end_of_runs,
-    print_line,
-    print_report,
-    progress_bar,
-    stage_bars,
-    without_matplotlib_a_line,
-)
 from pipelinerl.errors import ConfigError
 
 
@@ -55,7 +45,7 @@ def simulate(
         before = [one for one in overrides if not one.lstrip().startswith("environment")]  # it may be the trace's
         keys = run_keys(foreign, load_run(run, before, hardware=hardware))
         for note in foreign.notes:
-            complain(f"warning: {workload.name}: {note}")
+            output.complain(f"warning: {workload.name}: {note}")
         overrides = [*keys, *overrides]
     config = load_run(run, overrides, seed, hardware=hardware, faults=faults)
     if measured:
@@ -64,13 +54,13 @@ def simulate(
         config = of_its_arm(config, measured)
     if trace is TraceLevel.FULL and out is None:
         raise ConfigError("--trace full needs --out DIR to write the trace to")
-    with progress_bar("optimizer steps", config.optimizer_steps) as advance:
+    with output.progress_bar("optimizer steps", config.optimizer_steps) as advance:
         report = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
-    print_report(report, lambda: run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
+    output.print_report(report, lambda: run_page({run.stem: report}), run.name, as_json=as_json, only_table=True)
     for key in () if as_json else keys:
-        print_line(f"of {workload}: {key}")
+        output.print_line(f"of {workload}: {key}")
     if out is not None:
-        draw_kept(out, quiet=as_json)
+        output.draw_kept(out, quiet=as_json)
 
 
 def share(
@@ -91,7 +81,7 @@ def share(
     report = share_trainer(
         {name: load_run(run, overrides) for name, run in zip(names, runs, strict=True)}, switch_s=switch_s
     )
-    print_report(report, lambda: sharing_page(report), "jobs", as_json=as_json)
+    output.print_report(report, lambda: sharing_page(report), "jobs", as_json=as_json)
 
 
 def compare(
@@ -111,9 +101,11 @@ def compare(
     from sim.compare import plan_cells
 
     config, found = merged(load_run(run, overrides, seed, hardware=hardware), measured)
-    with progress_bar("runs", len(plan_cells(config))) as advance:
+    with output.progress_bar("runs", len(plan_cells(config))) as advance:
         result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance(), weights=found.weights)
-    end_of_runs(result, lambda: comparison_page(result), run.name, out=out if result.arms else None, as_json=as_json)
+    output.end_of_runs(
+        result, lambda: comparison_page(result), run.name, out=out if result.arms else None, as_json=as_json
+    )
 
 
 def environments(
@@ -134,9 +126,9 @@ def environments(
 
     config, found = merged(load_run(run, overrides, seed), measured)
     total = len(counts_to_try(config)) if config.environment else 0
-    with progress_bar("runs", total) as advance:
+    with output.progress_bar("runs", total) as advance:
         report = try_environments(config, out=out, workers=workers, on_done=advance, weights=found.weights)
-    end_of_runs(report, lambda: environments_page(report), run.name, out=out, as_json=as_json)
+    output.end_of_runs(report, lambda: environments_page(report), run.name, out=out, as_json=as_json)
 
 
 def validate(
@@ -162,19 +154,19 @@ def validate(
     shipped = shipped_runs()
     runs = shipped if rows is None else read_published_runs(rows)
     stage = "simulations" if rows is None else "simulations, of the shipped rows that yours are compared with, too"
-    with stage_bars() as on_progress:
+    with output.stage_bars() as on_progress:
         report = predict_runs(
             runs,
             others=shipped,
             others_only=shipped_only or rows is None,
             on_progress=lambda done, total: on_progress(stage, done, total),
         )
-    print_report(report, lambda: validation_page(report), "Published runs", as_json=as_json)
+    output.print_report(report, lambda: validation_page(report), "Published runs", as_json=as_json)
     if out is not None:
         make_folder(out)
         write_json(out / VALIDATION_FILE, report.to_dict())
         (out / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
-        with without_matplotlib_a_line(out):
+        with output.without_matplotlib_a_line(out):
             from analysis.plot import save_validation
 
             save_validation(report, out / FIGURES_FOLDER)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipelinerl.config.engine import EngineConfig, GenerationConfig, SpeculationConfig, as_measured
 from pipelinerl.config.environment import EnvironmentConfig
@@ -28,7 +28,7 @@ from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.drift import DriftModel
 from pipelinerl.scheduler.events import OnFull, OnStale, Routing, WeightUpdate
 from pipelinerl.scheduler.kinds import CONVENTIONAL, KINDS, PARTIAL_ROLLOUTS, PIPELINE, ScheduleKind
-from pipelinerl.util.explain import explain, shown
+from pipelinerl.util.explain import explaining, shown
 from pipelinerl.util.read import parse_toml, read_toml
 from pipelinerl.util.strict_model import (
     MOST,
@@ -776,10 +776,8 @@ def completed(
 
 def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
     """Check the tables of a run file; ConfigError, one line per fault of the input called ``name``."""
-    try:
+    with explaining(RunConfig, f"{name}: "):
         return RunConfig.model_validate_json(json.dumps(data, default=str))
-    except ValidationError as error:
-        raise ConfigError(*(f"{name}: {line}" for line in explain(error, RunConfig))) from None
 
 
 def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

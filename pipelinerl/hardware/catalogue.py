@@ -10,10 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import did_you_mean, explain
+from pipelinerl.util.explain import did_you_mean, explaining
 from pipelinerl.util.read import read_json, read_toml
 from pipelinerl.util.strict_model import StrictModel
 
@@ -569,7 +569,5 @@ def _from_file(kind: type[Entry], path: Path, key: str) -> Entry:
 
 
 def _checked(kind: type[Entry], table: Mapping[str, Any], what: str) -> Entry:
-    try:
+    with explaining(kind, f"{what}: "):
         return kind.model_validate_json(json.dumps(table, default=str))
-    except ValidationError as error:
-        raise ConfigError(*(f"{what}: {line}" for line in explain(error, kind))) from None

@@ -18,27 +18,15 @@ from typing import Any, NamedTuple, TextIO
 from pipelinerl.config.run import RunConfig, dump_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import UtilisationDecode
+from pipelinerl.records import run_folder
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import Prices, RunIdentity, RunMeasurements, RunReport, RunTotals
-from pipelinerl.records.run_folder import (
-    METRICS_FILE,
-    PROFILE_FILE,
-    RUN_FILE,
-    SAMPLES_FILE,
-    SUMMARY_FILE,
-    TRACE_FILE,
-    check_vacant,
-    make_folder,
-    writable,
-    write_json,
-)
 from pipelinerl.records.step_ledger import Admission
 from pipelinerl.records.steps import COLUMNS, STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.records.trace import FanOut, Recorder, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.rl.drift import modelled_ess
-from pipelinerl.util.explain import writing
 
-GROWING_FILES = (TRACE_FILE, STEPS_FILE, METRICS_FILE, SAMPLES_FILE)
+GROWING_FILES = (run_folder.TRACE_FILE, STEPS_FILE, run_folder.METRICS_FILE, run_folder.SAMPLES_FILE)
 READ_BYTES = 2**20
 """Bytes of a file that are read at once."""
 
@@ -128,20 +116,24 @@ class Recording:
         if out is not None:
             try:
                 self._begin(out, new=go_on_from is None)
-                self._trace = TraceWriter(out / TRACE_FILE, config, self._opened(TRACE_FILE)) if trace else None
+                self._trace = (
+                    TraceWriter(out / run_folder.TRACE_FILE, config, self._opened(run_folder.TRACE_FILE))
+                    if trace
+                    else None
+                )
             except BaseException:
                 self.close()
                 raise
 
     def _begin(self, out: Path, *, new: bool) -> None:
         if new:
-            check_vacant(out)
-            make_folder(out)
-        partial = self._partial(RUN_FILE)
-        with writable(out):
+            run_folder.check_vacant(out)
+            run_folder.make_folder(out)
+        partial = self._partial(run_folder.RUN_FILE)
+        with run_folder.writable(out):
             partial.write_text(dump_run(self._config), encoding="utf-8")
-            partial.rename(out / RUN_FILE)
-            for report in (SUMMARY_FILE, PROFILE_FILE):  # of the part before
+            partial.rename(out / run_folder.RUN_FILE)
+            for report in (run_folder.SUMMARY_FILE, run_folder.PROFILE_FILE):  # of the part before
                 with contextlib.suppress(FileNotFoundError):
                     (out / report).rename(self._partial(report))
         for name in self._kept:
@@ -157,7 +149,7 @@ class Recording:
 
     def append(self, name: str, values: dict[str, Any]) -> None:
         """Add a line of JSON to one of ``GROWING_FILES``."""
-        with writing(self._digests[name].path):
+        with run_folder.writing(self._digests[name].path):
             self._opened(name).write(json.dumps(values) + "\n")
 
     def _opened(self, name: str) -> TextIO:
@@ -165,7 +157,7 @@ class Recording:
         if name in self._files:
             return self._files[name]
         path, partial, size = self._digests[name].path, self._partial(name), self._kept.get(name, 0)
-        with writing(path):
+        with run_folder.writing(path):
             if size:
                 shutil.copyfile(path, partial)
                 os.truncate(partial, size)
@@ -198,15 +190,15 @@ class Recording:
         report = self.report(measured)
         if self._out is not None:
             figures = self.ledger.figure_data(self._config.drift)
-            write_json(self._out / PROFILE_FILE, figures.to_dict(), unfinished=self._unfinished)
-            write_json(self._out / SUMMARY_FILE, report.to_dict(), unfinished=self._unfinished)
+            run_folder.write_json(self._out / run_folder.PROFILE_FILE, figures.to_dict(), unfinished=self._unfinished)
+            run_folder.write_json(self._out / run_folder.SUMMARY_FILE, report.to_dict(), unfinished=self._unfinished)
         return report
 
     def close(self) -> None:
         """Close the files."""
         with contextlib.ExitStack() as files:  # all are closed, also where one cannot be
             for name, file in self._files.items():
-                files.enter_context(writing(self._digests[name].path))
+                files.enter_context(run_folder.writing(self._digests[name].path))
                 files.callback(file.close)
             if self._trace is not None:
                 files.callback(self._trace.close)
@@ -232,7 +224,7 @@ class Recording:
 
     def _step_done(self, row: StepRow) -> None:
         if self._out is not None:
-            with writing(self._out / STEPS_FILE):
+            with run_folder.writing(self._out / STEPS_FILE):
                 self._rows.writerow([value for _, value in row])
         if self._on_step is not None:
             self._on_step(row)
@@ -251,7 +243,7 @@ def replay_run(trace: Trace) -> ReplayResult:
     if result.difference is not None:
         return result
     folder = trace.path.parent
-    compared = tuple(name for name in (SUMMARY_FILE, STEPS_FILE) if (folder / name).is_file())
+    compared = tuple(name for name in (run_folder.SUMMARY_FILE, STEPS_FILE) if (folder / name).is_file())
     return replace(result, difference=next(_disagreements(folder, compared, recording), None), compared=compared)
 
 
@@ -262,16 +254,16 @@ def _disagreements(folder: Path, compared: tuple[str, ...], recording: Recording
     """
     if STEPS_FILE in compared:
         rows, steps = read_steps(folder / STEPS_FILE), as_records(recording.ledger.steps)
-        if len(rows) < len(steps) or (SUMMARY_FILE in compared and len(rows) > len(steps)):
+        if len(rows) < len(steps) or (run_folder.SUMMARY_FILE in compared and len(rows) > len(steps)):
             yield f"{STEPS_FILE} has {len(rows)} steps, the trace {len(steps)}"
         for was, now in zip(rows.tolist(), steps.tolist(), strict=False):
             for key, before, after in zip(COLUMNS, was, now, strict=True):
                 if repr(before) != repr(after):  # nan is nan
                     yield f"{STEPS_FILE}, step {now[0]}: {key} is {before}, by the trace {after}"
-    if SUMMARY_FILE in compared:
-        kept = RunReport.read(folder / SUMMARY_FILE)
+    if run_folder.SUMMARY_FILE in compared:
+        kept = RunReport.read(folder / run_folder.SUMMARY_FILE)
         found = recording.report(RunMeasurements(capacity=kept.capacity))  # its cost follows from that, too
         for key in (*RunIdentity.model_fields, *RunTotals.model_fields):
             before, after = getattr(kept, key), getattr(found, key)
             if before != after and key != "ess_modelled":
-                yield f"{SUMMARY_FILE}: {key} is {before}, by the trace {after}"
+                yield f"{run_folder.SUMMARY_FILE}: {key} is {before}, by the trace {after}"

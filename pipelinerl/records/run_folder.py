@@ -13,9 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.steps import STEPS_FILE
-from pipelinerl.util.explain import writing
 
 RUN_FILE = "run.toml"
 SUMMARY_FILE = "summary.json"
@@ -71,6 +70,20 @@ def writable(path: Path, what: str = "folder") -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"--out must be a {what} that can be written, got {path}: {error.strerror}") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write below this path inside the block; RunFailedError, a line with the path, if that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> RunFailedError:
+    """Return the error of a file that cannot be written."""
+    return RunFailedError(f"cannot write {error.filename or path}: {error.strerror or error}")
 
 
 def write_json(path: Path, data: Any, *, unfinished: Path | None = None) -> None:

@@ -30,6 +30,7 @@ from pipelinerl.config.faults import FaultConfig
 from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig, parse_run
 from pipelinerl.errors import ConfigError, SchedulerError, TraceError
+from pipelinerl.records.run_folder import cannot_write, writing
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
@@ -54,7 +55,6 @@ from pipelinerl.scheduler.events import (
     WeightUpdate,
     value,
 )
-from pipelinerl.util.explain import cannot_write, writing
 from pipelinerl.util.read import parse_json, read_lines
 
 FORMAT = "pipelinerl-trace"

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import explain
+from pipelinerl.util.explain import explaining
 from pipelinerl.util.strict_model import Count, Settings, StrictModel, Tokens, TokensOrZero
 
 
@@ -33,10 +32,8 @@ class TaskConfig(StrictModel):
 
 def task_config(table: Mapping[str, Any], *, key: str) -> TaskConfig:
     """Return a task's table that is a setting of another task; ConfigError, one line per fault, if invalid."""
-    try:
+    with explaining(TaskConfig, f"{key}."):
         return TaskConfig.model_validate(table)
-    except ValidationError as error:
-        raise ConfigError(*(f"{key}.{line}" for line in explain(error, TaskConfig))) from None
 
 
 class LossConfig(StrictModel):

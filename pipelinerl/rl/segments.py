@@ -1,7 +1,8 @@
 """The tokens of a rollout after its prompt, as segments in the order of the text, with their loss mask.
 
 A segment is *generated* by the policy or *observed* by it. The model reads both; the loss, importance weights and lags
-are of generated tokens only. Without an environment a rollout is one generated segment.
+are of generated tokens only. Without an environment a rollout is one generated segment. All generated tokens of a
+rollout have one advantage, by the rewards of its group.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from enum import StrEnum
 from typing import Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from pipelinerl.rl.ess import finite
 
 Number = TypeVar("Number", np.int64, np.float32)
 
-# Legend of shapes: T generated tokens of one rollout; L all its tokens after the prompt.
+# Legend of shapes: T generated tokens of one rollout; L all its tokens after the prompt;
+# G rollouts of one group.
 
 
 class SegmentKind(StrEnum):
@@ -89,3 +93,22 @@ def turn_of_tokens(segments: Sequence[Segment]) -> NDArray[np.int64]:
 
 def _joined(parts: Sequence[NDArray[Number]]) -> NDArray[Number]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def leave_one_out(reward_G: ArrayLike) -> NDArray[np.float64]:
+    """Return each rollout's reward minus the mean reward of the others of its group, shape [G].
+
+    A_i = r_i - b_i with b_i = sum_{j != i} r_j / (n - 1), the same as n / (n - 1) * (r_i - mean r). The baseline
+    does not depend on the rollout it is subtracted from, so it adds no bias. The advantages of a group sum to 0,
+    and are exactly 0 when all rewards are equal. They are not divided by the standard deviation. In a group of 1 it is
+    the reward itself (ServiceNow/PipelineRL gives 0, so that such groups do not train).
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free".
+    Raises ValueError if the array is empty, not one-dimensional, or has a non-finite entry.
+    """
+    reward = finite("reward_G", reward_G)
+    num = reward.size
+    if num == 1:
+        return reward.copy()
+    difference = reward - reward[0]  # makes equal rewards exact zeros before anything is rounded
+    advantage: NDArray[np.float64] = num / (num - 1) * (difference - difference.mean())
+    return advantage

@@ -1,4 +1,4 @@
-"""Messages for wrong input, one line per fault with key, rule and value, and for files that cannot be written."""
+"""Messages for wrong input: one line per fault, with key, rule and value."""
 
 from __future__ import annotations
 
@@ -9,33 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.errors import RunFailedError
+from pipelinerl.errors import ConfigError
 
 MOST_FAULTS = 20
 """Faults of a file that are told one by one (count)."""
 
 UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories of characters that drive terminals, turn or hide text, or have no bytes in UTF-8."""
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Write below this path inside the block; RunFailedError, a line with the path, if that cannot be done."""
-    try:
-        yield
-    except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def cannot_write(path: Path, error: OSError) -> RunFailedError:
-    """Return the error of a file that cannot be written."""
-    return RunFailedError(f"cannot write {error.filename or path}: {error.strerror or error}")
 
 
 def did_you_mean(
@@ -81,6 +66,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     faults = error.errors(include_url=False)
     lines = [fault_line(fault, *_place(fault["loc"], model)) for fault in faults[:MOST_FAULTS]]
     return lines + [f"{len(faults) - MOST_FAULTS:,} faults more"] * (len(faults) > MOST_FAULTS)
+
+
+@contextmanager
+def explaining(model: type[BaseModel], before: str, *, most: int | None = None) -> Iterator[None]:
+    """Raise faults that pydantic finds in ``model`` inside this block as ConfigError: a line each, after ``before``."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(*(f"{before}{line}" for line in explain(error, model)[:most])) from None
 
 
 def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] = ()) -> str:

@@ -45,20 +45,10 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.reports import Reached, RewardReport, RunMeasurements
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import Trace
-from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.rl.losses import policy_loss
-from pipelinerl.scheduler.events import (
-    DiscardRollouts,
-    PublishWeights,
-    RolloutFinished,
-    RolloutPreempted,
-    StartRollout,
-    StartTraining,
-    TurnFinished,
-    VersionSpans,
-    WeightUpdate,
-)
+from pipelinerl.rl.segments import leave_one_out
+from pipelinerl.scheduler import events
 from sim.interface import Request
 from sim.learning.policy import Cache, PolicyShape, Weights, decode, forward, initial_weights, new_cache
 from sim.learning.tasks import END, NUM_WORDS, Calculator, TokenTask, checked_task, make_task, problem
@@ -285,7 +275,7 @@ class _Piece(NamedTuple):
     """Whether this version computed the keys and values of the tokens before them."""
 
 
-def _pieces(spans: VersionSpans, refills: Set[int], recompute: bool) -> list[_Piece]:
+def _pieces(spans: events.VersionSpans, refills: Set[int], recompute: bool) -> list[_Piece]:
     """Cut the spans of a rollout where its keys and values were computed anew."""
     starts = dict(zip((0, *spans.ends[:-1]), spans.versions, strict=True))
     pieces: list[_Piece] = []
@@ -416,7 +406,9 @@ class LookaheadAnswers:
 
     # -------------------------------------------------------------------------------------- from a trace
 
-    def restore(self, spans: Mapping[int, VersionSpans], refills: Mapping[int, Set[int]], *, recompute: bool) -> None:
+    def restore(
+        self, spans: Mapping[int, events.VersionSpans], refills: Mapping[int, Set[int]], *, recompute: bool
+    ) -> None:
         """Generate rollouts again as engines have reported them: by the versions of their tokens (``spans``).
 
         ``refills``: at how many tokens each lost its keys and values, which were then computed anew, with
@@ -531,7 +523,7 @@ class Learner:
         for one in self._weights.values():
             one.requires_grad_()
         self._optimizer = torch.optim.Adam(self._weights.values(), lr=policy.learning_rate, betas=BETAS)
-        keeps = not config.colocated and config.scheduler.weight_update is WeightUpdate.KEEP
+        keeps = not config.colocated and config.scheduler.weight_update is events.WeightUpdate.KEEP
         steps = config.scheduler.optimizer_steps_per_rl_step if config.colocated else 1
         self.answers = LookaheadAnswers(
             Sampler(
@@ -550,7 +542,7 @@ class Learner:
             look_ahead=steps * self._batch_size,
             weights=self._snapshot(),
         )
-        self._spans: dict[int, VersionSpans] = {}
+        self._spans: dict[int, events.VersionSpans] = {}
         self._rewards: dict[int, float] = {}
         self._ratios = RatioStats(policy.loss)
         # Of the optimizer steps that are done: their ESS, their mean rewards, and when they were.
@@ -560,7 +552,7 @@ class Learner:
 
     # ------------------------------------------------------------------------ from the simulated cluster
 
-    def finished(self, rollout_id: int, spans: VersionSpans) -> float:
+    def finished(self, rollout_id: int, spans: events.VersionSpans) -> float:
         """Return the reward of a rollout that has its last token."""
         answer = self.answers.answer(rollout_id)
         assert answer.num_generated == spans.num_tokens  # engine and policy agree
@@ -578,7 +570,7 @@ class Learner:
         """Keep the trainer's weights for the engines, as a version; no engine has one before ``oldest``."""
         self.answers.publish(version, self._snapshot(), oldest=oldest)
 
-    def train(self, command: StartTraining) -> None:
+    def train(self, command: events.StartTraining) -> None:
         """Train on a micro-batch; step if it completes the batch. RunFailedError if loss or gradient is not finite."""
         rollout_ids = sorted(command.rollout_ids)  # sums do not depend on the order in which rollouts finished
         loss = self._loss(rollout_ids, command.version)
@@ -803,27 +795,27 @@ def relearn(trace: Trace) -> Learner:
     """
     if trace.config.policy is None:
         raise ConfigError("the trace is of a run without [policy]: there is nothing to learn again")
-    recompute = trace.config.scheduler.weight_update is not WeightUpdate.KEEP
-    finished: dict[int, VersionSpans] = {}
+    recompute = trace.config.scheduler.weight_update is not events.WeightUpdate.KEEP
+    finished: dict[int, events.VersionSpans] = {}
     refills: dict[int, set[int]] = {}
     with one_thread():
         learner = Learner(trace.config)
         for record in trace.records():
             match record.event or record.command:
-                case StartRollout() as command:
+                case events.StartRollout() as command:
                     learner.answers.ask(command.rollout_id, command.prompt_id)
-                case RolloutPreempted() | TurnFinished() as event:
+                case events.RolloutPreempted() | events.TurnFinished() as event:
                     refills.setdefault(event.rollout_id, set()).add(
-                        event.num_tokens if isinstance(event, RolloutPreempted) else event.spans.num_tokens
+                        event.num_tokens if isinstance(event, events.RolloutPreempted) else event.spans.num_tokens
                     )
-                case RolloutFinished() as event:
+                case events.RolloutFinished() as event:
                     finished[event.rollout_id] = event.spans
-                case DiscardRollouts() as command:
+                case events.DiscardRollouts() as command:
                     for rollout_id in command.rollout_ids:
                         finished.pop(rollout_id, None)
                         refills.pop(rollout_id, None)
                         learner.forget(rollout_id)
-                case StartTraining() as command:
+                case events.StartTraining() as command:
                     spans = {rollout_id: finished.pop(rollout_id) for rollout_id in command.rollout_ids}
                     refilled = {rollout_id: refills.pop(rollout_id, set()) for rollout_id in spans}
                     learner.answers.restore(spans, refilled, recompute=recompute)
@@ -834,7 +826,7 @@ def relearn(trace: Trace) -> Learner:
                         learner.train(command)
                     except RunFailedError:
                         break  # the run ended here too, with the weights before this step
-                case PublishWeights() as command:
+                case events.PublishWeights() as command:
                     learner.publish(command.version, oldest=0)
     return learner
 

@@ -34,6 +34,7 @@ from pipelinerl.config.resolve import named_engine, named_hardware
 from pipelinerl.config.run import PlanConfig, RunConfig, dump_run, flat, parse_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.costs import DecodeStep, prefill_s
+from pipelinerl.records import run_folder
 from pipelinerl.records.plan_report import (
     Against,
     Assumed,
@@ -53,10 +54,8 @@ from pipelinerl.records.plan_report import (
     SpeculationPlan,
 )
 from pipelinerl.records.reports import Prices
-from pipelinerl.records.run_folder import FLEET_FILE, PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from pipelinerl.theory.steady_state import daly_interval, daly_share
 from pipelinerl.util.arrays import FloatArray
-from pipelinerl.util.explain import writing
 from sim.planning import choose, explain
 from sim.planning.certainty import DrawnCandidates, Draws, certainty, effects_of, make_draws, sensitivity, split_curve
 from sim.planning.choose import TIE
@@ -524,7 +523,7 @@ def searched(
         names = ", ".join(group.name for group in config.fleet.groups)
         raise ConfigError(f"plan searches the engines: give plan.spot in place of fleet.groups, got groups {names}")
     if how.out is not None:
-        check_vacant(how.out)
+        run_folder.check_vacant(how.out)
     runner = Runner(how)
     with runner.interruptible():
         search = _Search(*merged(config, how.measured), run_file=shlex.join(how.run_file), whole=whole, assumed=assumed)
@@ -539,14 +538,16 @@ def searched(
 
 def _keep(out: Path | None, report: PlanReport, recommended: Candidate) -> None:
     if out is not None:
-        make_folder(out)
-        write_json(out / PLAN_FILE, report.to_dict())
+        run_folder.make_folder(out)
+        run_folder.write_json(out / run_folder.PLAN_FILE, report.to_dict())
         header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {report.recommended.verdict}\n\n"
-        with writing(out):
-            (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
+        with run_folder.writing(out):
+            (out / run_folder.RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
             if report.fleet is not None:
                 run = dump_run(fleet_run(recommended.config, report.fleet.fleet))
-                (out / FLEET_FILE).write_text(f"# The same with the cheapest fleet.\n\n{run}", encoding="utf-8")
+                (out / run_folder.FLEET_FILE).write_text(
+                    f"# The same with the cheapest fleet.\n\n{run}", encoding="utf-8"
+                )
 
 
 class _Search:
@@ -933,7 +934,7 @@ def with_phases(cases: Sequence[PlannedCase], phases: PhasesReport, out: Path | 
         report, failure = one.report.model_copy(update={"phases": phases}), None
         if out is not None:
             try:
-                write_json(out / one.folder / PLAN_FILE, report.to_dict())
+                run_folder.write_json(out / one.folder / run_folder.PLAN_FILE, report.to_dict())
             except (ConfigError, RunFailedError) as error:
                 failure = str(error)
         return replace(one, report=report, failure=failure)

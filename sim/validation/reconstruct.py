@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import prior
-from pipelinerl.hardware.catalogue import (
-    Gpu,
-    LanguageModel,
-    Precision,
-    find_gpu,
-    find_model,
-    gpu_names,
-    in_engine,
-    model_names,
-)
+from pipelinerl.hardware import catalogue, prior
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import ResolvedHardware, loading_s
 from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
@@ -58,8 +48,8 @@ class ReconstructedRun:
     published: PublishedRun
     """The row, filled up from its family."""
     schedule: Schedule
-    gpu: Gpu
-    model: LanguageModel
+    gpu: catalogue.Gpu
+    model: catalogue.LanguageModel
     accelerators: int
     generating: int
     """Accelerators that generate; all of them when colocated."""
@@ -69,8 +59,8 @@ class ReconstructedRun:
     optimizer_steps: int
     """Optimizer steps of the simulation per RL step (count)."""
     tensor_parallel: int
-    weights: Precision
-    cache: Precision
+    weights: catalogue.Precision
+    cache: catalogue.Precision
     mean_tokens: float
     """Published, or the centre of the likely range."""
     mean_is_known: bool
@@ -127,7 +117,7 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
     mean = _mean_tokens(row, row.max_len, assumed)
     generating = _generating(row, schedule, accelerators, assumed)
     tensor_parallel = row.gpus_per_engine or _tensor_parallel(
-        *in_engine(gpu, model, weights, cache),
+        *catalogue.in_engine(gpu, model, weights, cache),
         generating=generating,
         in_flight=_in_flight(row, sequences),
         longest=PROMPT_TOKENS + row.max_len,
@@ -254,7 +244,7 @@ def _mean_tokens(row: PublishedRun, longest: int, assumed: list[str]) -> float:
     return mean
 
 
-def system_of(row: PublishedRun, assumed: list[str]) -> tuple[Gpu, LanguageModel, tuple[str, ...]]:
+def system_of(row: PublishedRun, assumed: list[str]) -> tuple[catalogue.Gpu, catalogue.LanguageModel, tuple[str, ...]]:
     """Return GPU, model, and the doubts: in words, what moves all seconds and is not known or not simulated.
 
     A GPU is found by a catalogue name in ``hw``, as in "8x H100 SXM". Raises ConfigError if GPU, model or algorithm is
@@ -264,31 +254,31 @@ def system_of(row: PublishedRun, assumed: list[str]) -> tuple[Gpu, LanguageModel
     if found := re.search(critic, f"{row.algo}, {row.features}", re.IGNORECASE):
         raise ConfigError(f"{found[0]}: training and memory of a critic are not simulated")
     doubts = [f"{one} is not simulated" for one in unmodelled(row)]
-    named = [name for name in gpu_names() if re.search(rf"(?<![a-wyz]){name}(?!\d)", row.hw, re.IGNORECASE)]
+    named = [name for name in catalogue.gpu_names() if re.search(rf"(?<![a-wyz]){name}(?!\d)", row.hw, re.IGNORECASE)]
     if row.hw and len(named) != 1:
         raise ConfigError(
             f"hw must name one GPU of the catalogue, or none if none is published, got {row.hw!r}; known: "
-            f"{', '.join(gpu_names())}"
+            f"{', '.join(catalogue.gpu_names())}"
         )
     if not named:
         doubts.append(f"{STAND_IN_GPU}, as no GPU is published")
     model = _model_of(row.model, assumed, doubts)
     words = tuple(f"{one}: simulated bands are {prior.DOUBT_FACTOR} times as wide" for one in doubts)
-    return find_gpu(named[0] if named else STAND_IN_GPU), model, words
+    return catalogue.find_gpu(named[0] if named else STAND_IN_GPU), model, words
 
 
 SIZE = re.compile(r"(?<![\dx.])(\d+(?:\.\d+)?[BT]|\d{3}M)\b(?:-A(\d+(?:\.\d+)?[BT]|\d{3}M)\b)?", re.IGNORECASE)
 """All and active parameters in a name; not the 7B of 8x7B, which is the size of neither."""
 
 
-def _model_of(name: str, assumed: list[str], doubts: list[str]) -> LanguageModel:
+def _model_of(name: str, assumed: list[str], doubts: list[str]) -> catalogue.LanguageModel:
     """Return the model of that name, or one of its kind that is nearest in parameters, all and active.
 
     A kind: dense, or a mixture of experts, which names its active parameters; and with linear attention or Mamba, if a
     model of its series in the catalogue has such layers.
     """
     try:
-        return find_model(name)
+        return catalogue.find_model(name)
     except ConfigError:
         found = SIZE.search(name)
         if found is None:
@@ -297,11 +287,11 @@ def _model_of(name: str, assumed: list[str], doubts: list[str]) -> LanguageModel
     total, active = (float(one[:-1]) * UNITS[one[-1].upper()] for one in (found[1], found[2] or found[1]))
     if not found[2] and total > LARGEST_DENSE:
         raise ConfigError(f"model {name!r} names no active parameters, as in 1T-A32B, and no dense model is so large")
-    models = [find_model(one) for one in model_names()]
+    models = [catalogue.find_model(one) for one in catalogue.model_names()]
     is_hybrid = any(one.state_bytes and SIZE.split(one.name)[0] == SIZE.split(name)[0] for one in models)
     kin = [one for one in models if (bool(one.experts), bool(one.state_bytes)) == (bool(found[2]), is_hybrid)]
 
-    def distances(model: LanguageModel) -> tuple[float, float]:
+    def distances(model: catalogue.LanguageModel) -> tuple[float, float]:
         return abs(math.log(model.parameters / total)), abs(math.log(model.active_parameters / active))
 
     nearest = min(kin, key=lambda model: sum(distances(model)))
@@ -309,7 +299,7 @@ def _model_of(name: str, assumed: list[str], doubts: list[str]) -> LanguageModel
     return _of_size(nearest, total, active)
 
 
-def _of_size(model: LanguageModel, total: float, active: float) -> LanguageModel:
+def _of_size(model: catalogue.LanguageModel, total: float, active: float) -> catalogue.LanguageModel:
     """Return a model of as many layers and experts with so many parameters, all and active (counts)."""
     used = active / model.active_parameters
     dense = (model.parameters - model.expert_parameters) * used
@@ -330,7 +320,7 @@ def _of_size(model: LanguageModel, total: float, active: float) -> LanguageModel
 
 
 def _tensor_parallel(
-    gpu: Gpu, model: LanguageModel, *, generating: int, in_flight: float, longest: int, mean: float
+    gpu: catalogue.Gpu, model: catalogue.LanguageModel, *, generating: int, in_flight: float, longest: int, mean: float
 ) -> int:
     """Return the GPUs of one engine: the least whose KV cache holds all that is in flight, a node's at most.
 

@@ -8,11 +8,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Precision
-from pipelinerl.util.explain import explain
+from pipelinerl.util.explain import explaining
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import Table, read_table
 
@@ -405,11 +405,9 @@ def translated(row: Mapping[str, str], *, where: str) -> PublishedRun:
     generate_or_wait_s = values.pop("gen_or_wait_s")
     values["gpus_per_engine"] = values.pop("gen_tensor_parallel")
     values["system"] = values["source"].partition(" v")[0]
-    try:
+    with explaining(PublishedRun, f"{where}: ", most=1):
         plain = PublishedRun(**values)
         return PublishedRun(**(values | _from_words(plain, generate_or_wait_s)))
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {explain(error, PublishedRun)[0]}") from None
 
 
 def settings_of(*texts: str) -> dict[str, float]:

@@ -55,7 +55,7 @@ from pathlib import Path
 
 import psutil
 
-from pipelinerl.rl.sums import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 
 NUMBER, ONE_AT_A_TIME = itertools.count(), threading.Lock()
 FIRST_RUN = "KILLS" in os.environ
@@ -163,7 +163,7 @@ import itertools
 import time
 from pathlib import Path
 
-from pipelinerl.rl.sums import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 
 NUMBER = itertools.count()
 

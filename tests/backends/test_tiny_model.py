@@ -18,7 +18,7 @@ from tokenizers.models import WordPiece  # noqa: E402
 from tokenizers.pre_tokenizers import Whitespace  # noqa: E402
 
 from backends.huggingface_codec import HuggingFaceCodec  # noqa: E402
-from pipelinerl.rl.sums import Arithmetic  # noqa: E402
+from pipelinerl.rl.tasks import Arithmetic  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

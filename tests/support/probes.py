@@ -26,7 +26,7 @@ import backends.ray.actors
 import probes
 from backends.ray.actors import RayEngine
 from pipelinerl.errors import EngineLostError
-from pipelinerl.rl.sums import Arithmetic as Probed
+from pipelinerl.rl.tasks import Arithmetic as Probed
 
 start, shutdown = RayEngine.start, RayEngine.shutdown
 

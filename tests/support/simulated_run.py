@@ -37,12 +37,12 @@ from backends.owner import DriverLock, driver_folder
 from backends.transfer.transport import REFUSED
 from backends.workers.main import _answer
 from pipelinerl.errors import BackendError, EngineLostError, TrainerLostError, TransferError
+from pipelinerl.records.run_folder import cannot_write, writing
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.segments import SegmentKind
 from pipelinerl.rl.tasks import load_environment
 from pipelinerl.scheduler.events import WeightUpdate
-from pipelinerl.util.explain import cannot_write, writing
 
 PATIENCE_S = 5000.0
 """Longest time without an optimizer step: above the sum of all time-outs of all faults of a case."""

@@ -152,12 +152,10 @@ class Zero3:
     """A ``Sharding``: ZeRO-3's."""
 
     def empty(self, weight: Any) -> torch.Tensor:
-        """Return it; see ``Sharding``."""
         return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
 
     @contextlib.contextmanager
     def whole(self, weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Put them together; see ``Sharding``."""
         import deepspeed
 
         parted = [one for one in weights.values() if hasattr(one, "ds_id")]

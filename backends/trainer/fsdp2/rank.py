@@ -50,7 +50,6 @@ class Shards:
         return width * (part * num_rows + low), width * (high - low)
 
     def empty(self, weight: Any) -> torch.Tensor:
-        """Return it; see ``Sharding``."""
         if not isinstance(weight, DTensor):
             return torch.empty_like(weight, device="meta")
         num_rows, *others = weight.shape
@@ -58,7 +57,6 @@ class Shards:
 
     @contextlib.contextmanager
     def whole(self, weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Gather them; see ``Sharding``."""
         yield {name: self._gather(one) if isinstance(one, DTensor) else one for name, one in weights.items()}
 
     def _parts(self, parameter: Any) -> int:

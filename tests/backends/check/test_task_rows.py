@@ -13,7 +13,7 @@ from backends.fake import FakeCodec
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.reports import CheckRow, Finding
 from pipelinerl.rl.problems import Problem
-from pipelinerl.rl.sums import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 
 
 def config(max_prompt_tokens: int = 8) -> RunConfig:

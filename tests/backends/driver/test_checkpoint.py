@@ -16,8 +16,7 @@ from in_memory import config_of, parts_of, run, run_checked, turns_of
 from refusals import message
 
 from backends.driver import rollouts
-from backends.driver.checkpoint import FOLDER, FORMAT, MANIFEST_FILE, read_newest
-from backends.driver.state import fresh_state
+from backends.driver.checkpoint import FOLDER, FORMAT, MANIFEST_FILE, fresh_state, read_newest
 from backends.fake import FakeTrainer
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records import step_ledger
@@ -88,7 +87,7 @@ def names_in(pickled):
     return list(dict.fromkeys(name for name in arguments if "numpy" not in name))
 
 
-PICKLED = "396d6549069c949b"
+PICKLED = "dd8e76b97694c92d"
 """Digest of what ``FORMAT`` numbers; whoever has to change it counts ``FORMAT`` up, too."""
 
 

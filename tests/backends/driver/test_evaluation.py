@@ -25,7 +25,7 @@ from backends.driver.metrics import PER_STEP
 from backends.fake import FakeEngine
 from backends.preflight import evaluation_task
 from pipelinerl.rl.problems import Problem
-from pipelinerl.rl.sums import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 from pipelinerl.scheduler.events import StartRollout
 
 EVERY_3 = {"evaluation": {"problems": 8, "every": 3}}

@@ -36,7 +36,7 @@ from backends.fake import FakeEngine, FakeReference, FakeTrainer
 from backends.interface import Weights
 from backends.workers.rewards import RewardThreads
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
-from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.run_folder import TRACE_FILE, cannot_write
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -50,7 +50,6 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightUpdate,
 )
-from pipelinerl.util.explain import cannot_write
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
 

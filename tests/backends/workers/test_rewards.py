@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from backends.workers.processes import WorkerFailedError
-from backends.workers.rewards import RewardProcesses, RewardThreads
+from backends.workers.rewards import RewardProcesses, RewardThreads, overlong_penalty
 from pipelinerl.rl.config import TaskConfig
 
 
@@ -114,3 +114,11 @@ def test_a_process_that_hangs_is_killed_and_another_takes_its_place(tmp_path):
 
 def test_a_task_that_cannot_be_made_there_costs_the_reward():
     assert rewards(processes(unknown=1), (0, "0")) == ["its process ended in its start"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1), (101, -1), (1000, -1)]
+)
+def test_the_overlong_penalty_falls_to_minus_one_and_stays(num_tokens: int, penalty: float) -> None:
+    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=20) == penalty
+    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=0) == 0

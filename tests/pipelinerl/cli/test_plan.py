@@ -19,8 +19,7 @@ from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.pages.plans import cases_page
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import CheckReport, CheckRow, Finding
-from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
-from pipelinerl.util.explain import cannot_write
+from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, cannot_write, write_json
 from sim.run import simulate
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"

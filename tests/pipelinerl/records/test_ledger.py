@@ -355,18 +355,21 @@ LOSS = [
     (7.0, *ended(1, (0, 8), engine=2)),
     (10.0, WeightsPublished(1, 0.0)),
 ]
-"""Engine 1 leaves for 2 s, until 4 s; engine 2 is there from 5 s on, and takes its rollout until 7 s."""
+"""Engine 1 is leaving from 2 s to 4 s; engine 2 is there from 5 s on, and takes its rollout until 7 s."""
 
 
 def test_an_engine_counts_while_it_is_there():
-    """There: 10 + 4 + 5 engine-seconds. Busy: 10 + 4 + 2. Of the 8 tokens of rollout 1 another 2 were lost."""
+    """There: 10 + 4 + 5 engine-seconds. Busy: 10 + 4 + 2. Of the 8 tokens of rollout 1 another 2 were lost.
+
+    One that is leaving takes no rollouts.
+    """
     summary = summary_of(LOSS, num_engines=2)
     assert summary["utilisation"]["generation"] == 16 / 19
     assert summary["fleet"] == {
         "engines_mean": 1.9, "joined": 1, "left": 1, "moved": 1, "moved_tokens": 3, "lost_tokens": 2,
     }  # fmt: skip
     assert keys(summary, "tokens") == {"generated": 8, "unfinished": 8}
-    assert figures_of(LOSS, num_engines=2)["fleet"] == {"time_s": [0.0, 4.0, 5.0, 10.0], "engines": [2, 1, 2, 2]}
+    assert figures_of(LOSS, num_engines=2)["fleet"] == {"time_s": [0.0, 2.0, 5.0, 10.0], "engines": [2, 1, 2, 2]}
 
 
 def test_engines_that_all_stay_are_no_fleet():
@@ -390,12 +393,6 @@ def test_the_time_of_a_step_has_a_tail():
     """Steps of 8, 6 and 5 s: nine tenths of the way from 6 to 8."""
     fleet = ledger_of([(0.0, EngineJoined(2, 0)), *STORY], num_engines=2).summary().fleet
     assert fleet.step_s_p95 == pytest.approx(7.8)
-
-
-def test_an_engine_that_is_leaving_takes_nothing_more():
-    """Engine 1 of two is leaving from 2 s on and has left at 4 s."""
-    fleet = ledger_of(LOSS[:3], num_engines=2).figure_data().fleet
-    assert (fleet.time_s, fleet.engines) == ([0.0, 2.0, 4.0], [2, 1, 1])
 
 
 def test_engines_over_time_are_a_bounded_number_of_points(monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pipelinerl.rl.advantages import leave_one_out
+from pipelinerl.rl.segments import leave_one_out
 
 GROUPS = arrays(np.float64, st.integers(2, 16), elements=st.floats(-100, 100))
 

@@ -8,8 +8,7 @@ import pytest
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Environment, Observation, Turn
-from pipelinerl.rl.sums import Calculator
-from pipelinerl.rl.tasks import load_environment, load_task
+from pipelinerl.rl.tasks import Calculator, load_environment, load_task
 
 
 def load(name: str, **settings: Any) -> Environment:
@@ -66,7 +65,7 @@ def test_no_held_out_sum_is_trained_on() -> None:
 
 def test_an_environment_is_loaded_by_name_or_path() -> None:
     assert load("calculator", largest=9).num_held_out == 30
-    assert load("pipelinerl.rl.sums:Calculator", largest=9).num_held_out == 30
+    assert load("pipelinerl.rl.tasks:Calculator", largest=9).num_held_out == 30
 
 
 class NotAsync:
@@ -87,7 +86,7 @@ class NotAsync:
     [
         ("calculater", {}, "must be calculator or package.module:attribute, got 'calculater'"),
         (
-            "pipelinerl.rl.sums:Arithmetic",
+            "pipelinerl.rl.tasks:Arithmetic",
             {},
             r"async reset, step and close where there is a table \[environment\], got",
         ),
@@ -106,4 +105,4 @@ def test_a_wrong_environment_is_one_line(name: str, settings: dict[str, Any], me
 
 def test_an_environment_without_its_table_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"one with reset and step needs the table \[environment\]"):
-        load_task(TaskConfig(name="pipelinerl.rl.sums:Calculator"))
+        load_task(TaskConfig(name="pipelinerl.rl.tasks:Calculator"))

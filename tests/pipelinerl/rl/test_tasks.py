@@ -16,8 +16,7 @@ from pipelinerl.errors import ConfigError, install
 from pipelinerl.rl import tasks as mathtask
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Problem, Task, shuffled
-from pipelinerl.rl.sums import COUNTERS, Arithmetic, Chain
-from pipelinerl.rl.tasks import Math, load_task, overlong_penalty
+from pipelinerl.rl.tasks import COUNTERS, Arithmetic, Chain, Math, load_task
 
 
 def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:
@@ -84,19 +83,6 @@ def test_only_the_result_of_a_chain_is_judged(answer: str, reward: float) -> Non
 @given(count=st.integers(1, 300), seed=st.integers(0, 10))
 def test_shuffled_is_a_permutation(count: int, seed: int) -> None:
     assert sorted(shuffled(place, count=count, seed=seed) for place in range(count)) == list(range(count))
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "penalty"), [(0, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1), (101, -1), (1000, -1)]
-)
-def test_the_overlong_penalty_falls_to_minus_one_and_stays(num_tokens: int, penalty: float) -> None:
-    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=20) == penalty
-    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=0) == 0
-
-
-def test_a_negative_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
-        overlong_penalty(-1, max_tokens=100, overlong_tokens=0)
 
 
 class Fails:
