@@ -73,7 +73,7 @@ class Wake(Event):
         self._priority = priority
         clock.schedule(self, priority, delay)
 
-    def again(self, delay: int) -> None:
-        """Schedule the call once more, ``delay`` ticks from now; the last one must have been made."""
+    def again(self, at: int) -> None:
+        """Schedule the call once more, at a tick from now on; the last one must have been made."""
         env, self.callbacks = self.env, self._calls
-        heappush(env._queue, (env._now + delay, self._priority, next(env._eid), self))  # as schedule, without a call
+        heappush(env._queue, (at, self._priority, next(env._eid), self))  # as schedule, without a call

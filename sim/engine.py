@@ -843,8 +843,8 @@ class ClosedFormEngine:
             return
         now = taken_until = self._wake_at
         if self._wake_calls_at < now:
-            wake.again(now - self._wake_calls_at)
             self._wake_calls_at = now
+            wake.again(now)
             return
         self._awake = True
         batch, kept, steps = self._batch, self._cache.kept, self._wake_steps
@@ -885,7 +885,7 @@ class ClosedFormEngine:
             self._wake_at = NOT_PLANNED
             return
         self._wake_at = self._wake_calls_at = at
-        wake.again(at - now)
+        wake.again(at)
 
     def _undo_join(self) -> None:
         """Undo a join at a boundary that is still to come; one that has been stays."""
