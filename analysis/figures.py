@@ -317,7 +317,7 @@ def rollout_time(runs: Sequence[Run]) -> Chart:
 
 
 def fleet_over_time(runs: Sequence[Run]) -> list[Chart]:
-    """Return engines that take rollouts, and trained tokens/s of each step, of runs where engines come and go.
+    """Return engines that are not leaving, and trained tokens/s of each step, of runs where engines come and go.
 
     None of both without such runs.
     """
@@ -335,9 +335,9 @@ def fleet_over_time(runs: Sequence[Run]) -> list[Chart]:
     time = Axis(label="time", unit=unit)
     return [
         Chart(
-            title="Engines that take rollouts",
+            title="Engines that have joined and are not leaving",
             x=time,
-            y=Axis(label="taking rollouts\n", unit="engines", values="0", ticks=4),
+            y=Axis(label="not leaving\n", unit="engines", values="0", ticks=4),
             series=engines,
         ),
         Chart(

@@ -45,13 +45,11 @@ class Clock(simpy.Environment):
     def run_until(self, done: Event) -> None:
         """Run until an event has happened or nothing is left, as ``run``, where no event fails: without its calls."""
         queue = self._queue
-        while queue:
+        while queue and done.callbacks is not None:
             self._now, _, _, event = heappop(queue)
             callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment] # as in SimPy
             for callback in callbacks:
                 callback(event)
-            if event is done:
-                return
 
 
 class Wake(Event):

@@ -18,7 +18,7 @@ engine, a suspended one then takes calls up at once.
 The engine sleeps until the first boundary at which a request finishes, the cache would overflow, or a call is to be
 taken up. One such boundary needs no wake-up of its own, since it is invisible outside: a single request joins the
 batch. The batch goes through it ahead of time (``join``); a call from outside before its tick undoes it. So a
-rollout costs one wake-up and O(log H), whatever its length.
+rollout costs one wake-up and O(log H), whatever its length; one more where lengths are chosen when it joins.
 
 Between two turns the KV cache of a rollout stays in room that the batch does not need (``PrefixCache``), until new
 weights drop it, unless ``prefix_cache = "kept"``.
@@ -919,7 +919,10 @@ class ClosedFormEngine:
         in_batch, chunked = self._batch.running, self._chunked.request
         match update.weight_update:
             case WeightUpdate.ABORT:
-                for request in [*self._batch.admitted(), *([chunked] if chunked else []), *self._waiting]:
+                for request in self._batch.admitted():
+                    self._leave(request)
+                    self._host.rollout_aborted(self._engine_id, request)
+                for request in [*([chunked] if chunked else []), *self._waiting]:
                     self._abort(request.rollout_id)
             case WeightUpdate.WAIT if self._suspended_since is None and (in_batch or chunked or self._waiting):
                 return
@@ -941,7 +944,7 @@ class ClosedFormEngine:
         """Charge the prefill of the batch to the next step; chunks begin again."""
         batch, self._recomputes = self._batch, False
         self._chunked.begin_again()
-        batch.prefill_ticks += sum(self._prefill.ticks(batch.cached_tokens(one)) for one in batch.admitted())
+        batch.prefill_ticks += sum(self._prefill.ticks(batch.cached_tokens(one)) for one in batch.running)
 
     def _admit(self) -> None:
         """Go on with a prefill, then add waiting requests to the batch, first come first served, while they fit."""
@@ -1049,7 +1052,7 @@ class ClosedFormEngine:
             ticks = self._prefill.ticks(request.tokens_to_prefill, cached)
             joined, self._wake_steps, at = batch.join_ahead(request, ticks, arrival, until)
             if not joined:
-                return at
+                return at  # no call can be taken up before: all come after this arrival
             self._joined = heapq.heappop(arrivals)
             request.first_load = len(self._weights.steps)
         else:

@@ -40,8 +40,8 @@ class FleetGroupConfig(StrictModel):
     notice_s: Seconds | None = None
     """spot: notice before a reclaim (s). None: none."""
     capacity: str | None = None
-    """spot: CSV file ``second,engines`` of machines, or the folder of a run whose engines came and went, started, in
-    place of ``reclaim_hours`` and ``away_s``; its last row stays."""
+    """spot: CSV file ``second,engines`` of machines, in place of ``reclaim_hours`` and ``away_s``; or the folder of a
+    run, its engines that had started and were not leaving, in place of ``notice_s``, too. The last number stays."""
     switch_s: Seconds | None = None
     """lent: from the end of training until the engines load weights, and from the next batch until it trains (s)."""
     stragglers: float = Field(default=0.0, ge=0, le=1)
@@ -66,7 +66,7 @@ class FleetGroupConfig(StrictModel):
                 raise ValueError(f"{wrong[0]} must be left out with kind='lent', got {given[wrong[0]]!r}")
             if self.switch_s is None:
                 raise ValueError("switch_s is missing; kind='lent' needs it")
-        for name in ("reclaim_hours", "away_s"):
+        for name in ("reclaim_hours", "away_s", *["notice_s"] * self.comes_started):
             if self.capacity is not None and name in given:
                 raise ValueError(f"{name} must be left out with capacity, which has these times, got {given[name]:g}")
             if self.kind == "spot" and self.capacity is None and name not in given:

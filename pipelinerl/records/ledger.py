@@ -416,8 +416,8 @@ class FleetLedger:
         return duration_s * len(self._since_s) - sum(self._since_s.values()) + self._gone_s
 
     def over_time(self, duration_s: float) -> EnginesOverTime | None:
-        """Return the engines that take rollouts over time; None if none has joined or left."""
-        if not (self._num_joined or self._num_left):
+        """Return the engines that are there and not leaving over time; None if none has joined or began to leave."""
+        if not (self._num_joined or self._num_left or self.leaving):
             return None
         taking = [(0.0, self._num_first), *self._taking.points, (duration_s, self._num_taking)]
         return EnginesOverTime(time_s=[one[0] for one in taking], engines=[int(one[1]) for one in taking])

@@ -126,7 +126,7 @@ class TurnsProfile(Report):
 
 
 class EnginesOverTime(Report):
-    """Engines that take rollouts, at up to 1024 points in time."""
+    """Engines that have joined and are not leaving, at up to 1024 points in time."""
 
     time_s: list[float]
     """The start, times at which engines had joined or began to leave, the end (s)."""

@@ -58,7 +58,7 @@ class EngineSlots:
 
     def has_free(self, engine: int) -> bool:
         """Return whether this engine, if it is there, has a free slot to give."""
-        return engine in self and self._loads[engine] < self._full
+        return 0 <= engine < len(self._loads) and self._loads[engine] < self._full
 
     def take_near(self, engine: int) -> int:
         """Take a slot of this engine if it has a free one, else as ``take``, and return the engine."""
@@ -83,7 +83,7 @@ class EngineSlots:
             self._last_freed = load
 
     def __contains__(self, engine: int) -> bool:
-        return engine < len(self._loads) and self._loads[engine] != ABSENT
+        return 0 <= engine < len(self._loads) and self._loads[engine] != ABSENT
 
     def hold(self, engine: int) -> None:
         """Withhold the slots of an engine that is not held, until it is released."""
@@ -129,7 +129,8 @@ class EngineSlots:
         self._make_heap()
 
     def remove(self, engine: int) -> None:
-        """Remove an engine that is held and has no slot in use. O(engines)."""
+        """Remove an engine that is held and has no slot in use. O(largest id)."""
+        assert engine in self
         self._held.remove(engine)
         self._loads[engine] = ABSENT
         self._withheld.pop(engine, None)
@@ -151,4 +152,4 @@ class EngineSlots:
     def _make_heap(self) -> None:
         self._heap = [one for one in self._loads if one < self._full]
         heapify(self._heap)
-        self._heap_limit, self._last_freed = 8 * len(self._loads), NO_LOAD
+        self._heap_limit, self._last_freed = 8 * sum(one != ABSENT for one in self._loads), NO_LOAD

@@ -102,27 +102,42 @@ def test_a_join_ahead_is_steps_and_a_join_and_can_be_undone(requests, joining, s
     assert after == state(by_hand)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=400)
 @given(
-    requests=sizes,
+    requests=st.lists(st.tuples(st.integers(0, 9), st.integers(3, 40)), min_size=1, max_size=3),
     joining=st.tuples(st.integers(0, 9), st.integers(1, 40)),
-    arrival=st.integers(0, 200),
-    until=st.integers(0, 200),
-    capacity=st.integers(8, 60),
+    start=st.integers(0, 100),
+    arrival=st.integers(100, 250),
+    until=st.just(10**6) | st.integers(-1, 250),
+    capacity=st.none() | st.integers(20, 90),
 )
-def test_a_join_ahead_is_found_as_by_its_parts(requests, joining, arrival, until, capacity):
+def test_a_join_ahead_is_found_as_by_its_parts(requests, joining, start, arrival, until, capacity):
     """``TimedBatch`` finds the boundary, asks for room, joins and finds the next change, one by one."""
     fast, slow = (kind(COST, capacity) for kind in (DecodeBatch, TimedBatch))
     for batch in (fast, slow):
         for rollout_id, request in enumerate(requests):
             batch.join(Request(rollout_id, *request), 7)
-    assume(fast.next_change()[0] > 0)
-    answers = [batch.join_ahead(Request(9, *joining), 5, arrival, until) for batch in (fast, slow)]
-    assert answers[0] == answers[1]
-    assert state(fast) == state(slow)
-    if answers[0][0]:
-        fast.undo_join(), slow.undo_join()
+    assume(fast.next_change()[0] > 1)
+    newcomers = Request(9, *joining), Request(9, *joining)
+    for batch in (fast, slow):
+        batch.advance(1, start)
+    for _ in range(2):  # the same again after it was undone
+        answers = [
+            batch.join_ahead(one, 5, arrival, until) for batch, one in ((fast, newcomers[0]), (slow, newcomers[1]))
+        ]
+        assert answers[0] == answers[1]
         assert state(fast) == state(slow)
+        if answers[0][0]:
+            fast.undo_join()
+            slow.undo_join()
+            assert state(fast) == state(slow)
+    if answers[0][0]:
+        for batch, one in ((fast, newcomers[0]), (slow, newcomers[1])):
+            batch.join_ahead(one, 5, arrival, until)
+    while fast.running and (change := fast.next_change())[0]:
+        assert change == slow.next_change()
+        ended = [[one.rollout_id for one in batch.advance(*change)] for batch in (fast, slow)]
+        assert ended[0] == ended[1]
 
 
 def test_a_join_that_was_undone_leaves_the_ticks_of_prefill_as_they_were():

@@ -48,10 +48,6 @@ class Script:
     """Tick of the end, before all that engines do at it."""
 
 
-def times_of(request):
-    return request.prefill_ticks, request.decode_ticks
-
-
 class Scripted(Log):
     """Reacts like a scheduler: replaces ended rollouts, resumes those that an update aborted, publishes again."""
 
@@ -84,7 +80,9 @@ class Scripted(Log):
             self.at(tick, lambda disturbance=disturbance: self.disturb(*disturbance))
         self.publish_next()
         self.clock.run(until=script.ends_at)
-        ended = [[(one.rollout_id, spans, times_of(one)) for one, spans in engine.end()] for engine in self.engines]
+        ended = [
+            [(one.rollout_id, spans, self.times_of(one)) for one, spans in engine.end()] for engine in self.engines
+        ]
         versions = [engine.version for engine in self.engines]
         self.over = True
         self.clock.run()  # engines that have ended do nothing any more
@@ -127,12 +125,15 @@ class Scripted(Log):
                 engine.suspend()
             engine.update(self.num_published, kind, self.clock.now + transfer)
 
+    def times_of(self, request):
+        return (request.prefill_ticks, request.decode_ticks) if self.script.engine.counts_time else None
+
     def note(self, *entry):
         self.entries.append((self.clock.now, *entry, [engine.version for engine in self.engines]))
 
     def rollout_finished(self, engine, request, spans):
         rollout_id = request.rollout_id
-        self.note("finished", engine, rollout_id, spans, times_of(request))
+        self.note("finished", engine, rollout_id, spans, self.times_of(request))
         if self.turns.get(rollout_id):
             observed, generated, delay, home = self.turns[rollout_id].pop(0)
             request.keep(spans)
@@ -151,7 +152,7 @@ class Scripted(Log):
 
     def rollout_aborted(self, engine, request):
         rollout_id = request.rollout_id
-        self.note("aborted", engine, rollout_id, request.spans, times_of(request))
+        self.note("aborted", engine, rollout_id, request.spans, self.times_of(request))
         self.place[rollout_id] = None
         if rollout_id in self.unwanted:
             self.start_next(engine)
@@ -190,6 +191,7 @@ def scripts(draw, *, unit=1, longest=12):
             pause_ticks=unit * draw(small),
             prefix_cache=draw(st.sampled_from(PrefixCaching)),
             step_tokens=draw(st.none() | st.integers(1, 12)),
+            counts_time=draw(st.booleans()),
         ),
         num_engines=num_engines,
         num_at_once=draw(st.integers(0, 12)),

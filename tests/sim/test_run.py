@@ -12,8 +12,18 @@ from tiny_comparison import run
 
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import RunFailedError
-from sim.clock import Clock
+from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.run import simulate
+
+
+def test_a_clock_stands_still_once_what_it_waits_for_has_happened() -> None:
+    clock, times = Clock(), list[int]()
+    done = clock.event()
+    Wake(clock, 3, CLUSTER_PRIORITY, 0, lambda _: done.succeed())
+    Wake(clock, 5, CLUSTER_PRIORITY, 0, lambda _: times.append(clock.now))
+    for _ in range(2):
+        clock.run_until(done)
+        assert (clock.now, times) == (3, [])
 
 
 def test_a_run_in_another_thread_leaves_ctrl_c_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from simpy.events import NORMAL
 from step_by_step import StepByStepEngine
 
 from pipelinerl.scheduler.events import VersionSpans
@@ -26,9 +25,9 @@ def settings_with(*, step=(10, 10), context=0, prefill=NO_PREFILL, capacity=None
 class ForwardClock(Clock):
     """A clock that nobody can turn back (SimPy would let them)."""
 
-    def schedule(self, event, priority=NORMAL, delay=0):
-        assert delay >= 0
-        super().schedule(event, priority, delay)
+    def step(self):
+        assert self.peek() >= self.now
+        super().step()
 
 
 class Log:

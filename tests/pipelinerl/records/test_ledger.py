@@ -395,6 +395,13 @@ def test_the_time_of_a_step_has_a_tail():
     assert fleet.step_s_p95 == pytest.approx(7.8)
 
 
+@pytest.mark.parametrize("history", [LOSS[:2], LOSS[:3]], ids=["is leaving", "has left"])
+def test_an_engine_that_is_leaving_at_the_end_takes_nothing_more(history):
+    """Engine 1 of two, from 2 s on."""
+    fleet = ledger_of(history, num_engines=2).figure_data().fleet
+    assert (fleet.time_s[:2], fleet.engines) == ([0.0, 2.0], [2, 1, 1])
+
+
 def test_engines_over_time_are_a_bounded_number_of_points(monkeypatch):
     """One engine joins each second: 1 + t after t seconds."""
     monkeypatch.setattr(pipelinerl.records.ledger, "MOST_POINTS", 8)
