@@ -36,6 +36,8 @@ def test_a_fleet_that_says_nothing_never_fails() -> None:
             ".0.reclaim_hours must be left out with capacity, which has these times, got 8"),
         ("kind='spot', away_s=60, capacity='c.csv'",
             ".0.away_s must be left out with capacity, which has these times, got 60"),
+        ("kind='spot', notice_s=9, capacity='/'",
+            ".0.notice_s must be left out with capacity, which has these times, got 9"),
         ("stragglers=0.1", ".0.slowdown is missing; stragglers=0.1 needs it"),
         ("stragglers=1.1", ".0.stragglers must be at most 1, got 1.1"),
         ("slowdown=0.9", ".0.slowdown must be at least 1, got 0.9"),
