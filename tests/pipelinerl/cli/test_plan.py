@@ -17,6 +17,7 @@ from pipelinerl.config.run import CHECK_STEPS, RunConfig, check_config, dump_run
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.pages.plans import cases_page
+from pipelinerl.records import run_folder
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, cannot_write, write_json
@@ -129,7 +130,7 @@ def test_a_plan_that_cannot_be_written_is_shown_before_the_error(
     def full(path: Path, _data: object) -> None:
         raise cannot_write(path, OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(sim.planning.answer, "write_json", full)
+    monkeypatch.setattr(run_folder, "write_json", full)
     run, out = tmp_path / "run.toml", tmp_path / "out"
     run.write_text(tomli_w.dumps(TINY))
     result = command("plan", run, *FEW, "--out", out)
