@@ -216,7 +216,7 @@ def test_a_run_whose_engines_come_and_go_loses_nothing_and_is_simulated_from_its
     check_ledger(out, load_run(EXAMPLE, sets), summary)
     changes = [row.event for row in records(out) if isinstance(row.event, EngineJoined | EngineLeaving)]
     assert sorted(one.engine for one in changes) == [0, 1, 2, 3]
-    group = f"{{name='of the run', kind='spot', engines=3, notice_s=0, capacity='{out}'}}"
+    group = f"{{name='of the run', kind='spot', engines=3, capacity='{out}'}}"
     three = ["cluster.accelerators=4", "cluster.generation_accelerators=3", f"fleet.groups=[{group}]"]
     steps = "optimizer_steps=4000"  # nothing waits for a file there: time for all that happened
     simulated = simulate(load_run(EXAMPLE, [*sets[:-1], *three, steps]))  # without the faults: the record has them
