@@ -342,6 +342,7 @@ class GroupCache:
 class SimulatedCluster:
     """One simulated run."""
 
+    # Beyond 30 attributes, access is a look-up in a dictionary.
     __slots__ = (
         "_aborted",
         "_aborting",

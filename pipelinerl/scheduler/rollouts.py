@@ -134,12 +134,7 @@ class RolloutPool:
 
     def start_one(self) -> StartRollout:
         """Start a rollout of ``starting``, which there must be, on the engine with most room; a slot must be free."""
-        group = self.starting
-        assert group is not None  # the caller has seen to it
-        member = group.num_started  # as _next_to_start, without a call: once per rollout
-        group.num_started = num_started = member + 1
-        if num_started == self.group_size:
-            self.starting = None
+        group, member = self._next_to_start()
         group.engines[member] = engine = self.slots.take()
         self.num_in_flight += 1
         return StartRollout(group.group_id * self.group_size + member, group.prompt_id, engine)
