@@ -115,6 +115,8 @@ class LengthConfig(StrictModel):
                     raise ValueError(f"{name} is missing; kind='lognormal' needs mean and cv")
         if self.kind == "empirical" and self.source is None:
             raise ValueError("source is missing; kind='empirical' needs the name of a shipped set or a CSV file")
+        if self.kind != "empirical" and self.source is not None:
+            raise ValueError(f"source must be left out with kind={self.kind!r}, got {self.source!r}")
         if self.kind in ("lognormal", "empirical") and self.mean is not None and self.mean >= self.max:
             raise ValueError(f"mean must be below max, got mean={self.mean:g}, max={self.max}")
         return self

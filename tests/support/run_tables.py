@@ -53,7 +53,7 @@ EVERY_KEY: dict[str, Any] = {
     },
     "workload": {
         "group_size": 4, "prompt_tokens": 100, "success_rate": 0.25,
-        "length": {"kind": "lognormal", "max": 900, "mean": 300.0, "cv": 0.5, "source": "skythought", "growth": 1.5},
+        "length": {"kind": "empirical", "max": 900, "mean": 300.0, "cv": 0.5, "source": "skythought", "growth": 1.5},
     },
     "environment": {
         "count": 64, "reset_s": 10.0, "reset_cv": 0.5, "step_s": 2.0, "step_cv": 1.5, "step_max_s": 60.0,

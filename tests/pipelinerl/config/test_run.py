@@ -175,6 +175,8 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "workload.length.mean must be below max, got mean=64, max=64"),
     (("workload.length.kind=empirical",),
         "workload.length.source is missing; kind='empirical' needs the name of a shipped set or a CSV file"),
+    (("workload.length.source=skythought",),
+        "workload.length.source must be left out with kind='uniform', got 'skythought'"),
     (("workload.length={kind='empirical', source='skythought', mean=99.5, max=64}",),
         "workload.length.mean must be below max, got mean=99.5, max=64"),
     # What does not fit together.
