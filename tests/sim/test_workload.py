@@ -141,11 +141,14 @@ def test_a_lognormal_mean_of_1_makes_all_lengths_1_and_one_just_below_max_nearly
         ({"cv": 1001.0}, r"length\.cv must be from 1e-06 to 1000, got 1001\.0"),
         ({"cv": 1e300}, r"length\.cv must be from 1e-06 to 1000, got 1e\+300"),
         ({"mean": 0.9}, r"length\.mean must be at least 1 for kind='lognormal', .*, got 0\.9"),
-        ({"mean": 0.9, "kind": "empirical"}, r"length\.mean must be at least 1 for kind='empirical', .*, got 0\.9"),
+        (
+            {"mean": 0.9, "kind": "empirical", "source": "skythought"},
+            r"length\.mean must be at least 1 for kind='empirical', .*, got 0\.9",
+        ),
     ],
 )
 def test_lengths_out_of_range_are_rejected(settings, line):
-    lognormal = {"kind": "lognormal", "max": 1000, "mean": 100.0, "cv": 1.0, "source": "skythought"}
+    lognormal = {"kind": "lognormal", "max": 1000, "mean": 100.0, "cv": 1.0}
     with pytest.raises(ConfigError, match=rf"^workload\.{line}$"):
         workload(**{**lognormal, **settings})
 
