@@ -54,6 +54,7 @@ import time
 from pathlib import Path
 
 import psutil
+from process_names import name_of
 
 from pipelinerl.rl.tasks import Arithmetic
 
@@ -68,7 +69,7 @@ def kill(name):
     while True:
         for one in psutil.Process().children(recursive=True):
             try:
-                if name in " ".join((one.name(), *one.cmdline())):
+                if name in name_of(one):
                     one.kill()
                     return
             except psutil.Error:

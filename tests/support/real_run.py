@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 from command_line import program, sets
+from process_names import name_of
 
 from backends.vllm.process import shared_memory_of
 from pipelinerl.records.reports import RunReport
@@ -76,7 +77,7 @@ class Process:
         for one in psutil.process_iter():
             try:
                 if one.pid in descendants or one.environ().get("TMPDIR", "").startswith(self.temporary):
-                    self.seen[one.pid] = (one, one.name() + " " + " ".join(one.cmdline()))
+                    self.seen[one.pid] = (one, name_of(one))
             except psutil.Error:
                 continue
         self.seen.pop(self.process.pid, None)

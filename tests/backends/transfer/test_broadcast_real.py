@@ -28,6 +28,7 @@ import ray  # noqa: E402
 from character_model import make_model  # noqa: E402
 from ledger_check import check_ledger, metrics_of, records  # noqa: E402
 from probes import check_probes, probed, started_with, told  # noqa: E402
+from process_names import name_of  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -78,7 +79,7 @@ def find(name: str, cores: list[int]) -> Any:
         for one in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 seen.append((one.name(), one.cpu_affinity()))
-                if name in " ".join((one.name(), *one.cmdline())) and one.cpu_affinity() == cores:
+                if name in name_of(one) and one.cpu_affinity() == cores:
                     return one
     raise AssertionError(f"there is no {name} on cores {cores} among {sorted(set(map(str, seen)))}")
 
