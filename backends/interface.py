@@ -286,6 +286,10 @@ class Sample:
         return behaviour_logprobs(self.segments)
 
 
+PHASES = ("forward_s", "backward_s", "optimizer_s")
+"""Of a rank's work on a micro-batch; each includes waits in collectives."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainResult:
     """Results of one micro-batch."""

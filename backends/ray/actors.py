@@ -45,9 +45,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends import interface
 from backends.trainer.packing import pack
-from backends.trainer.publish import ABORT_THREAD, TRANSFER_THREAD
 from backends.trainer.settings import RankSettings, rank_environment
-from backends.trainer.step import PHASES
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import VLLMSettings, remove_shared_memory, slow_down
 from pipelinerl.config.faults import FaultConfig
@@ -65,8 +63,12 @@ from pipelinerl.util.user_code import first_line, kind_and_line
 RANKS_SHUTDOWN_TIMEOUT_S = 10.0
 BLAME_TIMEOUT_S = 3.0
 """For a dead rank when another one reports an error."""
+TRANSFER_THREAD = "transfer"
+"""Ray's concurrency group of calls that send."""
+ABORT_THREAD = "abort"
+"""The same of calls that end a transfer under way."""
 SAVING_THREAD = "saving"
-"""Ray's concurrency group of calls that write a checkpoint."""
+"""The same of calls that write a checkpoint."""
 ADVICE = {
     "placing": "; their accelerators may be gone",
     "meet": "",
@@ -75,7 +77,7 @@ ADVICE = {
 }
 """After a fault in a phase in which going on from a checkpoint does not help."""
 SAME_METRICS = frozenset({"gradient_norm", "learning_rate", "skipped", "peak_flops", "recomputed_layers"})
-RANK_METRICS = frozenset({*PHASES, "peak_memory_gb"})
+RANK_METRICS = frozenset({*interface.PHASES, "peak_memory_gb"})
 """All other metrics are shares of a sum."""
 
 

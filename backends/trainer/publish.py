@@ -1,7 +1,7 @@
 """A rank's part of weight publishing: the policy's weights for the transport's sender, and the group that it sends to.
 
 All ranks gather the parameters together; rank 0 has them whole. ``send`` and ``abort_group`` come from threads of their
-own (``TRANSFER_THREAD``, ``ABORT_THREAD``) while training goes on. The driver never publishes and sends at a time.
+own while training goes on. The driver never publishes and sends at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ from backends.transfer.transport import Parameters, SenderContext, ends_of
 from backends.transfer.verify import check_names, checkpoint_shapes
 from pipelinerl.config.train import LoraConfig
 from pipelinerl.hardware.transport import WeightTransport
-
-TRANSFER_THREAD = "transfer"
-"""Ray's concurrency group of calls that send."""
-ABORT_THREAD = "abort"
-"""Ray's concurrency group of calls that end a transfer under way."""
 
 
 class PolicyWeights:

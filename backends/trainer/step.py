@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backends.interface import PHASES
 from backends.trainer.model import row_tensors
 from backends.trainer.packing import PackedRow
 from pipelinerl.config.train import OptimizerConfig
@@ -83,10 +84,6 @@ def learning_rate_factor(config: OptimizerConfig, *, optimizer_steps: int) -> Ca
                 return (1.0 + math.cos(math.pi * share)) / 2
 
     return factor
-
-
-PHASES = ("forward_s", "backward_s", "optimizer_s")
-"""Of a rank's work on a micro-batch; each includes waits in collectives."""
 
 
 class StepMeter:

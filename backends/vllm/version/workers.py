@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,6 +66,18 @@ def keep_parameters_in_place() -> None:
     from vllm import _custom_ops
 
     _custom_ops._supports_onednn = False
+
+
+def sleep_in_waits() -> None:
+    """On CPU, let a process that waits for a message sleep 0.1 ms where vLLM's only yields the processor.
+
+    An engine's core and its workers wait for each other most of the time, and would keep a core each busy.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
 
 
 def expand_on_cpu() -> None:
