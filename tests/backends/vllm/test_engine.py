@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +23,7 @@ from vllm_engine import PROMPT, REAL, Subject, settings
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine
+from backends.vllm.plugin import register
 from backends.vllm.version import client
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.hardware.transport import BROADCAST, FILE, WeightTransport
@@ -405,3 +407,16 @@ def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject
 
 async def gather(engine: VLLMEngine, requests: list[GenerateRequest]) -> list[Generated]:
     return await asyncio.gather(*map(engine.generate, requests))
+
+
+def test_who_waits_for_another_process_of_the_engine_leaves_the_core_to_it() -> None:
+    """Seconds of this thread on a core while it waits half a second for a reader that does not come."""
+    register()  # as vLLM's processes do
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    queue = MessageQueue(n_reader=1, n_local_reader=1, max_chunks=1)
+    queue.enqueue("nobody reads it")
+    before_s = time.thread_time()
+    with pytest.raises(TimeoutError):
+        queue.enqueue("waits for room", timeout=0.5)
+    assert time.thread_time() - before_s < 0.25
