@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import os
 
-from backends.vllm.version.workers import (
-    EXPAND,
-    IN_PLACE,
-    expand_on_cpu,
-    keep_parameters_in_place,
-    register_receiver,
-    sleep_in_waits,
-)
+from backends.vllm.version import workers
 
 
 def register() -> None:
-    """Register the receiver of weights with this process's vLLM; a second call does nothing."""
-    register_receiver("backends.vllm.receiver", "VLLMReceiver")
-    sleep_in_waits()
-    if IN_PLACE in os.environ:
-        keep_parameters_in_place()
-    if EXPAND in os.environ:
-        expand_on_cpu()
+    """Register the receiver of weights with this process's vLLM, and adapt it to a CPU; a second call does nothing."""
+    workers.register_receiver("backends.vllm.receiver", "VLLMReceiver")
+    workers.adapt_to_cpu()
+    if workers.IN_PLACE in os.environ:
+        workers.keep_parameters_in_place()

@@ -67,7 +67,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
 """Overrides that make a run smaller, by the end of the path of the run file."""
 SMALLER_PLAN = ("plan.simulate=1", "plan.simulate_steps=4", "plan.generation_batch_size=[32]", "plan.publish_every=[1]")
 """Overrides of every plan."""
-OF_A_RUN_FILE = ("simulate", "compare", "plan", "environments", "train", "diagnose")
+OF_A_RUN_FILE = ("simulate", "compare", "plan", "environments", "train", "diagnose", "share")
 """Commands with ``--set``."""
 MEASUREMENTS = "docs/measurements/"
 RUN = {page: text for page, text in PAGES.items() if not page.startswith(MEASUREMENTS)}

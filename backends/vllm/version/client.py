@@ -18,7 +18,7 @@ from backends.interface import STREAM_TOKENS, Generated, GenerateRequest, busy_s
 from backends.this_machine import local_cache
 from backends.vllm.process import VLLMSettings
 from backends.vllm.version.arguments import engine_arguments
-from backends.vllm.version.workers import EXPAND, IN_PLACE, RECEIVER, adapter_request
+from backends.vllm.version.workers import IN_PLACE, RECEIVER, adapter_request
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.scheduler.events import EngineSeconds, VersionSpans, WeightUpdate
@@ -137,8 +137,6 @@ def start_client(settings: VLLMSettings, adapter_folder: str | None = None) -> C
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.cpu_kv_cache_gib}"
     if settings.cpu_in_place:
         os.environ[IN_PLACE] = "1"
-    if settings.device == "cpu" and settings.speculation is not None:
-        os.environ[EXPAND] = "1"
     if settings.cpu_cores is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
     for name, value in environment(settings).items():

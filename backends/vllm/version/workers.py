@@ -8,8 +8,6 @@ from typing import Any
 
 IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
 """Variable of vLLM's processes for ``keep_parameters_in_place``."""
-EXPAND = "PIPELINERL_EXPAND_ON_CPU"
-"""The same for ``expand_on_cpu``."""
 RECEIVER = "pipelinerl"
 """Name of the worker's end of all transports in vLLM."""
 
@@ -68,25 +66,19 @@ def keep_parameters_in_place() -> None:
     _custom_ops._supports_onednn = False
 
 
-def sleep_in_waits() -> None:
-    """On CPU, let a process that waits for a message sleep 0.1 ms where vLLM's only yields the processor.
+def adapt_to_cpu() -> None:
+    """Replace two functions before vLLM takes them into use; on GPUs nothing changes.
 
-    An engine's core and its workers wait for each other most of the time, and would keep a core each busy.
+    Where its processes wait for each other and yield the core, they sleep for 0.1 ms: there are few cores for all.
+    vLLM 0.32's kernel of speculative decoding turns temperatures into whole numbers and writes them into a copy:
+    drafted tokens are then accepted, and log-probabilities given, at whatever temperature the memory held.
     """
-    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
-
-
-def expand_on_cpu() -> None:
-    """Replace a kernel of speculative decoding, before vLLM takes it into use.
-
-    vLLM 0.32's for CPU turns temperatures into whole numbers and writes them into a copy: drafted tokens are then
-    accepted, and log-probabilities given, at whatever temperature the memory held.
-    """
+    if not current_platform.is_cpu():
+        return
     import torch
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.utils import cpu_triton_utils
 
     def expand(out_N: Any, in_B: Any, ends_B: Any, replace_from: float, replace_to: float, *_: Any) -> None:
@@ -95,4 +87,5 @@ def expand_on_cpu() -> None:
         values_N = in_B.repeat_interleave(counts_B.long())
         out_N.copy_(values_N.masked_fill(values_N == replace_from, replace_to))
 
+    shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
     cpu_triton_utils._expand_kernel_impl = expand
