@@ -1,6 +1,6 @@
-"""Python imports this when it starts: look for cycles of garbage more rarely than Python would, as imports make none.
+"""Python imports this when it starts: it looks for cycles of garbage at every 100,000th object, not at every 700th.
 
-Without it a third of a process's imports, and a fifth of the simulator's tests, is spent on looking.
+Looking took an eighth of the seconds in which vLLM is imported, and a sixth of those of the simulator's tests.
 """
 
 import gc
