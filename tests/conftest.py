@@ -20,7 +20,7 @@ pytest.register_assert_rewrite("backends.contract")
 settings.register_profile("pipelinerl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pipelinerl")
 
-# All processes that tests start, and the ones in which pytest-xdist runs them, collect less garbage.
+# Processes that tests start, and those in which pytest-xdist runs tests, look for garbage more rarely.
 AT_START = str(Path(__file__).parent / "support" / "at_start")
 os.environ["PYTHONPATH"] = os.pathsep.join([AT_START, *filter(None, [os.environ.get("PYTHONPATH")])])
 
