@@ -187,6 +187,7 @@ def test_only_one_folder_depends_on_the_version_of_vllm() -> None:
             "pipelinerl, sim, sim.run, sim.compare, sim.planning.answer, analysis, analysis.plot, backends",
             {"torch", "matplotlib.pyplot", "vllm", "deepspeed", "ray"},
         ),
+        ("backends.ray.actors", {"transformers", "vllm", "deepspeed"}),  # in every process of a real run
     ],
 )
 def test_an_import_loads_nothing_heavy(modules: str, heavy: set[str]) -> None:
