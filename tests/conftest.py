@@ -20,18 +20,20 @@ pytest.register_assert_rewrite("backends.contract")
 settings.register_profile("pipelinerl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pipelinerl")
 
-# Processes that tests start, and those in which pytest-xdist runs tests, look for garbage more rarely.
-AT_START = str(Path(__file__).parent / "support" / "at_start")
-os.environ["PYTHONPATH"] = os.pathsep.join([AT_START, *filter(None, [os.environ.get("PYTHONPATH")])])
-
 # Tests send SIGINT, which a process started in the background of a script ignores by default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make matplotlib's list of fonts before any test: matplotlib warns on stderr if that takes more than 5 s."""
+    """Make matplotlib's list of fonts before any test: matplotlib warns on stderr if that takes more than 5 s.
+
+    All processes that are started from here on, those that run the tests and theirs, read ``support/at_start``.
+    """
     if not hasattr(config, "workerinput"):  # once, before the processes that run the tests are started
         importlib.import_module("matplotlib.font_manager")
+        patch = pytest.MonkeyPatch()
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support" / "at_start"), prepend=os.pathsep)
+        config.add_cleanup(patch.undo)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

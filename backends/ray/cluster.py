@@ -111,7 +111,7 @@ def _own(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "AUTOSCALER_METRIC_PORT": "-1",  # none: it serves metrics without asking for the token
-        "RAY_prestart_worker_first_driver": "0",  # no processes before actors ask for them, with other variables
+        "RAY_prestart_worker_first_driver": "0",  # actors need processes with variables of their own
         "TMPDIR": str(folder),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHINDUCTOR_CACHE_DIR": cache,  # compiled kernels stay for the next run
