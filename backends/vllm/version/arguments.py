@@ -57,6 +57,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM can have room for."""
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Tokens at the end of a sequence that ``ngram`` looks up in it: the most that occur there, at least two."""
+BESIDE_SCHEDULER = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""In the scheduler's process: its only worker. By vLLM's short name, "uni", it would be "mp" on CPU."""
 CUDA = "/usr/local/cuda"
 MIN_BATCHED_TOKENS = 8192
 """Of prompts and answers that one decode step may compute, if not more slots."""
@@ -194,7 +196,7 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
         "max_model_len": settings.max_tokens,
         "max_num_seqs": math.ceil(settings.num_slots / replicas),
         "tensor_parallel_size": settings.tensor_parallel // replicas,
-        "distributed_executor_backend": "mp",
+        "distributed_executor_backend": BESIDE_SCHEDULER if on_cpu and settings.tensor_parallel == 1 else "mp",
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enable_sleep_mode": settings.colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",

@@ -7,12 +7,10 @@ them three machines.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,6 @@ import ray  # noqa: E402
 from character_model import make_model  # noqa: E402
 from ledger_check import check_ledger, metrics_of, records  # noqa: E402
 from probes import check_probes, probed, started_with, told  # noqa: E402
-from process_names import name_of  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -65,23 +62,9 @@ NUM_DELTAS = 40
 """Versions, all but the first of which come as deltas."""
 TIMEOUT_S = 600.0
 """Nothing here waits for it."""
-FIND_S = 60.0
-"""Longest look for a process that is there."""
 SILENCE_S = 5.0
-"""An engine is given up after so long, once a worker of it has been stopped. Before, after ``TIMEOUT_S``: Ray starts
+"""An engine is given up after so long, once it has been stopped. Before, after ``TIMEOUT_S``: Ray starts
 engines at niceness 15, and beside other test files one made no decode step for ten seconds."""
-
-
-def find(name: str, cores: list[int]) -> Any:
-    """Return the process bound to these cores that this one has started, Ray's included; one look may miss it."""
-    over, seen = time.monotonic() + FIND_S, []
-    while time.monotonic() < over:
-        for one in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                seen.append((one.name(), one.cpu_affinity()))
-                if name in name_of(one) and one.cpu_affinity() == cores:
-                    return one
-    raise AssertionError(f"there is no {name} on cores {cores} among {sorted(set(map(str, seen)))}")
 
 
 @pytest.fixture
@@ -138,7 +121,8 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         assert await send([0, 1])
         assert await hold_the_same([0, 1]) == patched
         version = await train_and_publish()
-        silent = find("VLLM::Worker", [0])  # the one that receives for both engines
+        core = await engines[0]._call("__ray_call__", lambda one: one._processes[0].pid)
+        silent = psutil.Process(core)  # its worker receives for both engines
         silent.suspend()
         await silent_while_weights_arrive(engines, trainer, asyncio.create_task(send([0, 1])))
         assert f"version {version} did not reach the engines: " in caplog.text
