@@ -108,8 +108,8 @@ ENVIRONMENT = {
 """Variables that vLLM reads, where they are not set."""
 ROUTES_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """The same with ``routes``, which vLLM's older model runner does not return."""
-CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-"""The same on CPU, where every start would compile two lines of the sampler (4 s), and an only worker has one core."""
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+"""The same on CPU, where every start would compile two lines of the sampler (4 s), and a worker has one core."""
 SHUTDOWN_S = 1.0
 """Then vLLM kills its processes: workers heed nothing else."""
 
