@@ -57,8 +57,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM can have room for."""
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Tokens at the end of a sequence that ``ngram`` looks up in it: the most that occur there, at least two."""
-BESIDE_SCHEDULER = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""In the scheduler's process: its only worker. By vLLM's short name, "uni", it would be "mp" on CPU."""
+BESIDE_SCHEDULER = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # its short name, "uni", means "mp" on CPU
 CUDA = "/usr/local/cuda"
 MIN_BATCHED_TOKENS = 8192
 """Of prompts and answers that one decode step may compute, if not more slots."""
