@@ -1,10 +1,10 @@
 """A vLLM engine behind the promises of ``interface.Engine``.
 
 Theory of operation. ``VLLMEngine`` lives in one process and on one event loop; vLLM's scheduler and its workers
-are child processes. ``generate`` calls run side by side. ``update`` stops the scheduler between two decode
-steps, so that no token is computed with weights of two versions, and starts it again only when all weights of
-the new version are in place, and labelled: the version of each token is the label that the engine's own process
-attaches to it. If that cannot be reached the engine stays stopped and counts as lost.
+are child processes (on CPU an only worker shares the scheduler's). ``generate`` calls run side by side. ``update``
+stops the scheduler between two decode steps, so that no token is computed with weights of two versions, and starts it
+again only when all weights of the new version are in place, and labelled: the version of each token is the label that
+the engine's own process attaches to it. If that cannot be reached the engine stays stopped and counts as lost.
 
 =================  =====================================  ==================================================
 coroutine          waits for                              is unblocked by

@@ -155,6 +155,8 @@ def run_with_a_front_end(num_slots: int, latency: str) -> RunConfig:
         f"scheduler.generation_batch_size={num_slots}",
         "optimizer_steps=40",
         "hardware.decode={kind = 'affine', step_s = 0.02}",
+        "hardware.prefill={token_s = 0.0}",
+        "hardware.training={token_s = 1.34e-4}",
         "hardware.weights={publish_s = 0.02, transfer_s = 0.05, pause_s = 0.05}",
         f"hardware.latency={latency}",
     )
