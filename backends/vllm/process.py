@@ -61,7 +61,7 @@ class VLLMSettings:
     kv_cache_use: bool = False
     """Whether answers carry how full the KV cache is."""
     cpu_cores: str | None = None
-    """Of the workers, such as ``0`` or ``0-3``; of several one after the other, such as ``0|1``. None: vLLM chooses."""
+    """Of several workers, one after the other, such as ``0|1``. None: vLLM chooses. An only one is bound to none."""
     log_file: str | None = None
     """Of all its processes. None: they print to where this one does, errors only."""
     start_timeout_s: float = 1200.0

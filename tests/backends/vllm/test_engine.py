@@ -392,6 +392,7 @@ async def in_progress_in_a_core_that_stands_still(engine: VLLMEngine, core: Any)
 def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject, run: Run[Any]) -> None:
     engine = subject.engine
     processes = list(engine._processes)
+    assert len(processes) == 1  # an only worker is in the scheduler's
 
     async def scenario() -> None:
         task = await in_progress_in_a_core_that_stands_still(engine, processes[0])

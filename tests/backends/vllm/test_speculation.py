@@ -58,6 +58,24 @@ def test_log_probabilities_of_drafted_tokens_are_the_model_s(subject: Subject, r
     assert max(subject.error(one, keep=False, temperature=COLD) for one in some) < 1e-4
 
 
+def test_one_thread_of_the_engine_computes(subject: Subject, run: Any) -> None:
+    """Numba looks up drafts. Its number of threads becomes that of OpenMP, whose threads wait for each other in loops.
+
+    Seconds on a core while the engine answers: 0.85 for the thread that computes, 0.04 at most for one that sends or
+    receives; with numba's default, on two cores, 0.99 for the thread that waits.
+    """
+    psutil = pytest.importorskip("psutil")
+    core = psutil.Process(subject.engine._processes[0].pid)
+
+    def seconds() -> dict[int, float]:
+        return {one.id: one.user_time + one.system_time for one in core.threads()}
+
+    before = seconds()
+    run(answers(subject.engine, OFF_ABOVE, 400, temperature=COLD))
+    spent = {thread: after - before.get(thread, 0.0) for thread, after in seconds().items()}
+    assert spent.pop(core.pid) > 5 * max(spent.values())
+
+
 def test_answers_carry_the_room_in_the_kv_cache(subject: Subject, run: Any) -> None:
     """Blocks of 128 tokens: two of each of the others, of which the last one ends alone."""
     cache = subject.engine._vllm.llm.vllm_config.cache_config
