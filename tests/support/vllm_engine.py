@@ -35,7 +35,7 @@ def real(test: Any) -> Any:
 
 
 def settings(model_path: Path, **changed: Any) -> VLLMSettings:
-    values: dict[str, Any] = {"engine_id": 2, "num_slots": 64, "max_tokens": 512, "device": "cpu", "cpu_cores": "0"}
+    values: dict[str, Any] = {"engine_id": 2, "num_slots": 64, "max_tokens": 512, "device": "cpu"}
     values["cpu_in_place"] = True  # as on a GPU: weights are brought in by direct copies
     return VLLMSettings(model_path=str(model_path), **{**values, **changed})
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,8 +61,8 @@ NUM_DELTAS = 40
 TIMEOUT_S = 600.0
 """Nothing here waits for it."""
 SILENCE_S = 5.0
-"""An engine is given up after so long, once it has been stopped. Before, after ``TIMEOUT_S``: Ray starts
-engines at niceness 15, and beside other test files one made no decode step for ten seconds."""
+"""An engine is given up after so long, once it has been stopped. Before, after ``TIMEOUT_S``: Ray starts engines at
+niceness 15, and beside other test files one made no decode step for ten seconds."""
 
 
 @pytest.fixture
@@ -185,7 +184,6 @@ def engine(model_path: Path, index: int) -> RayEngine:
         num_slots=16,
         max_tokens=256,
         transport=DELTA,
-        cpu_cores=str(index % (os.cpu_count() or 1)),
         cpu_in_place=False,
         update_timeout_s=TIMEOUT_S,
         generate_timeout_s=TIMEOUT_S,

@@ -41,7 +41,7 @@ def subject(run: Run[Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for ``by_direct_copies``
     folder = tmp_path_factory.mktemp("engine")
     model = make_model(folder / "model", seed=0, end_token=None)
-    subject = Subject(VLLMEngine(settings(folder / "model", cpu_cores="0")), folder, [model])
+    subject = Subject(VLLMEngine(settings(folder / "model")), folder, [model])
     run(subject.engine.start())
     yield subject
     run(subject.engine.shutdown())
@@ -178,7 +178,7 @@ def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_change
 ) -> None:
     make_model(tmp_path / "model", seed=0, end_token="<eos>")
     subject.versions[-1].save_pretrained(tmp_path / "model")
-    fresh = VLLMEngine(settings(tmp_path / "model", cpu_cores="1"))
+    fresh = VLLMEngine(settings(tmp_path / "model"))
     run(fresh.start())
     try:
         before = run(answers_bit_for_bit_the_same(fresh, subject.engine))
@@ -334,7 +334,7 @@ def test_broadcast_weights_are_loaded_bit_for_bit_and_a_wrong_bit_changes_nothin
     from transfer_group import Group
 
     make_model(tmp_path / "model", seed=9, end_token="<eos>")
-    engine = VLLMEngine(settings(tmp_path / "model", cpu_cores="1", transport=BROADCAST))
+    engine = VLLMEngine(settings(tmp_path / "model", transport=BROADCAST))
     model, other = subject.versions[-1], make_model(tmp_path / "other", seed=10, end_token=None)
     wrong = copy.deepcopy(other.state_dict())
     wrong["lm_head.weight"].view(torch.uint8)[5, 3] ^= 1
