@@ -535,16 +535,16 @@ class WeightHistory:
 
     def spans(self, request: Request, step: int) -> VersionSpans:
         """Return the spans of all tokens that a request of the batch has at the boundary before a step."""
-        start, first, steps, versions = request.start_step, request.first_load, self.steps, self.versions
+        start, first = request.start_step, request.first_load
         if step == start:
             return request.spans
-        last = len(steps)
+        steps, versions, last = self.steps, self.versions, len(self.steps)
         if steps[-1] == step:
             last -= 1  # it samples nothing before the next step
         if first == last:
             spans = VersionSpans((versions[first - 1],), (step - start,))
         else:
-            ends = (*map(start.__rsub__, steps[first:last]), step - start)  # a - start of each, in C: once per rollout
+            ends = (*[one - start for one in steps[first:last]], step - start)
             spans = VersionSpans(tuple(versions[first - 1 : last]), ends)
         return joined(request.spans, spans) if request.spans.ends else spans
 
