@@ -43,13 +43,25 @@ class Clock(simpy.Environment):
     now = property(attrgetter("_now"), doc="Ticks since the start, a whole number.")  # read in C: it is read often
 
     def run_until(self, done: Event) -> None:
-        """Run until an event has happened or nothing is left, as ``run``, where no event fails: without its calls."""
-        queue = self._queue
+        """Run until an event has happened or nothing is left, as ``run``, but without its calls.
+
+        All events must be of the two classes below: none of them fails.
+        """
+        queue: list[Any] = self._queue
         while queue and done.callbacks is not None:
             self._now, _, _, event = heappop(queue)
-            callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment] # as in SimPy
-            for callback in callbacks:
-                callback(event)
+            call = event.call  # a slot: faster than a call of the attribute
+            call(event)
+
+
+class Happening(Event):
+    """An event that others wait for, with what ``run_until`` calls."""
+
+    def call(self, _: Event) -> None:
+        """Make the calls of those who wait."""
+        callbacks, self.callbacks = self.callbacks, None  # type: ignore[assignment] # as in SimPy
+        for callback in callbacks:
+            callback(self)
 
 
 class Wake(Event):
@@ -58,7 +70,8 @@ class Wake(Event):
     ``tag``: number by which the callee knows it.
     """
 
-    __slots__ = ("_calls", "_priority", "tag")
+    __slots__ = ("_priority", "call", "tag")
+    callbacks = property(lambda self: [self.call], lambda *_: None)  # for SimPy's run
     _value = None  # it carries no value
     _ok = True
 
@@ -66,12 +79,10 @@ class Wake(Event):
         self, clock: Clock, delay: int, priority: EventPriority, tag: int, call: Callable[[Any], None]
     ) -> None:
         self.env = clock
-        self.callbacks = self._calls = [call]
-        self.tag = tag
+        self.call, self.tag = call, tag
         self._priority = priority
         clock.schedule(self, priority, delay)
 
     def again(self, at: int) -> None:
         """Schedule the call once more, at a tick from now on; the last one must have been made."""
-        env, self.callbacks = self.env, self._calls
-        heappush(env._queue, (at, self._priority, next(env._eid), self))  # as schedule, without a call
+        heappush(self.env._queue, (at, self._priority, next(self.env._eid), self))  # as schedule, without a call

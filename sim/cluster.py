@@ -70,7 +70,7 @@ from pipelinerl.scheduler.events import (
     WeightUpdate,
 )
 from pipelinerl.scheduler.kinds import StallWatch, stalled
-from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
+from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Happening, Wake, to_seconds, to_ticks
 from sim.engine import UNLIMITED, ClosedFormEngine, PrefixCache
 from sim.engines import EngineFleet, capacity_report
 from sim.episodes import Environments, Episodes, check_turns
@@ -363,7 +363,6 @@ class SimulatedCluster:
         "_interrupted",
         "_longest",
         "_now",
-        "_now_s",
         "_policy",
         "_prefill",
         "_publish_ticks",
@@ -401,7 +400,7 @@ class SimulatedCluster:
         check_turns(config)
         self._config = config
         self._recorder: Recorder  # set by run()
-        self._now, self._now_s = 0, 0.0  # of the event being handled
+        self._now = 0  # of the event being handled
         workload = Workload(config.workload, seed=config.seed)
         policy_prompt_tokens = None if config.policy is None else checked_task(config).prompt_tokens
         longest = _longest_tokens(config, workload, policy_prompt_tokens)
@@ -461,7 +460,7 @@ class SimulatedCluster:
         self._stop: StopReason | None = None
         self._failure: RunFailedError | None = None
         self._interrupted = False
-        self._done = self._clock.event()
+        self._done = Happening(self._clock)
 
     def _make_engines(
         self, make: Callable[[int, EngineSettings], SimulatedEngine], settings: EngineSettings
@@ -570,7 +569,7 @@ class SimulatedCluster:
         if self._fleet is not None and fault.engine is not None:
             self._fleet.suffer(fault)
         elif self._faults is not None and fault.rank is not None:
-            self._faults.strike(self._now_s)
+            self._faults.strike(to_seconds(self._now))
 
     def measured(self) -> RunMeasurements:
         """Return what the ledger cannot know: of what comes and goes, of drafts, and of caches."""
@@ -664,7 +663,7 @@ class SimulatedCluster:
         """Report an event and carry out the answer."""
         # As now and to_seconds(now), without calls: this comes once per rollout.
         self._now = now = self._clock._now  # type: ignore[assignment] # whole ticks
-        self._now_s = now_s = now / TICKS_PER_S
+        now_s = now / TICKS_PER_S
         recorder, start_rollout = self._recorder, self._start_rollout
         recorder.event(now_s, event)
         for command in self._scheduler.handle(event):
@@ -695,9 +694,9 @@ class SimulatedCluster:
             case DiscardRollouts():
                 for rollout_id in command.rollout_ids:
                     self._forget(rollout_id)
-                self._stall_watch.look(self._now_s, self._scheduler)
+                self._stall_watch.look(to_seconds(self._now), self._scheduler)
             case AbortRollout():
-                self._stall_watch.look(self._now_s, self._scheduler)
+                self._stall_watch.look(to_seconds(self._now), self._scheduler)
                 self._aborting.add(command.rollout_id)
                 if command.engine in self._engines:  # else it is being lost
                     self._engines[command.engine].abort(command.rollout_id)

@@ -688,6 +688,7 @@ class ClosedFormEngine:
         "_cache",
         "_calls",
         "_calls_at",
+        "_calm",
         "_can_do_more",
         "_chunked",
         "_clock",
@@ -761,6 +762,7 @@ class ClosedFormEngine:
         self._wake_steps = 0
         self._joined: tuple[int, int, Request] | None = None  # arrival that joined at a boundary before that wake-up
         self._awake = False
+        self._calm = True  # nothing waits, and nothing but steps happens at the next boundary unless a call comes
 
     # ----------------------------------------------------------------------------------------- calls
 
@@ -868,8 +870,23 @@ class ClosedFormEngine:
         arrivals = self._arrivals
         if self._calls_at <= taken_until or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
-        at: int | None
-        if self._pause_end is None and self._suspended_since is None:
+        size = len(batch.running)
+        if self._calm and size and batch.context_tokens + size * self._row_tokens <= batch.capacity:
+            at: int | None = self._plan_steps()
+        else:
+            at = self._go_through_rules(now)
+        self._awake = False
+        if at is None:
+            self._wake_at = NOT_PLANNED
+            return
+        self._wake_at = self._wake_calls_at = at
+        wake.again(at)
+
+    def _go_through_rules(self, now: int) -> int | None:
+        """Make rules 3 to 5 of a boundary, and plan the next wake-up; return its tick, if any."""
+        batch = self._batch
+        decodes = self._pause_end is None and self._suspended_since is None
+        if decodes:
             preempts = batch.context_tokens + len(batch.running) * self._row_tokens > batch.capacity
             if preempts:
                 self._preempt()
@@ -877,15 +894,8 @@ class ClosedFormEngine:
                 self._recompute()
             if not preempts and (self._waiting or self._chunked.request is not None):
                 self._admit()
-            at = self._plan_steps() if batch.running else self._next_wake(now)
-        else:
-            at = self._next_wake(now)
-        self._awake = False
-        if at is None:
-            self._wake_at = NOT_PLANNED
-            return
-        self._wake_at = self._wake_calls_at = at
-        wake.again(at)
+        self._calm = decodes and not self._waiting and self._chunked.request is None
+        return self._next_wake(now)
 
     def _undo_join(self) -> None:
         """Undo a join at a boundary that is still to come; one that has been stays."""
@@ -904,6 +914,7 @@ class ClosedFormEngine:
             self._cache.take_for(self._joined[2])
 
     def _take_calls(self, until: int) -> None:
+        self._calm = False
         while self._calls and self._calls[0][0] <= until:
             self._calls.popleft()[1]()
         arrivals, update = self._arrivals, self._update

@@ -38,7 +38,7 @@ from pipelinerl.scheduler.events import Event, StartTraining
 from pipelinerl.util.read import read_json
 
 LOG = logging.getLogger("pipelinerl")
-FORMAT = 8
+FORMAT = 9
 """One more whenever a pickled class, or the trainer's part, changes."""
 
 

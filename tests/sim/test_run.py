@@ -12,13 +12,13 @@ from tiny_comparison import run
 
 from pipelinerl.config.run import load_run
 from pipelinerl.errors import RunFailedError
-from sim.clock import CLUSTER_PRIORITY, Clock, Wake
+from sim.clock import CLUSTER_PRIORITY, Clock, Happening, Wake
 from sim.run import simulate
 
 
 def test_a_clock_stands_still_once_what_it_waits_for_has_happened() -> None:
     clock, times = Clock(), list[int]()
-    done = clock.event()
+    done = Happening(clock)
     Wake(clock, 3, CLUSTER_PRIORITY, 0, lambda _: done.succeed())
     Wake(clock, 5, CLUSTER_PRIORITY, 0, lambda _: times.append(clock.now))
     for _ in range(2):

@@ -193,7 +193,6 @@ def test_the_ledger_does_not_grow_with_the_rollouts_that_have_ended(monkeypatch)
     Pickled, without its rows, after the rounds that fill its figures: no more, but for larger numbers.
     """
     monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 5)
-    monkeypatch.setattr(pipelinerl.records.step_ledger, "CUT_AT_BYTES", 1)
 
     def kept(num_rounds):
         history = []

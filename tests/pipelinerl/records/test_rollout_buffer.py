@@ -2,13 +2,11 @@
 
 import math
 import pickle
-from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-import pipelinerl.records.step_ledger
 from pipelinerl.records.step_ledger import FinishedRollouts
 from pipelinerl.scheduler.events import VersionSpans
 
@@ -43,40 +41,37 @@ def check_taken(taken, expected):
 @given(operations=operations)
 def test_rollouts_come_out_as_they_were_put_in_in_any_order(operations):
     finished, model = FinishedRollouts(), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelinerl.records.step_ledger, "CUT_AT_BYTES", 1)
-        for number, (what, value) in enumerate(operations):
-            ids = list(model)
-            if what == "add":
-                finished.add(number, *value)
-                model[number] = value
-            elif not ids:
-                continue
-            elif what == "score":
-                pick, reward = value
-                rollout_id = ids[pick % len(ids)]
-                finished.score(rollout_id, reward)
-                model[rollout_id] = (*model[rollout_id][:2], reward)
-            elif what == "remove":
-                rollout_id = ids[value % len(ids)]
-                assert finished.remove(rollout_id) == model.pop(rollout_id)[0].num_tokens
-            else:
-                chosen = list(dict.fromkeys(ids[pick % len(ids)] for pick in value))
-                check_taken(finished.take(chosen), [model.pop(rollout_id) for rollout_id in chosen])
-            assert len(finished) == len(model)
-            assert all((one in finished) == (one in model) for one in range(number + 1))
+    for number, (what, value) in enumerate(operations):
+        ids = list(model)
+        if what == "add":
+            finished.add(number, *value)
+            model[number] = value
+        elif not ids:
+            continue
+        elif what == "score":
+            pick, reward = value
+            rollout_id = ids[pick % len(ids)]
+            finished.score(rollout_id, reward)
+            model[rollout_id] = (*model[rollout_id][:2], reward)
+        elif what == "remove":
+            rollout_id = ids[value % len(ids)]
+            assert finished.remove(rollout_id) == model.pop(rollout_id)[0].num_tokens
+        else:
+            chosen = list(dict.fromkeys(ids[pick % len(ids)] for pick in value))
+            check_taken(finished.take(chosen), [model.pop(rollout_id) for rollout_id in chosen])
+        assert len(finished) == len(model)
+        assert all((one in finished) == (one in model) for one in range(number + 1))
 
 
-def test_the_size_follows_what_waits():
-    """100,000 rollouts of 3 spans pass, 50 wait at a time: pickled, it stays below the size at which it is cut."""
-    finished, sizes = FinishedRollouts(), []
-    for first in range(0, 100_000, 50):
-        for rollout_id in range(first, first + 50):
-            finished.add(rollout_id, VersionSpans((1, 2, 3), (10, 20, 30)), 3, 1.0)
-        finished.take(range(first, first + 50))
-        sizes.append(len(pickle.dumps(finished)))
-    assert max(sizes) < pipelinerl.records.step_ledger.CUT_AT_BYTES + len(pickle.dumps(FinishedRollouts()))
-    assert any(before > after for before, after in pairwise(sizes))
+def test_nothing_is_kept_of_what_was_taken_or_removed():
+    finished = FinishedRollouts()
+    empty = pickle.dumps(finished)
+    for rollout_id in range(50):
+        finished.add(rollout_id, VersionSpans((1, 2, 3), (10, 20, 30)), 3, 1.0)
+    finished.take(range(25))
+    for rollout_id in range(25, 50):
+        finished.remove(rollout_id)
+    assert pickle.dumps(finished) == empty
 
 
 def test_a_rollout_that_does_not_wait_is_not_found():
