@@ -97,7 +97,7 @@ class FinishedRollouts:
         version_N, end_N = numbers[span_N], numbers[span_N + np.repeat(count_M, count_M)]
         start_N = np.concatenate(([0], end_N[:-1]))
         start_N[gathered_M] = 0
-        finish_version_N = np.repeat(numbers[begin_M + 1], count_M)
+        finish_version_N = np.repeat(numbers[begin_M + 1], count_M)  # the reward comes first
         rewards_M: list[float] = numbers.view(np.float64)[begin_M].tolist()
         return Gathered(rewards_M, start_N, end_N, version_N, finish_version_N)
 
