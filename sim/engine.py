@@ -870,7 +870,7 @@ class ClosedFormEngine:
         arrivals = self._arrivals
         if self._calls_at <= taken_until or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
-        size = len(batch.running)
+        size = len(batch.running)  # below, used_in(1) without a call
         if self._calm and size and batch.context_tokens + size * self._row_tokens <= batch.capacity:
             at: int | None = self._plan_steps()
         else:
@@ -887,7 +887,7 @@ class ClosedFormEngine:
         batch = self._batch
         decodes = self._pause_end is None and self._suspended_since is None
         if decodes:
-            preempts = batch.context_tokens + len(batch.running) * self._row_tokens > batch.capacity
+            preempts = batch.used_in(1) > batch.capacity
             if preempts:
                 self._preempt()
             if self._recomputes:
@@ -942,7 +942,7 @@ class ClosedFormEngine:
     def _preempt(self) -> None:
         """Preempt the requests admitted last until the next step fits."""
         batch = self._batch
-        while batch.context_tokens + len(batch.running) * self._row_tokens > batch.capacity:
+        while batch.used_in(1) > batch.capacity:
             if self._chunked.request is not None:
                 (request,) = self._chunked.release()
             else:

@@ -166,7 +166,7 @@ class RunLedger:
             case events.Stop():
                 self._stop = command.reason.value
 
-    def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int, goes_on: bool = False) -> None:
+    def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int, *, goes_on: bool = False) -> None:
         self._engine_rollouts[engine] = in_progress = self._engine_rollouts[engine] - 1
         if not in_progress:
             end_s = self._time_s if self._stop is None else self._busy_until_s()

@@ -298,7 +298,7 @@ class RolloutPool:
 
     # --------------------------------------------------------------------------------------- ending
 
-    def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans, over: bool = True) -> RolloutGroup:
+    def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans, *, over: bool = True) -> RolloutGroup:
         """Record that a rollout has left its engine, for ever if ``over``, and return its group."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)

@@ -7,7 +7,6 @@ from ledger_histories import FIRST_STEP, STORY, ended, figures_of, keys, ledger_
 
 import pipelinerl.records.figure_data
 import pipelinerl.records.ledger
-import pipelinerl.records.step_ledger
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
